@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -37,18 +37,21 @@ OPTIONAL = {"torchvision": "torchvision"}
 WORDS = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each part: ok, a note that breaks nothing, or a fault with its cure.
+def main(
+    argv: Sequence[str] | None = None, *, modules: Mapping[str, str] = MODULES, words: Sequence[str] = WORDS
+) -> int:
+    """Print a line for each part: ok, a note that breaks nothing, or an error with its fix.
 
-    Returns: 0 where all is well, 1 where something is broken.
+    modules: to import, with the distribution of each. words: the precisions to train with.
+    Returns: 0 if all is well, 1 if something is broken.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv, modules, words))
 
 
-def _command(argv: Sequence[str]) -> int:
+def _command(argv: Sequence[str], modules: Mapping[str, str], words: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     faults = 0
-    for finding in findings(arguments.outputs, is_quick=arguments.quick):
+    for finding in findings(arguments.outputs, modules, words, is_quick=arguments.quick):
         faults += finding.state == "fault"
         # At once, for the next one may take seconds.
         print("\n".join(finding.lines(16)), flush=True)
@@ -66,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def findings(outputs: Path, *, is_quick: bool = False) -> Iterator[Finding]:
+def findings(outputs: Path, modules: Mapping[str, str], words: Sequence[str], *, is_quick: bool) -> Iterator[Finding]:
     """Look at everything, what needs nothing first. Torch is imported by processes that may be lost, never by this."""
     yield from installation.findings()
     yield from machine.findings(outputs)
@@ -80,7 +83,7 @@ def findings(outputs: Path, *, is_quick: bool = False) -> Iterator[Finding]:
     nvidia = machine.nvidia()
     yield from torch_findings.torch_findings(trial)
     yield from torch_findings.gpu_findings(trial, nvidia, os.environ)
-    names = MODULES | {module: name for module, name in OPTIONAL.items() if _is_installed(name)}
+    names = {**modules} | {module: name for module, name in OPTIONAL.items() if _is_installed(name)}
     imports = [f"import:{module}" for module in names]
     trials = tried([*_groups(trial), *imports])
     yield from torch_findings.group_findings(trial, trials)
@@ -89,7 +92,7 @@ def findings(outputs: Path, *, is_quick: bool = False) -> Iterator[Finding]:
         why = "--quick leaves them out" if is_quick else "they need every package above"
         yield note("not looked at", f"runs: {why}")
         return
-    yield from torch_findings.run_findings(tried([f"run:{one}:{word}" for one in _devices(trial) for word in WORDS]))
+    yield from torch_findings.run_findings(tried([f"run:{one}:{word}" for one in _devices(trial) for word in words]))
 
 
 def _groups(torch: Facts) -> list[str]:

@@ -72,6 +72,11 @@ def were_revealed() -> bool:
     return bool(_shown)
 
 
+def forget() -> None:
+    """Forget the secrets that this process has used."""
+    _shown.clear()
+
+
 def redacted(text: str) -> str:
     """The text with the names of secrets in the place of the values that this process has used."""
     for value in sorted(_shown, key=len, reverse=True):

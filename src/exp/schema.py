@@ -37,17 +37,18 @@ WHOLE = ("experiment", "debug", "local")
 GROUPS = tuple(group for group in (*ONE, *MANY, *AXIS) if group not in ("sweep", *WHOLE))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, libraries: Sequence[str] = LIBRARIES) -> int:
     """Write the schemas, and print how an editor finds them.
 
+    libraries: modules with classes that no YAML file names yet.
     Returns: 0; 1 where they cannot be written; 2 where a YAML file cannot be read for its line.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv, libraries))
 
 
-def _command(argv: Sequence[str]) -> int:
+def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    schemas = made(allow=arguments.allow)
+    schemas = made(allow=arguments.allow, libraries=libraries)
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)
         for name, schema in schemas.items():
@@ -75,11 +76,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def made(*, allow: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def made(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, Any]]:
     """The schemas of this working directory by name: train, and each group."""
     from exp.check.json_schema import Schemas  # which imports torch
 
-    schemas = Schemas([*_named(), *_of_libraries()], allow=allow)
+    schemas = Schemas([*_named(), *_of_libraries(libraries)], allow=allow)
     return {"train": schemas.train(), **{group: schemas.group(group) for group in GROUPS}}
 
 
@@ -95,13 +96,13 @@ def _named() -> Iterator[str]:
                 yield from (str(node["_target_"]) for _, node in nodes_in(content))
 
 
-def _of_libraries() -> Iterator[str]:
+def _of_libraries(libraries: Sequence[str]) -> Iterator[str]:
     import importlib
 
     import torch
 
     kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)
-    for name in LIBRARIES:
+    for name in libraries:
         for word, found in vars(importlib.import_module(name)).items():
             if inspect.isclass(found) and issubclass(found, kinds) and not word.startswith("_"):
                 yield f"{name}.{word}"

@@ -1,8 +1,7 @@
-"""`python -m exp.train` in which one write fails: the one that FAIL_AT counts, with the errno FAIL_WITH.
+"""`python -m exp.train` in which write number FAIL_AT fails with the errno FAIL_WITH; with 0 none fails.
 
-Every write is one of: opening a file for writing, writing to it, making it last, closing it, renaming it into its
-place, a second name for it, removing it, making a directory; in every thread, and in ranks, which are forked. Where
-FAIL_AT is 0 none fails. WRITES names a file that gets a line for each, the failing one marked.
+Writes are: to open a file for writing, write to it, sync, close, rename, link or remove it, and to make a directory;
+in every thread, and in ranks, which are forked. WRITES names a file that gets a line for each write.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ real_open, real_write = open, os.write
 
 
 class Counter:
-    """Which write this is, over all kinds; fails one of them."""
+    """Counts the writes of all kinds below a folder, and fails one of them."""
 
     def __init__(self, *, at: int, error: int, record: int, below: str) -> None:
         self.at, self.error, self.record, self.below = at, error, record, below
-        # Over all that are forked.
+        # Shared with forked processes.
         self.count = multiprocessing.get_context("fork").Value("i")
 
     def __call__(self, kind: str, path: Any) -> None:
@@ -40,12 +39,12 @@ class Counter:
             fails = self.count.value == self.at
             real_write(self.record, f"{kind}\t{name}\t{'fails' if fails else ''}\n".encode())
         if fails:
-            # As the system says it: a write knows no path.
+            # A failed write names no path.
             raise OSError(self.error, os.strerror(self.error), *([] if isinstance(path, int) else [os.fsdecode(path)]))
 
 
 class File:
-    """A file whose first writes are counted, and a few of the many more that a checkpoint has."""
+    """A file whose first two writes are counted, and every 40th of the many that a checkpoint takes."""
 
     def __init__(self, file: Any, counter: Counter) -> None:
         self._file, self._counter, self._writes = file, counter, 0
@@ -59,7 +58,7 @@ class File:
     def close(self) -> None:
         is_open = not self._file.closed
         name = os.readlink(f"/proc/self/fd/{self._file.fileno()}") if is_open else ""
-        # As the system has it: what fails to close is closed.
+        # A file that fails to close is closed.
         self._file.close()
         if is_open:
             self._counter("close", name)
@@ -94,7 +93,7 @@ def install(counter: Counter) -> None:
         return call
 
     def descriptor(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        # What forked ranks print is caught by the tests' own program.
+        # The .log files of forked ranks belong to the tests.
         if flags & (os.O_WRONLY | os.O_RDWR) and not str(path).endswith(".log"):
             counter("open", path)
         return real_descriptor(path, flags, *rest, **named)

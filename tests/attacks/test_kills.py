@@ -1,24 +1,217 @@
-"""kill -9 at random moments, resumed until the run is done; a thousand: python tests/attacks/kills.py."""
+"""kill -9 at random moments of a run that is resumed until it completes: its checkpoints equal an unbroken run's.
 
-import importlib.util
-import sys
+A run validates at every step and saves so often that most moments are inside a save. Each chain of runs draws anew how
+many of the best checkpoints are kept, whether a thread writes them, and what makes a save due.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
-PROGRAM = Path(__file__).parent / "kills.py"
+from exp.engine.checkpoint import read_checkpoint
+
+COMMON = (
+    *("model=sequential", "hooks=[]", "logger=[]", "test=false", "data.batch_size=16", "trainer.limit_train_batches=6"),
+    *("trainer.limit_val_batches=1", "trainer.val_check_interval=1", "trainer.enable_progress_bar=false"),
+)
+PLAIN = (*COMMON, "trainer.max_epochs=3")
+FULL = (
+    *COMMON,
+    *("trainer.max_epochs=4", "strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "precision=fp16"),
+    *("data.num_workers=2", "trainer.accumulate_grad_batches=3", "callbacks=[ema]", "phases=[body_and_head]"),
+)
+DUE = ("checkpoint.every_n_steps=1", "checkpoint.every_n_steps=4", "checkpoint.every_n_minutes=0.0001")
+# Two unbroken runs differ in these, too: the clock, times and memory, their checksum, and the path of the resume.
+DIFFERENT = ("exp_seconds", "exp_latest", "exp_manifest", "exp_config")
+# A kill between two saves may lose the ranking; the repeated steps restore it.
+RANKING = ("exp_best", "exp_kept")
+# Lightning counts steps and validations since the epoch began or the run was resumed; they decide nothing.
+COUNTERS = re.compile(r"\.loops\..*\.(optim_progress\.optimizer\.\w+\.current|val_loop\.batch_progress\.\w+)\.\w+")
 
 
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("kills", PROGRAM)
-    module = sys.modules["kills"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@dataclass(frozen=True, kw_only=True)
+class Unbroken:
+    """The checkpoints of a run that nothing disturbs, and its seconds before and after the first checkpoint."""
+
+    last: dict[str, Any]
+    best: dict[str, dict[str, Any]]
+    until_saved: float
+    afterwards: float
 
 
-@pytest.mark.parametrize(("overrides", "kills"), [("PLAIN", 16), ("FULL", 7)])
-def test_a_run_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path, commands, program, overrides, kills):
-    found = program.attack(commands, tmp_path, getattr(program, overrides), kills=kills, seed=1)
-    assert (found.unreadable, found.different, found.partial, found.inconsistent, found.failed) == ([], [], [], [], [])
-    assert found.kills == kills
+def test_a_killed_run_resumes_exactly(commands, tmp_path):
+    reference = unbroken(commands, tmp_path / "outputs" / "unbroken" / "1", PLAIN)
+    killed, resumed = (tmp_path / "outputs" / "chain" / name for name in ("killed", "resumed"))
+    command = start(commands, (*PLAIN, DUE[0]), killed)
+    until(command, (killed / "checkpoints" / "last.ckpt").is_file)
+    kill(command, random.Random(0))
+    assert_readable(killed)
+    assert start(commands, (*PLAIN, "resume=auto"), resumed).end().returncode == 0
+    assert_equal(resumed, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "chains"), [(PLAIN, 80), (FULL, 30)], ids=["plain", "full"])
+def test_a_run_killed_at_random_moments_resumes_exactly(commands, tmp_path, share, overrides, chains):
+    draws = share.random()
+    references: dict[int, Unbroken] = {}
+    for number in range(share.count(chains)):
+        keep = draws.choice((1, 2, 3))
+        settings = (*overrides, f"checkpoint.keep={keep}")
+        if keep not in references:
+            references[keep] = unbroken(commands, tmp_path / "outputs" / "unbroken" / str(keep), settings)
+        drawn = (f"checkpoint.async={draws.choice(['true', 'false'])}", draws.choice(DUE))
+        print(number, keep, drawn)  # pytest shows it if the test fails
+        place = tmp_path / "outputs" / f"chain{number}"
+        runs = chain(commands, place, (*settings, *drawn), references[keep], keep=keep, draws=draws)
+        assert_equal(runs[-1], references[keep])
+        assert [str(path) for run in runs for path in half_written(run)] == []
+
+
+def chain(
+    commands: Any,
+    place: Path,
+    overrides: tuple[str, ...],
+    reference: Unbroken,
+    *,
+    keep: int,
+    draws: random.Random,
+) -> list[Path]:
+    """Kill a run and each run that resumes it, up to four of them, and let the last one complete.
+
+    Returns: the run directories.
+    """
+    runs: list[Path] = []
+    for left in range(draws.randint(1, 4), -1, -1):
+        saved = [run / "checkpoints" / "last.ckpt" for run in reversed(runs)]
+        last = next((path for path in saved if path.is_file()), None)
+        resume = [] if last is None else [f"resume={draws.choice(['auto', last])}"]
+        runs.append(place / f"run{len(runs)}")
+        command = start(commands, (*overrides, *resume), runs[-1])
+        if left:
+            wait(command, runs[-1], reference, keep=keep, draws=draws)
+        if not left or not kill(command, draws):
+            done = command.end()
+            assert done.returncode == 0, done.stdout + done.stderr
+            break
+        assert_readable(runs[-1])
+    return runs
+
+
+def start(commands: Any, overrides: tuple[str, ...], directory: Path) -> Any:
+    """Start a run in outputs/NAME/RUN; resume=auto looks for runs of its name."""
+    words = (*overrides, f"name={directory.parent.name}", f"hydra.run.dir={directory}")
+    return commands.start(*words, cwd=directory.parents[2])
+
+
+def unbroken(commands: Any, directory: Path, overrides: tuple[str, ...]) -> Unbroken:
+    command = start(commands, (*overrides, DUE[0]), directory)
+    until(command, directory.exists)
+    began = time.monotonic()
+    until(command, (directory / "checkpoints" / "last.ckpt").is_file)
+    saved = time.monotonic()
+    done = command.end()
+    assert done.returncode == 0, done.stdout + done.stderr
+    afterwards = time.monotonic() - saved
+    last = content(directory / "checkpoints" / "last.ckpt")
+    return Unbroken(last=last, best=best(directory), until_saved=saved - began, afterwards=afterwards)
+
+
+def until(command: Any, condition: Callable[[], bool], seconds: float = 300.0) -> None:
+    """Wait for a condition, at most until the command ends."""
+    ends = time.monotonic() + seconds
+    while command.process.is_alive() and not condition() and time.monotonic() < ends:
+        time.sleep(0.001)
+
+
+def wait(command: Any, directory: Path, reference: Unbroken, *, keep: int, draws: random.Random) -> None:
+    """Wait for a random moment: before the first checkpoint, while old ones are removed, or any later one."""
+    checkpoints = directory / "checkpoints"
+    if draws.random() < 0.2:
+        until(command, directory.exists)
+        command.process.join(draws.random() * reference.until_saved)
+        return
+    until(command, (checkpoints / "last.ckpt").is_file)
+    seconds = draws.uniform(0, 0.6) * reference.afterwards
+    if keep > 1 and draws.random() < 0.3:
+        # Few random moments would find more files than are kept.
+        until(command, lambda: len([*checkpoints.glob("best-*.ckpt")]) > keep, seconds)
+    else:
+        command.process.join(seconds)
+
+
+def kill(command: Any, draws: random.Random) -> bool:
+    """Kill the command or one of its ranks, and wait for all of them. Return False if the run had completed."""
+    try:
+        process = psutil.Process(command.process.pid)
+        tree = [process, *process.children(recursive=True)]
+        draws.choice([process, *process.children()]).kill()
+    except psutil.NoSuchProcess:
+        return False
+    _, alive = psutil.wait_procs(tree[1:], timeout=60)
+    command.process.join(60)
+    assert not command.process.is_alive(), "the run does not end when one of its ranks is killed"
+    assert not alive, f"processes are left: {alive}"
+    return bool(command.process.exitcode)
+
+
+def assert_readable(directory: Path) -> None:
+    """Assert that a kill left whole checkpoints of the steps that their names state."""
+    for path in (directory / "checkpoints").glob("*.ckpt"):
+        state = read_checkpoint(path)
+        step = re.fullmatch(r"best-(\d+)\.ckpt", path.name)
+        assert step is None or state["exp_position"]["step"] == int(step[1]), path
+
+
+def assert_equal(directory: Path, reference: Unbroken) -> None:
+    last, found = content(directory / "checkpoints" / "last.ckpt"), best(directory)
+    assert difference(last, reference.last) is None
+    assert found.keys() == reference.best.keys()
+    assert found.keys() == {"best.ckpt", *(f"best-{entry['step']}.ckpt" for entry in last["exp_kept"])}
+    for name, state in found.items():
+        assert difference(state, reference.best[name]) is None, name
+
+
+def content(path: Path, *, without: tuple[str, ...] = DIFFERENT) -> dict[str, Any]:
+    return {name: value for name, value in read_checkpoint(path).items() if name not in without}
+
+
+def best(directory: Path) -> dict[str, dict[str, Any]]:
+    paths = (directory / "checkpoints").glob("best*.ckpt")
+    return {path.name: content(path, without=(*DIFFERENT, *RANKING)) for path in paths}
+
+
+def half_written(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if "partial" in path.name or path.name.endswith(".tmp")]
+
+
+def difference(one: Any, other: Any, key: str = "") -> str | None:
+    """Return the first key at which two checkpoints differ, or None. Tensors are compared bit for bit."""
+    if COUNTERS.fullmatch(key):
+        return None
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return None if same and one.numpy().tobytes() == other.numpy().tobytes() else key
+    if type(one) is not type(other):
+        return key
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return f"{key}: {sorted(map(str, one.keys() ^ other.keys()))}"
+        pairs = [(str(name), one[name], other[name]) for name in one]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return key
+        pairs = [(str(place), *both) for place, both in enumerate(zip(one, other, strict=True))]
+    else:
+        return None if one == other or (one != one and other != other) else f"{key}: {one!r} and {other!r}"
+    return next((found for name, *both in pairs if (found := difference(*both, f"{key}.{name}"))), None)

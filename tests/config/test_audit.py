@@ -1,4 +1,4 @@
-"""What a folder from elsewhere would do is told without doing any of it."""
+"""exp.audit reports what a folder from elsewhere would do, without doing it."""
 
 import json
 import os
@@ -42,14 +42,11 @@ def yaml(place, text, name="e.yaml"):
     return place / name
 
 
-def test_exps_own_configs_are_clean(capsys):
-    assert (
-        main([str(OWN_CONF)]) == 0
-        or [finding for finding in audit(OWN_CONF) if finding.is_outside and finding.kind != "hydra"] == []
-    )
+def test_the_configs_of_exp_are_clean():
+    assert [finding for finding in audit(OWN_CONF) if finding.is_outside and finding.kind != "hydra"] == []
 
 
-def test_a_clean_config_says_what_it_would_call_and_read(place, capsys):
+def test_a_clean_config_lists_calls_and_variables(place, capsys):
     file = yaml(place, "model: {_target_: torch.nn.Linear, in_features: 3}\ndata_dir: ${oc.env:EXP_DATA_DIR,data}\n")
     assert main([str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -61,27 +58,15 @@ def test_a_clean_config_says_what_it_would_call_and_read(place, capsys):
     ("text", "finding"),
     [
         ("a: {_target_: os.system}", ("calls", "os.system")),
-        ("a: {b: [{c: {_target_: torch.load}}]}", ("calls", "torch.load")),
-        ("a: {_target_: '${b}'}", ("calls", "${b}")),
-        ("a: {_target_: [os.system]}", ("calls", "['os.system']")),
-        ("hydra: {sweeper: {params: {model._target_: os.system}}}", ("calls", "os.system")),
-        ("p: ['+callbacks.x._target_=os.system']", ("calls", "os.system")),
         ("security: {allow: [subprocess]}", ("allows", "subprocess")),
         ("a: '${oc.env:AWS_SECRET_ACCESS_KEY}'", ("reads", "AWS_SECRET_ACCESS_KEY")),
         ("a: 'x${oc.decode:${oc.env:MY_TOKEN}}'", ("reads", "MY_TOKEN")),
         ("a: '${oc.env:${which}}'", ("reads", "a variable by ${oc.env:${which}}")),
         ("resume: /etc/passwd", ("path", "/etc/passwd")),
-        ("logger: {x: {save_dir: ../../up}}", ("path", "../../up")),
         ("logger: {x: {uri: 'https://evil.example'}}", ("path", "https://evil.example")),
-        ("hydra: {searchpath: ['pkg://evil']}", ("path", "pkg://evil")),
-        ("hydra: {run: {dir: ../up}}", ("path", "../up")),
         (
             "hydra: {callbacks: {x: {_target_: torch.nn.Linear}}}",
             ("hydra", "hydra.callbacks.x: a class that would run before the check"),
-        ),
-        (
-            "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}",
-            ("hydra", "hydra.job.env_set: a job changes no environment variables"),
         ),
         (
             "defaults: [{override /hydra/job_logging: x}]",
@@ -89,19 +74,28 @@ def test_a_clean_config_says_what_it_would_call_and_read(place, capsys):
         ),
     ],
 )
-def test_what_a_config_asks_for_outside_is_told(place, text, finding, capsys):
+def test_what_a_config_reaches_outside_is_reported(place, text, finding, capsys):
     file = yaml(place, text + "\n")
     assert main([str(place)]) == 1
     assert finding in outside(file)
     assert "OUTSIDE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system ['touch ran']", "a: [", "a: &a [*a]"])
-def test_yaml_that_cannot_be_read_is_told(place, text, capsys):
-    assert main([str(yaml(place, text))]) == 2
+def test_unreadable_files_are_reported(place, capsys):
+    for text in ("a: !!python/object/apply:os.system ['touch ran']", "a: [", "a: &a [*a]"):
+        assert main([str(yaml(place, text))]) == 2
+    (place / "e.yaml").unlink()
+    (place / "cut.ckpt").write_bytes(pickle.dumps(list(range(1000)))[:50])
+    with zipfile.ZipFile(place / "script.pt", "w") as archive:
+        archive.writestr("m/code/__torch__.py", "def forward(self): pass\n")
+    assert main([str(place)]) == 2
+    assert ("calls", "a program of TorchScript") in outside(place)
+    capsys.readouterr()
+    assert main(["nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().out
 
 
-def test_modules_of_the_folder_are_told_and_not_imported(place):
+def test_modules_of_the_folder_are_not_imported(place):
     (place / "layers.py").write_text("open('ran', 'w')\n")
     (place / "conf" / "model").mkdir(parents=True)
     yaml(place / "conf" / "model", "_target_: layers.Net\n")
@@ -112,9 +106,8 @@ def test_modules_of_the_folder_are_told_and_not_imported(place):
 
 PICKLED = {
     "protocol 4": pickle.dumps(Evil(), protocol=4),
-    "protocol 2": pickle.dumps(Evil(), protocol=2),
     "protocol 0": pickle.dumps(Evil(), protocol=0),
-    "behind a right one": pickle.dumps(1) + pickle.dumps(Evil()),
+    "after a valid one": pickle.dumps(1) + pickle.dumps(Evil()),
     "through the memo": b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940h\x00h\x01\x93\x8c\x09touch ran\x85R.",
 }
 
@@ -125,13 +118,13 @@ def test_a_pickle_is_read_and_not_run(place, content):
     assert {what for _, what in outside(place)} & {"posix.system", "os.system"}
 
 
-def test_a_name_that_is_put_together_oddly_is_outside(place):
+def test_an_unreadable_name_in_a_pickle_is_reported(place):
     odd = b"\x80\x04\x8c\x02os\x8c\x04path0\x8c\x06system\x93\x8c\x09touch ran\x85R."
     (place / "model.pkl").write_bytes(odd)
     assert outside(place) == {("calls", "a name that cannot be told")}
 
 
-def test_checkpoints_of_torch_are_clean_and_foreign_names_in_them_are_not(place):
+def test_foreign_names_in_checkpoints_are_reported(place):
     state = {"w": torch.nn.Linear(2, 2).state_dict(), "b": torch.zeros(2, dtype=torch.bfloat16), "n": {"a": [1]}}
     torch.save(state, place / "right.ckpt")
     torch.save(state, place / "old.pt", _use_new_zipfile_serialization=False)
@@ -145,7 +138,7 @@ def test_checkpoints_of_torch_are_clean_and_foreign_names_in_them_are_not(place)
     assert found == {"wrong.ckpt", "objects.npy", ".metadata"}
 
 
-def test_a_run_directory_of_ones_own_is_clean(place):
+def test_a_run_directory_is_clean(place):
     directory = freeze(
         plan(resolve(exp.compose(["data=wine", "model=mlp", "hydra.run.dir=outputs/r"]))).resolved.config
     )
@@ -156,15 +149,7 @@ def test_a_run_directory_of_ones_own_is_clean(place):
     assert ("calls", "torch.hub.load") in outside(directory)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told(place, capsys):
-    (place / "cut.ckpt").write_bytes(pickle.dumps(list(range(1000)))[:50])
-    with zipfile.ZipFile(place / "script.pt", "w") as archive:
-        archive.writestr("m/code/__torch__.py", "def forward(self): pass\n")
-    assert main([str(place)]) == 2
-    assert ("calls", "a program of TorchScript") in outside(place)
-
-
-def test_a_git_folder_a_dot_env_and_files_that_start_by_themselves_are_told(place):
+def test_files_that_start_programs_are_reported(place):
     hooks = place / "sub" / ".git" / "hooks"
     hooks.mkdir(parents=True)
     (place / "sub" / ".git" / "config").write_text(
@@ -191,12 +176,7 @@ def test_a_git_folder_a_dot_env_and_files_that_start_by_themselves_are_told(plac
     }  # fmt: skip
 
 
-def test_lines_of_others_stay_lines(place, capsys):
+def test_control_characters_are_not_printed(place, capsys):
     yaml(place, 'a: {_target_: "x\\n  calls      torch.nn.Linear\\e[2J"}\n')
     assert main([str(place)]) == 1
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_what_is_not_there_is_told(capsys):
-    assert main(["nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that no run can have are refused before it, and those that a run can have act in it."""
+"""Callbacks of Lightning that exp replaces are refused; others work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ CALLBACKS = "lightning.pytorch.callbacks"
 SHORT = ["data=wine", "trainer.max_epochs=1", "model=mlp", "model.constants.width=4"]
 REFUSED = {
     "LearningRateFinder": "python -m exp.find_lr",
-    "BatchSizeFinder": "python -m exp.find_batch",
     "BackboneFinetuning": "freeze.unfreeze",
-    "BaseFinetuning": "freeze.unfreeze",
-    "SpikeDetection": "runtime.non_finite=skip",
     "BasePredictionWriter": "hooks=[samples]",
     "ModelPruning, pruning_fn: l1_unstructured, make_pruning_permanent: false": "expected true",
     "TQDMProgressBar": "trainer.enable_progress_bar=true",
@@ -24,7 +21,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_run_can_have_is_refused_with_what_to_take_instead(name: str) -> None:
+def test_a_replaced_callback_suggests_its_replacement(name: str) -> None:
     command = [*SHORT, "trainer.enable_progress_bar=false", f"+callbacks.mine={{_target_: {CALLBACKS}.{name}}}"]
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose(command))
@@ -33,7 +30,7 @@ def test_what_no_run_can_have_is_refused_with_what_to_take_instead(name: str) ->
     assert caught.value.faults[0].key.startswith("callbacks.mine")
 
 
-def test_a_bar_of_lightnings_takes_the_place_of_the_one_that_is_built_in(
+def test_a_progress_bar_of_lightning_replaces_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,14 +1,12 @@
-"""The check of whole configs: nothing right is refused, nothing wrong raises, and each fault names its file."""
+"""The check of whole configs: every option passes, no edit raises, and each error names its file."""
 
 import copy
 import shutil
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -18,11 +16,9 @@ from exp.check.keys import SCHEMA
 from exp.check.plan import examine, plan, resolve, validate
 from exp.check.stages import compose, first_stage, second_stage
 from exp.config.freeze import COMPOSITION
-from exp.config.hydra_adapter import Loader
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault, is_installed
-from exp.train import main as train
 
 CONF = Path(exp.__file__).parent / "conf"
 NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
@@ -32,50 +28,62 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_"))
 
 
-IMAGE_MODELS = ["lenet", "resnet", "rnn", "transformer"]
 NEEDS = dict.fromkeys(
     ("tensors", "csv", "csv_regression", "parquet", "npy", "windows", "mnist", "images", "stream", "hf", "token_file"),
     "a file",
 )
-if not is_installed("tokenizers"):
+NEEDS |= {
+    "letter_names": "a network of whole numbers",
+    "muon": "a network of matrices",
+    "sparse_adam": "sparse gradients",
+    "features": "a layer of its name",
+    "fp16_true": "another eps",
+    "fp8": "a Hopper GPU",
+    "gan": "an objective and phases",
+    "gpt": "a text",
+}
+NEEDS |= {name: "an extra" for name in ("tokenizers", "deepspeed", "mlflow", "wandb") if not is_installed(name)}
+if "tokenizers" in NEEDS:
     NEEDS["tokens"] = "an extra"
-if not is_installed("deepspeed"):
-    NEEDS["deepspeed"] = "an extra"
-NEEDS["letter_names"] = "a network of whole numbers: experiment=names_rnn"
-EXTRAS = ("mlflow", "wandb")
-NEEDS |= {"muon": "a network of matrices", "sparse_adam": "sparse gradients alone"}
-NEEDS["fp8"] = "a Hopper GPU; tests/precision/test_fp8.py"
-# Adam's own eps is 0 in float16.
-PRECISIONS = {"fp16_true": ["optimizer.eps=1e-4"]}
+
+
+def chosen(**groups: str) -> list[str]:
+    """Return commands that choose options of several groups, each option at least once."""
+    names = {group: [name for name in options(group) if name not in NEEDS] for group in groups}
+    count = max(map(len, names.values()))
+    return [
+        " ".join(f"{word}{names[group][index % len(names[group])]}" for group, word in groups.items())
+        for index in range(count)
+    ]
+
+
 COMMANDS = [
-    *([f"model={name}"] for name in options("model") if name not in ("gpt", "gan")),
-    *([f"data={name}"] for name in options("data") if name not in NEEDS and name != "text"),
-    ["data=text"],
-    *([f"data={name}", "model=mlp"] for name in ("wine", "breast_cancer", "diabetes")),
-    *([f"optimizer={name}"] for name in options("optimizer") if name not in NEEDS),
-    *([f"scheduler={name}"] for name in options("scheduler")),
-    *([f"precision={name}", *PRECISIONS.get(name, [])] for name in options("precision") if name not in NEEDS),
-    *([f"strategy={name}"] for name in options("strategy") if name not in NEEDS),
-    *([f"+callbacks={name}"] for name in options("callbacks")),
-    *([f"debug={name}"] for name in options("debug")),
-    # The others are checked by tests/plan/test_training_notes.py, and where tests/gallery runs them.
-    *([f"experiment={name}"] for name in ("gan", "gpt", "dann")),
-    *([f"+hooks={name}"] for name in options("hooks") if name != "features"),
-    ["model=lenet", "+hooks=features"],
-    *([f"logger=[{name}]"] for name in options("logger") if name not in EXTRAS or find_spec(name)),
-    *([f"metrics=[{name}]"] for name in ("accuracy", "f1", "auroc")),
-    *(["data=diabetes", f"objective=[{name}]", f"metrics=[{metric}]"]
-      for name, metric in (("mse", "mae"), ("l1", "rmse"), ("huber", "r2"))),
-    ["data=text", "metrics=[bits_per_character,perplexity]"],
-    ["model=gan", "objective=[discriminator,generator]", "phases=[adversarial]", "metrics=[]"],
-    ["model=gan", "objective=[discriminator,generator,wgan_gp]", "phases=[wgan_gp]", "metrics=[]"],
-    ["model=sequential", "phases=[body_and_head]"],
-    ["experiment=gan", "+objective=r1", "objective.r1.output=real_score", "+phases=lazy_r1"],
-    ["+objective=[r1,jacobian]"],
-    ["model=mlp", "+objective=consistency"],
-    ["hooks=[]", "callbacks=[]", "logger=[]"],
-    ["+precision=bf16", "strategy=ddp"],
-]  # fmt: skip
+    *chosen(model="model=", optimizer="optimizer=", debug="debug="),
+    *chosen(hooks="+hooks=", scheduler="scheduler=", precision="precision=", callbacks="+callbacks=", logger="logger="),
+    *chosen(strategy="strategy="),
+    *(
+        f"data={name} model={'gpt' if name in ('text', 'tokens') else 'mlp'}"
+        for name in options("data")
+        if name not in NEEDS
+    ),
+    "model=lenet +hooks=features",
+    "precision=fp16_true optimizer.eps=1e-4",
+    "metrics=[accuracy,f1,auroc]",
+    "data=diabetes objective=[mse] metrics=[mae]",
+    "data=diabetes objective=[l1] metrics=[rmse]",
+    "data=diabetes objective=[huber] metrics=[r2]",
+    "data=text metrics=[bits_per_character,perplexity]",
+    "model=gan objective=[discriminator,generator] phases=[adversarial] metrics=[]",
+    "model=gan objective=[discriminator,generator,wgan_gp] phases=[wgan_gp] metrics=[]",
+    "model=sequential phases=[body_and_head]",
+    "experiment=gan +objective=r1 objective.r1.output=real_score +phases=lazy_r1",
+    "experiment=gpt",
+    "experiment=dann",
+    "+objective=[r1,jacobian]",
+    "model=mlp +objective=consistency",
+    "hooks=[] callbacks=[] logger=[]",
+    "+precision=bf16 strategy=ddp",
+]
 
 
 @pytest.fixture
@@ -87,28 +95,9 @@ def empty(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_yaml_composes_and_passes_the_check(command, empty):
-    assert examine(resolve(compose(command))).faults == ()
-
-
-def test_every_option_is_in_the_test_above():
-    chosen = " ".join(argument for command in COMMANDS for argument in command)
-    files = [
-        "debug",
-        "precision",
-        "strategy",
-        "optimizer",
-        "scheduler",
-        "data",
-        "model",
-        "callbacks",
-        "hooks",
-        "phases",
-    ]
-    missing = [name for group in files for name in options(group) if name not in chosen and name not in NEEDS]
-    # gpt is what data=text chooses.
-    assert missing == ["gpt"] or missing == []
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_composes_and_passes_the_check(command, empty):
+    assert examine(resolve(compose(command.split()))).faults == ()
 
 
 def test_the_schema_has_the_keys_of_train_yaml(empty):
@@ -124,18 +113,6 @@ def test_the_schema_has_the_keys_of_train_yaml(empty):
     compare(SCHEMA, config, "")
 
 
-def test_the_first_stage_imports_neither_torch_nor_lightning(empty):
-    program = (
-        "import sys; from exp.check.stages import compose; from exp.check.stages import first_stage, located\n"
-        "from exp.config.reading import read\n"
-        "config = compose(['optimizer.lr=fast', 'monitor=los/val'])\n"
-        "assert len(located(config, first_stage(read(config)))) == 2\n"
-        "print([name for name in ('torch', 'lightning', 'torchmetrics', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_ok_says_what_will_run(empty, capsys):
     assert check(["model=mlp", "+precision=bf16", "strategy=ddp", "launch.accelerator=cpu"]) == 0
     line = capsys.readouterr().out
@@ -145,8 +122,8 @@ def test_ok_says_what_will_run(empty, capsys):
 
 
 def test_a_sweep_is_checked_whole(empty, commands):
-    done = commands.run("-m", "optimizer.lr=1e-4,1e-3", "model=mlp,sequential", module="exp.check.__main__")
-    assert (done.returncode, done.stdout) == (0, "ok: 4 jobs\n")
+    done = commands.run("-m", "model=mlp,sequential", module="exp.check.__main__")
+    assert (done.returncode, done.stdout) == (0, "ok: 2 jobs\n")
     assert list(empty.iterdir()) == [], "the check left something behind"
 
 
@@ -324,7 +301,6 @@ def edited(plain: dict, edit) -> None:
 
 
 @given(st.lists(edits(), min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None)
 def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, changes):
     plain = copy.deepcopy(valid)
     for change in changes:
@@ -339,24 +315,16 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         assert isinstance(fault, Fault)
 
 
-ALL_HOOKS = ["+hooks=[nan_guard,samples,confusion,operators,landscape,clip_module]"]
-
-
-@pytest.mark.parametrize("words", [[], ALL_HOOKS, ["experiment=gan"]])
-def test_a_config_without_one_of_its_nodes_is_faults_and_never_raises(words):
-    whole = OmegaConf.to_container(compose(words))
-    for name in whole:
-        config = OmegaConf.create({key: value for key, value in whole.items() if key not in (name, COMPOSITION)})
-        assert examine(resolve(config)).faults or name == COMPOSITION, name
-
-
-@pytest.mark.parametrize("empty", [None, []])
-@pytest.mark.parametrize("words", [[*ALL_HOOKS, "strategy=ddp"], ["experiment=gan"]])
-def test_a_config_with_one_of_its_nodes_empty_never_raises(words, empty):
-    whole = OmegaConf.to_container(compose(words))
+@pytest.mark.parametrize("empty", [[], pytest.param(None, marks=pytest.mark.slow)])
+def test_empty_nodes_are_reported_and_never_raise(empty):
+    whole = OmegaConf.to_container(
+        compose(["+hooks=[nan_guard,samples,confusion,operators,clip_module]", "strategy=ddp"])
+    )
     del whole[COMPOSITION]
-    told = {name: examine(resolve(OmegaConf.create({**whole, name: empty}))).faults for name in whole}
-    assert {"model", "data", "optimizer", "scheduler", "strategy", "trainer"} <= {name for name in told if told[name]}
+    faults = {name: examine(resolve(OmegaConf.create({**whole, name: empty}))).faults for name in whole}
+    assert {"model", "data", "optimizer", "scheduler", "strategy", "trainer"} <= {
+        name for name in faults if faults[name]
+    }
 
 
 @pytest.mark.parametrize("inner", ["local_sgd", "powersgd"])
@@ -374,17 +342,6 @@ def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
         validate(OmegaConf.create(plain))
     (fault,) = caught.value.faults
     assert (fault.key, fault.source) == ("optimizer.lr", None)
-
-
-@pytest.mark.parametrize("command", [["optimizer.lrr=1", "seed=-1"], ["seed=-1"], ["-m", "optimizer.lrr=1,2"]])
-def test_a_wrong_command_is_composed_once(command, monkeypatch, tmp_path, capfd):
-    monkeypatch.chdir(tmp_path)
-    composed = []
-    whole = Loader.compose
-    monkeypatch.setattr(Loader, "compose", lambda *given, **named: (composed.append(1), whole(*given, **named))[1])
-    assert train(command) == 2
-    assert "[command line]" in capfd.readouterr().err
-    assert composed == [1]
 
 
 def test_what_a_sweep_needs_torch_for_waits_until_the_rest_is_right(tmp_path, monkeypatch, capfd, commands):
@@ -410,19 +367,6 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     assert "model.layers.deep.repeat: 1000, which makes 1,0" in told
     assert "expected 100,000 layers at most" in told
     assert first_stage(read(compose(["model=mlp", command.replace("TIMES", "2")]))) == []
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["data.batch_size=1e99", "data.batch_size=99999999999999999999", "trainer.max_epochs=99999999999999999999",
-     "trainer.limit_train_batches=99999999999999999999", "scheduler=step scheduler.step_size=99999999999999999999",
-     "launch.nodes=1000000000", "phases=[adversarial] phases.generator.repeats=1000000000",
-     "model=rnn model.layers.recurrent.num_layers=1000000", "data.input_shape=[3000000000,3000000000,3000000]"],
-)  # fmt: skip
-def test_a_number_that_nothing_can_count_to_is_told(override, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert check(override.split()) == 2
-    assert f"  {override.split()[-1].partition('=')[0]}: " in capfd.readouterr().err
 
 
 def test_a_network_that_no_memory_here_holds_is_noted(tmp_path, monkeypatch, capfd):

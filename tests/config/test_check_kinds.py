@@ -109,7 +109,7 @@ def test_kinds_are_told_in_plain_words(annotation, words):
 
 
 class Bounded:
-    """Bounds as a part declares them: its annotations are texts, as everywhere in exp."""
+    """Declares bounds in annotations. They are strings, as with `from __future__ import annotations`."""
 
     def __init__(
         self,
@@ -128,6 +128,15 @@ class Bounded:
         inner: "Bounded | None" = None,
     ) -> None:
         pass
+
+
+class Mine:
+    def __init__(self, *, first: int, last: int, words: str) -> None:
+        raise ValueError(words)
+
+
+PACKAGE = __name__.partition(".")[0]
+BOUNDED = f"{__name__}.Bounded"
 
 
 def subclasses(kind):
@@ -155,17 +164,15 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), BOUNDS)
-def test_a_bound_in_an_annotation_is_a_fault_at_the_key_of_its_parameter(monkeypatch, name, value, expected):
-    monkeypatch.setattr("exp.check.parameters.resolve", lambda *_, **__: Bounded)
-    [fault] = node_faults("callbacks.mine", {"_target_": "Bounded", name: value}, allow=())
-    assert str(fault) == f"callbacks.mine.{name}: {show(value)}; expected {expected}"
+def test_a_value_out_of_bounds_is_reported_at_its_parameter(name, value, expected):
+    [fault] = node_faults("own.node", {"_target_": BOUNDED, name: value}, allow=[PACKAGE])
+    assert str(fault) == f"own.node.{name}: {show(value)}; expected {expected}"
 
 
-def test_values_within_their_bounds_are_none(monkeypatch):
-    monkeypatch.setattr("exp.check.parameters.resolve", lambda *_, **__: Bounded)
+def test_values_within_their_bounds_are_accepted():
     kept = {"decay": 0, "share": 1, "between": 0.5, "above": 1e-9, "steps": 1, "most": None, "odd": 3, "eights": 16}
-    kept |= {"some": [0], "each": [], "word": "auto", "inner": {"_target_": "Bounded"}}
-    assert not list(node_faults("callbacks.mine", {"_target_": "Bounded", **kept, "_partial_": True}, allow=()))
+    kept |= {"some": [0], "each": [], "word": "auto", "inner": {"_target_": BOUNDED}}
+    assert not list(node_faults("own.node", {"_target_": BOUNDED, **kept, "_partial_": True}, allow=[PACKAGE]))
 
 
 @pytest.mark.parametrize(
@@ -173,16 +180,13 @@ def test_values_within_their_bounds_are_none(monkeypatch):
     [
         ("last is 1; expected 4 or more. Swap", "hooks.mine.last: 1; expected 4 or more. Swap"),
         ("both are 3; expected two numbers", "hooks.mine: both are 3; expected two numbers"),
-        ("no", "hooks.mine: Mine refused its values (ValueError: no); expected values that it accepts"),
+        ("no", f"hooks.mine: {__name__}.Mine refused its values (ValueError: no); expected values that it accepts"),
     ],
 )  # fmt: skip
-def test_a_constructors_own_words_are_told_at_the_key_of_the_parameter_that_they_begin_with(monkeypatch, words, fault):
-    def refuse(*, first, last):
-        raise ValueError(words)
-
-    monkeypatch.setattr("exp.construct.resolve", lambda *_, **__: refuse)
+def test_a_refusal_is_reported_at_the_parameter_it_names(words, fault):
+    node = {"_target_": f"{__name__}.Mine", "first": 3, "last": 1, "words": words}
     with pytest.raises(ConfigError) as caught:
-        construct({"_target_": "Mine", "first": 3, "last": 1}, key="hooks.mine", allow=())
+        construct(node, key="hooks.mine", allow=[PACKAGE])
     assert [str(found) for found in caught.value.faults] == [fault]
 
 

@@ -1,15 +1,15 @@
-"""The command line: help and answers without torch, flags that are refused, exit statuses."""
+"""The command line: help without torch, wrong flags, exit statuses."""
 
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import exp
 from exp.config.command import help_text, parse_arguments, print_tree
 from exp.config.groups import open_search_path
 from exp.config.search_path import OWN_CONF
@@ -31,38 +31,36 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def slow(*arguments):
+    return pytest.param(arguments, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--help"],
-        ["--cfg", "job"],
-        ["--cfg", "job", "--resolve", "model=mlp", "+precision=bf16"],
-        ["--info", "defaults-tree"],
-        ["--hydra-help"],
-        ["--version"],
-        ["--cfg", "job", "optimzer=sgd"],
-        ["--cfg", "job", "optimizer.lrr=3"],
+        ("--cfg", "job", "--resolve", "model=mlp", "+precision=bf16"),
+        ("--cfg", "job", "optimzer=sgd"),
+        slow("--help"),
+        slow("--info", "defaults-tree"),
     ],
     ids=" ".join,
 )
 def test_questions_import_nothing_heavy(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", SEEN, json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
-    wrong = arguments[-1].startswith(("optimzer", "optimizer.lrr"))
-    assert f"STATUS {2 if wrong else 0} HEAVY []" in done.stdout, done.stderr
+    command = [sys.executable, "-c", SEEN, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"STATUS {2 if 'optimzer=sgd' in arguments else 0} HEAVY []" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_cfg_job_prints_the_config_and_follows_both_signs(capsys):
+def test_cfg_job_prints_the_config(capsys):
     assert main(["--cfg", "job", "+precision=bf16", "--package", "precision"]) == 0
     assert "word: bf16" in capsys.readouterr().out
     assert main(["--cfg", "job", "--package", "precison"]) == 2
     assert "precison" in capsys.readouterr().err
 
 
-def test_info_names_the_search_path_and_leaves_logging_as_it_was(capsys):
+def test_info_prints_the_search_path(capsys):
     before = list(logging.getLogger().handlers), logging.getLogger().level
     assert main(["--info", "searchpath"]) == 0
     assert str(OWN_CONF) in capsys.readouterr().out
@@ -83,25 +81,21 @@ def test_help_lists_every_group_with_its_options():
     ("arguments", "key"),
     [
         (["--experimental-rerun", "x.pickle"], "--experimental-rerun"),
-        (["--config-path", "/etc"], "--config-path"),
         (["--config-dir", "nowhere"], "--config-dir"),
         (["--config-name", "nothing"], "--config-name"),
         (["--resolve"], "--resolve"),
         (["-m", "--cfg", "job"], "--multirun --cfg"),
-        (["--nonsense"], "--nonsense"),
         (["--cfg", "jobb"], "jobb"),
-        (["--cfg"], "--cfg"),
         (["--cfg", "job", "seed=1,2"], "seed"),
         (["--shell-completion", "install=zsh"], 'Write eval "$(python -m exp completion zsh)"'),
-        (["-sc", "install=bash"], 'Write eval "$(python -m exp completion bash)"'),
         (["-m", "optimizer=adamw,adamm"], "optimizer"),
         (["-m", "hydra.sweep.dir=.", "seed=1,2"], "hydra.sweep.dir"),
-        (["-m", "hydra/launcher=nope", "seed=1,2"], "hydra/launcher"),
     ],
 )
-def test_wrong_flags_exit_2_and_say_why(arguments, key, capsys):
+def test_a_wrong_flag_is_reported_on_stderr(arguments, key, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
+    assert captured.out == ""
     assert key in captured.err
     assert "Traceback" not in captured.err
     assert len(captured.err.splitlines()) <= 12
@@ -116,37 +110,22 @@ def test_flags_and_overrides_may_be_mixed():
         parse_arguments(["--run", "-m"])
 
 
-def test_version_names_both(capsys):
-    assert main(["--version"]) == 0
-    assert re.fullmatch(r"exp \d\S*, Hydra 1\.3\.\d+\n", capsys.readouterr().out)
-
-
-def test_a_wrong_command_tells_its_fault_on_stderr_alone(capsys):
-    assert main(["optimzer=sgd"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Did you mean optimizer?" in captured.err
-    assert list(Path.cwd().iterdir()) == []
-
-
-def test_a_reader_who_leaves_early_costs_no_traceback():
+def test_a_closed_pipe_prints_no_traceback():
     command = f"{sys.executable} -m exp.train --cfg job | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0"
 
 
 def test_the_tree_shows_every_node(capsys):
-    from exp.check.stages import compose
-
-    config = compose(["print_config=true"])
+    config = exp.compose(["print_config=true"])
     print_tree(config)
-    shown = capsys.readouterr().out
-    assert all(str(key) in shown for key in config if key != "_composition_")
-    assert "_composition_" not in shown
+    printed = capsys.readouterr().out
+    assert all(str(key) in printed for key in config if key != "_composition_")
+    assert "_composition_" not in printed
 
 
-def test_a_users_module_beside_conf_is_found_by_a_console_script(tmp_path):
+def test_a_console_script_finds_modules_next_to_conf(tmp_path):
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("# Mine. Select it with model=mine\n_target_: mine.Net\n")
     (tmp_path / "mine.py").write_text("class Net:\n    VALUE = 3\n")

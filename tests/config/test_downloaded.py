@@ -1,4 +1,4 @@
-"""What a YAML file from elsewhere may not do: open the wall of targets, import a module, run a program."""
+"""A YAML file from elsewhere cannot extend the allow list, import a module or run a program."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ STOPPING = "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStoppi
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """An installed module, not beside ./conf, that leaves a trace when it is imported."""
+    """Install a module that creates a file when it is imported."""
     monkeypatch.chdir(tmp_path)
     installed = tmp_path / "installed"
     installed.mkdir()
@@ -36,8 +36,8 @@ def experiment(text: str) -> str:
     return "experiment=bad"
 
 
-@pytest.mark.parametrize("key", ["security.allow", "+security.allow", "security", "++security.allow.0"])
-def test_a_sweeper_in_a_file_cannot_allow_a_package(capsys, key):
+@pytest.mark.parametrize("key", ["security.allow", "security", "++security.allow.0"])
+def test_a_sweeper_cannot_allow_a_package(capsys, key):
     value = "{allow: [subprocess]}" if key == "security" else "[subprocess]"
     sweeper = f'hydra: {{sweeper: {{params: {{{key}: "{value}", seed: "0,1"}}}}}}\n'
     text = refusal(capsys, "-m", experiment(sweeper + STOPPING % POPEN))
@@ -46,31 +46,25 @@ def test_a_sweeper_in_a_file_cannot_allow_a_package(capsys, key):
 
 
 @pytest.mark.parametrize("name", ["task", "hydra"])
-def test_a_file_cannot_write_into_hydras_record_of_the_overrides(capsys, name):
+def test_a_file_cannot_change_the_recorded_overrides(capsys, name):
     recorded = f'hydra: {{overrides: {{{name}: ["security.allow=[subprocess]"]}}}}\n'
     assert f"hydra.overrides.{name}" in refusal(capsys, "-m", "seed=0,1", experiment(recorded + STOPPING % POPEN))
 
 
-def test_an_interpolation_does_not_hide_a_target_from_the_check_of_the_sweeper(capsys):
+def test_an_interpolation_hides_no_target_of_the_sweeper(capsys):
     hidden = f"evil: {{sampler: {POPEN}}}\nhydra: {{sweeper: {{params: '${{evil}}'}}}}\n"
     assert "hydra.sweeper" in refusal(capsys, "-m", "seed=0,1", experiment(hidden))
 
 
-@pytest.mark.parametrize("typed", [[], ["security.allow.0=torchmetrics"]])
-def test_a_package_allowed_in_a_file_is_refused_before_it_is_imported(capsys, typed):
-    text = refusal(capsys, *typed, experiment(
-        "security: {allow: [tracer_module, tracer_module]}\nmodel: {_target_: tracer_module.Thing}\n"
-    ))  # fmt: skip
+@pytest.mark.parametrize("typed", ["security.allow.0=torchmetrics", "trainer.max_epoch=3"])
+def test_a_file_cannot_allow_a_package(capsys, typed):
+    bad = experiment("security: {allow: [tracer_module, tracer_module]}\nmodel: {_target_: tracer_module.Thing}\n")
+    text = refusal(capsys, typed, bad)
     assert "security.allow: [" in text
     assert "in a file" in text
 
 
-def test_nor_is_it_imported_where_another_override_is_wrong(capsys):
-    bad = experiment("security: {allow: [tracer_module]}\nmodel: {_target_: tracer_module.Thing}\n")
-    assert "security.allow: [tracer_module" in refusal(capsys, bad, "trainer.max_epoch=3")
-
-
-def test_a_search_path_of_a_package_is_refused_before_the_package_is_imported(capsys):
+def test_a_package_as_search_path_is_not_imported(capsys):
     primary = Path("theirs/mine.yaml")
     primary.parent.mkdir()
     primary.write_text('defaults: [train, _self_]\nhydra: {searchpath: ["pkg://tracer_module"]}\n')
@@ -82,8 +76,8 @@ def test_a_search_path_of_a_package_is_refused_before_the_package_is_imported(ca
 
 
 ARGUMENTS = {
-    "a node in the place of text": (STOPPING % POPEN, "callbacks.stop._args_.2"),
-    "text in the place of a number": (STOPPING % "three", "callbacks.stop._args_.2"),
+    "a node as text": (STOPPING % POPEN, "callbacks.stop._args_.2"),
+    "text as a number": (STOPPING % "three", "callbacks.stop._args_.2"),
     "too many": ("model: {_target_: torch.nn.Linear, _args_: [64, 10, true, null, null, 3]}\n", "model._args_.5"),
     "given by name, too": ("model: {_target_: torch.nn.Linear, in_features: 64, _args_: [64, 10]}\n", "model._args_.0"),
     "names alone": ("trainer: {_args_: [cpu]}\n", "trainer._args_.0"),
@@ -92,10 +86,10 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("wrong", ARGUMENTS)
-def test_arguments_without_names_are_held_against_the_names_that_they_fill(capsys, wrong):
+def test_positional_arguments_are_checked(capsys, wrong):
     text, key = ARGUMENTS[wrong]
     assert f"{key}" in refusal(capsys, experiment(text))
 
 
-def test_arguments_without_names_that_fit_pass(capsys):
+def test_right_positional_arguments_pass(capsys):
     assert check([experiment(STOPPING % "5")]) == 0

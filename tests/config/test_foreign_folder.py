@@ -1,4 +1,4 @@
-"""A folder that somebody else has filled: what is in it runs only where a config names it, in parent and ranks."""
+"""A folder from elsewhere: its modules are imported only if a config names them, in the parent and in ranks."""
 
 import os
 import subprocess
@@ -14,13 +14,13 @@ from exp.errors import ConfigError
 from exp.strategies.rank import ALONE
 from exp.worker import work
 
-# Of the standard library, installed, and run by Python itself. What Python imports for `-m` before it comes to exp
-# (runpy, importlib) cannot be kept out, see docs/security.md.
+# Modules of the standard library, installed packages, and modules that Python imports by itself. The imports of
+# `python -m` (runpy, importlib) cannot be prevented, see docs/security.md.
 PRESENT = (
     "sitecustomize", "usercustomize", "argparse", "json", "typing", "random", "logging", "socket", "yaml", "torch",
     "numpy", "hydra", "omegaconf", "lightning", "torchmetrics", "rich", "tensorboard", "dotenv", "annotated_types",
 )  # fmt: skip
-# Looked for by torch and others, or by nobody: from a folder of which a config names a module they may come.
+# Optional packages that torch and others look for. They may be imported from a folder that a config names.
 ABSENT = (
     "optree", "triton", "jsonargparse", "torch_xla", "cupy", "pandas", "transformers", "dill", "cloudpickle", "unused"
 )  # fmt: skip
@@ -58,9 +58,10 @@ def started(folder, *arguments):
     return done, ran.read_text() if ran.exists() else ""
 
 
-# With the folder on a rank's path, for a config names a module of it, and without.
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [("model=mine", "strategy=ddp", "launch.devices=2"), ("model=mlp",)])
-def test_parent_and_ranks_import_nothing_that_no_config_names(folder, ranks):
+def test_unnamed_modules_of_the_folder_are_not_imported(folder, ranks):
+    """With model=mine the folder is on the path of each rank."""
     for name in ABSENT if "model=mine" in ranks else ():
         (folder / f"{name}.py").unlink()
     done, ran = started(
@@ -71,8 +72,8 @@ def test_parent_and_ranks_import_nothing_that_no_config_names(folder, ranks):
     assert ran == ""
 
 
-def test_a_rank_that_others_start_does_not_either(folder):
-    config = exp.compose(["data=wine", "model=mlp", "trainer.max_epochs=1", "hydra.run.dir=outputs/r"])
+def test_a_worker_imports_no_unnamed_module(folder):
+    config = exp.compose(["data=wine", "model=mlp", "trainer.max_steps=1", "test=false", "hydra.run.dir=outputs/r"])
     directory = freeze(plan(resolve(config)).resolved.config)
     done, ran = started(folder, "exp.worker", str(directory))
     assert done.returncode == 0, done.stderr
@@ -81,7 +82,7 @@ def test_a_rank_that_others_start_does_not_either(folder):
 
 @pytest.fixture
 def frozen(tmp_path, monkeypatch):
-    """A run directory from elsewhere, whose config trusts a package that leaves a trace when it is imported."""
+    """A run directory whose config allows a package that creates a file when it is imported."""
     monkeypatch.chdir(tmp_path)
     installed = tmp_path / "installed"
     installed.mkdir()
@@ -101,7 +102,7 @@ def frozen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("allow", [(), ("timm",)])
-def test_a_worker_does_not_believe_what_a_run_directory_allows(frozen, tmp_path, allow):
+def test_a_worker_ignores_the_allow_list(frozen, tmp_path, allow):
     with pytest.raises(ConfigError) as raised:
         work(ALONE, directory=frozen, resume=None, allow=allow)
     (fault,) = raised.value.faults
@@ -111,7 +112,8 @@ def test_a_worker_does_not_believe_what_a_run_directory_allows(frozen, tmp_path,
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_worker_trusts_what_its_command_names(frozen, tmp_path):
-    with pytest.raises((ConfigError, RuntimeError, TypeError, ValueError)):  # a network without parameters
+def test_a_worker_trusts_its_own_command(frozen, tmp_path):
+    # The network has no parameters.
+    with pytest.raises((ConfigError, RuntimeError, TypeError, ValueError)):
         work(ALONE, directory=frozen, resume=None, allow=("tracer_of_worker",))
     assert (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""from_run=DIR: the config of a run that is there, what a command says otherwise, and nothing else."""
+"""from_run=DIR: the config of an earlier run, changed by the overrides of the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import yaml
 
 from exp.check.plan import resolve
 from exp.check.stages import compose
-from exp.config.compose import composition_of
 from exp.config.found_run import written
 from exp.config.freeze import freeze, read_overrides
 from exp.config.hydra_adapter import parse_override, task_overrides
@@ -18,7 +17,7 @@ from exp.errors import ConfigError, RunError
 from exp.sweeps.executor import End
 from exp.sweeps.sweep import compose_sweep, sweep
 
-CUSTOM = """# A network of one's own: model=mine
+CUSTOM = """# A user's network: model=mine
 _target_: exp.models.containers.SequentialModel
 layers:
   flatten: {_target_: torch.nn.Flatten}
@@ -33,7 +32,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def frozen(*overrides: str) -> Path:
-    """The directory of a run, as it is when its training begins."""
+    """Return the directory of a run as it is when its training starts."""
     return freeze(resolve(compose(overrides)).config)
 
 
@@ -44,13 +43,11 @@ def config_of(run: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("optimizer.lr=3e-3", "model=lenet", "hooks=[memory]", "tags=[a,'b c']"),
-        ("data=wine", "+precision=bf16", "metrics=[f1]", "seed=3", "name=n${seed}"),
-        ("experiment=example", "~hooks.gradients", "+freeze.unfreeze={2: ['layers.*']}"),
-        ("phases=body_and_head", "objective=[cross_entropy]", "trainer.max_epochs=3"),
+        ("data=wine", "+precision=bf16", "hooks=[memory]", "tags=[a,'b c']", "seed=3", "name=n${seed}"),
+        pytest.param(("experiment=example", "~hooks.gradients", "+freeze.unfreeze={2: ['*']}"), marks=pytest.mark.slow),
     ],
 )
-def test_the_config_is_the_runs_but_for_what_is_said_otherwise(overrides, capsys):
+def test_a_config_from_a_run_equals_its_config(overrides, capsys):
     run = frozen(*overrides)
     again = frozen(f"from_run={run}")
     assert config_of(again) == config_of(run)
@@ -65,7 +62,7 @@ def test_the_config_is_the_runs_but_for_what_is_said_otherwise(overrides, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_a_choice_of_this_command_takes_the_place_of_the_runs_and_what_is_added_is_added(capsys):
+def test_choices_replace_and_additions_add_to_the_run(capsys):
     run = frozen("model=mlp", "hooks=[memory]", "optimizer.lr=0.02")
     assert read_overrides(frozen(f"from_run={run}", "+hooks=throughput", "model=lenet")) == [
         "hooks=[memory]", "optimizer.lr=0.02", "+hooks=throughput", "model=lenet",
@@ -75,7 +72,7 @@ def test_a_choice_of_this_command_takes_the_place_of_the_runs_and_what_is_added_
     assert capsys.readouterr().err == ""
 
 
-def test_a_value_that_a_file_has_changed_since_is_the_runs_and_told(folder, capsys):
+def test_values_of_a_changed_file_are_kept(folder, capsys):
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "conf" / "optimizer").mkdir()
     model, optimizer = folder / "conf" / "model" / "mine.yaml", folder / "conf" / "optimizer" / "own.yaml"
@@ -87,20 +84,20 @@ def test_a_value_that_a_file_has_changed_since_is_the_runs_and_told(folder, caps
     again = config_of(frozen(f"from_run={run}"))
     assert again.pop("optimizer") == {**config_of(run)["optimizer"], "dampening": 0.1}
     assert again == {key: value for key, value in config_of(run).items() if key != "optimizer"}
-    told = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr().err.splitlines()
     expected = "optimizer.nesterov=true, optimizer.momentum=0.5, model.layers.head.bias=true"
-    assert told == [
+    assert printed == [
         f"as in {run}, though the configs say otherwise today: {expected}",
         f"what {run} did not have, as it is today: optimizer.dampening=0.1",
     ]
-    # What this command changes is not the run's any more.
+    # This command changes the values.
     other = config_of(frozen(f"from_run={run}", "optimizer=sgd", "model.layers.head.bias=false"))
     assert "nesterov" not in other["optimizer"]
     assert other["model"]["layers"]["head"]["bias"] is False
     assert "optimizer.momentum" not in capsys.readouterr().err
 
 
-def test_a_run_that_is_no_config_today_is_told_and_what_mends_it_is_taken(folder, capsys):
+def test_a_run_with_a_removed_option_is_reported(folder, capsys):
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "conf" / "model" / "mine.yaml").write_text(CUSTOM % "true")
     run = frozen("model=mine", "seed=4")
@@ -111,9 +108,9 @@ def test_a_run_that_is_no_config_today_is_told_and_what_mends_it_is_taken(folder
     assert f"{run} is no config today, so what has changed since is not known: model: " in capsys.readouterr().err
 
 
-def test_where_a_run_began_and_its_sweep_are_left_out(folder):
+def test_resume_and_sweep_of_the_run_are_dropped(folder):
     run = frozen("seed=1", "sweep.max_failures=3", "sweep.repeat_over=seed")
-    # As a run that went on has them.
+    # A resumed run has these.
     (run / "overrides.yaml").write_text("- seed=1\n- resume=outputs/x.ckpt\n- sweep.max_failures=3\n")
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace("resume: null", "resume: outputs/x.ckpt")
@@ -124,7 +121,7 @@ def test_where_a_run_began_and_its_sweep_are_left_out(folder):
     assert config_of(again)["sweep"]["max_failures"] is None
 
 
-def test_what_a_run_trusts_is_trusted_by_whoever_says_it_again(folder, monkeypatch):
+def test_the_allow_list_must_be_repeated(folder, monkeypatch):
     (folder / "nets.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\n")
     monkeypatch.syspath_prepend(str(folder))
     own = ["security.allow=[nets]", "data=wine", "model={_target_: nets.Net, in_features: 13, out_features: 3}"]
@@ -135,7 +132,7 @@ def test_what_a_run_trusts_is_trusted_by_whoever_says_it_again(folder, monkeypat
 
 
 class Freezing:
-    """Ends each job once it is frozen."""
+    """Freezes each job and ends it."""
 
     slots, stacks = 1, False
 
@@ -152,7 +149,7 @@ class Freezing:
         return ends
 
 
-def test_a_sweep_around_a_run_and_a_run_of_a_sweep(folder, capsys):
+def test_a_sweep_may_start_from_a_run(folder):
     run = frozen("model=mlp", "seed=7", "optimizer.lr=0.02")
     assert task_overrides(compose_sweep([f"from_run={run}", "seed=0,1,2"]).config) == [
         "model=mlp", "optimizer.lr=0.02", "seed=0,1,2",
@@ -164,7 +161,6 @@ def test_a_sweep_around_a_run_and_a_run_of_a_sweep(folder, capsys):
     for seed, job in enumerate(jobs):
         assert config_of(job) == {**config_of(run), "seed": seed}
     assert config_of(frozen(f"from_run={jobs[1]}")) == config_of(jobs[1])
-    assert "seed  " in capsys.readouterr().out.replace("┃", "  ")
 
 
 @pytest.mark.parametrize(
@@ -177,13 +173,11 @@ def test_a_sweep_around_a_run_and_a_run_of_a_sweep(folder, capsys):
         (["from_run=wrong"], r"from_run: wrong, whose overrides.yaml is no list"),
         (["from_run=sweep"], r"from_run: sweep, a directory of 1 runs; .*Write from_run=sweep/0"),
         (["from_run=a,b"], r"from_run: from_run=a,b; expected one run. Sweep over what differs"),
-        (["from_run=half", "from_run=half"], r"expected one run"),
         (["+from_run=half"], r"expected from_run=DIR"),
-        (["from_run=3"], r"expected from_run=DIR"),
         (["from_run=a b=c"], r"from_run: a b=c; expected a run directory.*Quote it"),
     ],
 )
-def test_a_directory_that_is_no_run_is_a_fault(folder, words, message):
+def test_a_directory_without_a_run_is_an_error(folder, words, message):
     (folder / "file").touch()
     for name in ("empty", "half", "wrong", "sweep/0"):
         (folder / name).mkdir(parents=True)
@@ -194,45 +188,26 @@ def test_a_directory_that_is_no_run_is_a_fault(folder, words, message):
         compose(words)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
-def test_a_run_whose_config_was_cut_is_refused(share):
+@pytest.mark.parametrize("part", [0.1, 0.6])
+def test_a_cut_config_is_refused(part):
     run = frozen("seed=1")
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
-    # Between two keys at the top, where what is left is YAML.
+    # What remains before a key at the top is YAML.
     tops = [place for place, line in enumerate(lines) if line[0].isalpha()]
-    (run / "config.yaml").write_text("".join(lines[: tops[int(share * len(tops))]]))
+    (run / "config.yaml").write_text("".join(lines[: tops[int(part * len(tops))]]))
     with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*: a part of it is lost"):
         compose([f"from_run={run}"])
 
 
-def test_a_path_with_other_signs_is_quoted():
-    run = frozen("seed=1", "hydra.run.dir='outputs/a b=c,[1]'")
-    assert compose([f"from_run={written(str(run))}"]).seed == 1
+VALUES = [1e300, True, None, "it's", "back\\slash\\", "true", "3", [1, [2.0, "x, y"]], {"a": {"b c": None}}]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        1,
-        1.0,
-        -2.5e-7,
-        1e300,
-        True,
-        None,
-        "a b",
-        "it's",
-        "back\\slash\\",
-        "true",
-        "3",
-        [1, [2.0, "x, y"]],
-        {"a": {"b c": None}},
-    ],
-)
-def test_a_value_is_written_so_that_hydra_reads_the_same(value):
+@pytest.mark.parametrize("value", VALUES)
+def test_hydra_reads_a_written_value_back(value):
     read = parse_override(f"key={written(value)}").value()
     assert json.dumps(read) == json.dumps(value)
 
 
-def test_the_overrides_of_a_composition_are_the_whole_ones():
-    run = frozen("seed=1")
-    assert composition_of([f"from_run={run}", "seed=2"]).overrides == ("seed=2",)
+def test_a_path_with_special_characters_is_quoted():
+    run = frozen("seed=1", "hydra.run.dir='outputs/a b=c,[1]'")
+    assert compose([f"from_run={written(str(run))}"]).seed == 1

@@ -1,10 +1,8 @@
-"""The run directory is made once, alone, and says where the run came from."""
+"""The run directory is created exclusively and records where the run came from."""
 
-import contextlib
 import json
 import math
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,10 +18,10 @@ from exp.config.freeze import (
     read_frozen,
     read_overrides,
     shared_origin,
+    take_directory,
 )
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import RunError
-from exp.files import write_whole
 
 
 def composed(directory):
@@ -37,14 +35,14 @@ def composed(directory):
     )
 
 
-def test_two_at_once_never_share_a_directory(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: make_exclusively(tmp_path / "a" / "12-00-00"), range(16)))
-    assert len({path.name for path in made}) == 16
-    assert {path.name for path in made} == {"12-00-00", *(f"12-00-00-{count}" for count in range(2, 17))}
+def test_concurrent_runs_get_different_directories(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: make_exclusively(tmp_path / "a" / "12-00-00"), range(8)))
+    assert len({path.name for path in made}) == 8
+    assert {path.name for path in made} == {"12-00-00", *(f"12-00-00-{count}" for count in range(2, 9))}
 
 
-def test_the_frozen_config_is_resolved_and_read_back(tmp_path):
+def test_a_frozen_config_is_resolved(tmp_path):
     directory = freeze(composed(tmp_path / "run"))
     text = (directory / "config.yaml").read_text()
     assert "${" not in text
@@ -53,7 +51,7 @@ def test_the_frozen_config_is_resolved_and_read_back(tmp_path):
     assert read_overrides(directory) == ["optimizer.lr=0.1"]
 
 
-def test_a_run_of_before_the_keys_for_values_of_ones_own_can_still_be_checked(tmp_path, monkeypatch):
+def test_a_config_without_newer_keys_passes_the_check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = freeze(compose([]))
     path = directory / "config.yaml"
@@ -61,40 +59,31 @@ def test_a_run_of_before_the_keys_for_values_of_ones_own_can_still_be_checked(tm
     del content["vars"], content["resolvers"]
     path.write_text(yaml_text(content))
     assert early_faults(read_frozen(directory)) == []
-    # One that is cut is no older one.
+    # A config that was cut lacks older keys.
     del content["launch"]
     path.write_text(yaml_text(content))
     assert [fault.key for fault in early_faults(read_frozen(directory))] == ["launch"]
 
 
-@pytest.mark.parametrize("made", [0, 1, 2])
-def test_where_freezing_is_killed_no_config_yaml_stands_without_the_others(made, tmp_path, monkeypatch):
-    written = []
-
-    def killed(path, content, *, is_synced):
-        if len(written) == made:
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write_whole(path, content, is_synced=is_synced)
-
-    monkeypatch.setattr("exp.config.freeze.write_whole", killed)
-    with pytest.raises(KeyboardInterrupt):
-        freeze(composed(tmp_path / "run"))
-    assert {path.name for path in (tmp_path / "run").iterdir()} == set(written) <= {"overrides.yaml", "provenance.json"}
+@pytest.mark.parametrize("blocked", ["overrides.yaml", "provenance.json"])
+def test_config_yaml_is_written_last(blocked, tmp_path):
+    (tmp_path / "run" / blocked).mkdir(parents=True)
+    config = composed(tmp_path / "run")
+    take_directory(config, tmp_path / "run")
+    with pytest.raises(RunError, match="cannot be written"):
+        freeze(config)
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_unusable_directories_are_reported(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match=r"cannot be written.*hydra\.run\.dir"):
         freeze(composed(tmp_path / "file" / "run"))
-
-
-def test_a_directory_that_is_no_run_is_told(tmp_path):
     with pytest.raises(RunError, match=r"config\.yaml is not there"):
         read_frozen(tmp_path)
 
 
-def test_provenance_holds_the_revision_and_what_was_not_committed(tmp_path, monkeypatch):
+def test_provenance_holds_the_revision_and_the_diff(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     (tmp_path / "a.txt").write_text("one\n")
@@ -116,31 +105,7 @@ def test_outside_a_repository_there_is_no_revision(tmp_path, monkeypatch):
     assert provenance([])["git"] is None
 
 
-def test_a_parent_that_another_program_takes_away_meanwhile_is_made_again(tmp_path):
-    stop = threading.Event()
-
-    def take_away():
-        while not stop.wait(0.0003):
-            with contextlib.suppress(OSError):
-                (tmp_path / "day").rmdir()
-
-    taker = threading.Thread(target=take_away)
-    taker.start()
-    try:
-        for _ in range(200):
-            make_exclusively(tmp_path / "day" / "12-00-00").rmdir()
-    finally:
-        stop.set()
-        taker.join()
-
-
-def test_a_file_in_the_place_of_the_parent_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        make_exclusively(tmp_path / "file" / "run")
-
-
-def test_yaml_text_is_what_omegaconf_writes_and_reads_back():
+def test_yaml_text_equals_that_of_omegaconf():
     config = compose(overrides=["experiment=gpt"])
     plain = OmegaConf.to_container(config, resolve=False)
     assert OmegaConf.to_container(OmegaConf.create(yaml_text(plain))) == plain
@@ -155,7 +120,7 @@ def test_yaml_text_is_what_omegaconf_writes_and_reads_back():
     assert "&" not in yaml_text({"a": twice, "b": twice})
 
 
-def test_runs_that_share_their_origin_have_overrides_of_their_own(tmp_path, monkeypatch):
+def test_jobs_of_a_sweep_record_their_overrides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose(overrides=["seed=5", "hydra.run.dir=outputs/shared"])
     origin = {**shared_origin(), "time": "then"}

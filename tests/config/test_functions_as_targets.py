@@ -1,26 +1,22 @@
-"""A `_target_` that is a function, a class method or a late import; what its values become; a whole node typed."""
+"""A `_target_` that is a function, a class method or a lazy import, and the conversion of its values."""
 
 import sys
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 import exp
 from exp.check.parameters import node_faults
 from exp.check.plan import plan
 from exp.check.plan import resolve as resolve_config
-from exp.config.slots import returned_at
 from exp.config.targets import TargetError, resolve
 from exp.construct import construct
 from exp.errors import ConfigError
 
 MAKERS = """
 import functools
-from collections import OrderedDict
-from dataclasses import dataclass
-from subprocess import check_output, run
+from subprocess import check_output
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,10 +33,6 @@ def says_module(width: int = 7) -> "nn.Module":
 
 
 def says_nothing(path: str) -> None:
-    raise SystemExit("called")
-
-
-def says_text(path: str) -> "str":
     raise SystemExit("called")
 
 
@@ -63,10 +55,6 @@ class Net(nn.Module):
     @classmethod
     def from_width(cls, width: int, **more):
         return cls(width)
-
-    @staticmethod
-    def small():
-        return Net(1)
 
     def method(self):
         return self
@@ -142,51 +130,36 @@ def home(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["net", "says_module", "Net.from_width", "Net.small"])
-def test_a_function_of_an_allowed_module_may_make_a_module(name):
+@pytest.mark.parametrize("name", ["net", "says_module", "Net.from_width"])
+def test_a_user_function_may_return_a_module(name):
     assert callable(resolve(f"makers.{name}", base=MODULE, returns=MODULE))
 
 
 @pytest.mark.parametrize(
     ("name", "got"),
     [
-        ("run", "which is subprocess.run"),
         ("check_output", "which is subprocess.check_output"),
         ("says_nothing", "a function that returns nothing; expected one that returns a Module"),
-        ("says_text", "a function that returns a str"),
         ("Net.method", "which is no class method of makers.Net"),
-        ("Net.__init__", "expected the dotted name"),
         ("Net.from_widht", "Did you mean makers.Net.from_width"),
-        ("OrderedDict.fromkeys", "which is collections.OrderedDict"),
         ("says_modul", r"Did you mean makers.says_module\?"),
         ("cached", "a _lru_cache_wrapper; expected a class, or a function"),
     ],
 )
-def test_what_is_not_the_modules_own_maker_is_refused(name, got):
+def test_other_callables_are_refused(name, got):
     with pytest.raises(TargetError, match=got):
         resolve(f"makers.{name}", base=MODULE, returns=MODULE)
 
 
 @pytest.mark.parametrize("name", [
-    "torch.nn.utils.parametrize.cached", "torch.nn.functional.linear", "torch.nn.Embedding.from_pretrained",
-    "torch.hub.load", "torchmetrics.Metric.clone", "exp.models.containers.with_forward",
+    "torch.nn.functional.linear", "torch.nn.Embedding.from_pretrained", "exp.models.containers.with_forward",
 ])  # fmt: skip
-def test_functions_of_the_listed_packages_stay_listed_by_name(name):
+def test_library_functions_are_allowed_by_name_only(name):
     with pytest.raises(TargetError):
         resolve(name, returns=MODULE)
 
 
-@pytest.mark.parametrize(
-    ("key", "found"),
-    [("model", MODULE), ("model.layers.body", MODULE), ("model.backbone", MODULE), ("objective.mine.loss", MODULE),
-     ("data.dataset", ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")), ("data.transforms.a", ()),
-     ("optimizer", ()), ("callbacks.x", ()), ("hooks.x", ())],
-)  # fmt: skip
-def test_a_function_may_stand_where_what_it_returns_is_judged(key, found):
-    assert returned_at(key) == found
-
-
-def test_a_late_import_is_found_and_held_to_its_own_home():
+def test_a_lazy_import_is_checked_by_its_module():
     assert resolve("late_package.Late", base="torch.nn.Module").__module__ == "late_package.parts"
     with pytest.raises(TargetError, match=r"which is subprocess\.Popen"):
         resolve("late_package.Popen")
@@ -196,7 +169,7 @@ def test_a_late_import_is_found_and_held_to_its_own_home():
         resolve("late_package.Lat")
 
 
-def test_what_a_function_returns_is_judged_by_its_place():
+def test_a_returned_object_is_checked():
     with pytest.raises(ConfigError, match=r"model\._target_: makers\.wrong, which returned a builtins\.dict"):
         construct({"_target_": "makers.wrong"}, key="model", allow=())
     with pytest.raises(ConfigError, match=r"data\.dataset\._target_: makers\.net, which returned a torch"):
@@ -208,7 +181,7 @@ def checked(*overrides: str):
     return plan(resolve_config(exp.compose(["hydra.run.dir=run", *overrides])))
 
 
-def test_a_model_a_layer_and_a_data_set_made_by_functions_pass_the_check(home):
+def test_functions_pass_the_check_in_all_slots(home):
     made = checked("model={_target_: makers.net, width: 9, anything: 3}").shapes
     assert made.parameters == 64 * 9 + 9 + 9 * 10 + 10
     (home / "conf/model/layered.yaml").write_text(
@@ -225,18 +198,18 @@ def test_a_model_a_layer_and_a_data_set_made_by_functions_pass_the_check(home):
 
 
 @pytest.mark.parametrize("node", ["makers.Lit", "makers.lit"])
-def test_a_lightning_module_as_the_model_is_refused_by_name(node):
+def test_a_lightning_module_as_model_is_refused(node):
     cure = r"'module={_target_: makers\.Lit}'; or name the class of the network"
     with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*{cure}"):
         checked(f"model={{_target_: {node}}}")
 
 
-def test_a_whole_node_replaces_what_a_group_chose(home):
+def test_a_typed_node_replaces_the_chosen_option(home):
     config = exp.compose(["hydra.run.dir=run", "model={_target_: makers.Net, width: 3}"])
     assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 3}
     config = exp.compose(["hydra.run.dir=run", "model=mlp", "model={_target_: makers.Net}", "model.width=4"])
     assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 4}
-    # What exp itself reads of a node stays as train.yaml has it; the parameters of the other class go.
+    # Keys that exp reads stay; parameters of the replaced class go.
     config = exp.compose(["hydra.run.dir=run", "optimizer={_target_: torch.optim.SGD, lr: 0.1}"])
     assert OmegaConf.to_container(config.optimizer) == {
         "groups": {}, "exempt_from_decay": [], "_target_": "torch.optim.SGD", "lr": 0.1,
@@ -246,7 +219,7 @@ def test_a_whole_node_replaces_what_a_group_chose(home):
     config = exp.compose(["hydra.run.dir=run", f"model.layers.{before[1]}={{_target_: torch.nn.Tanh}}"])
     assert list(config.model.layers) == before
     assert OmegaConf.to_container(config.model.layers[before[1]]) == {"_target_": "torch.nn.Tanh"}
-    # Without a `_target_`, or with two plus signs, it is merged.
+    # A node without a `_target_` is merged.
     config = exp.compose(["hydra.run.dir=run", "optimizer={lr: 0.1}"])
     assert config.optimizer.lr == 0.1
     assert config.optimizer._target_ == "torch.optim.AdamW"
@@ -256,11 +229,11 @@ def faults(node, key="model.layers.x"):
     return [f"{fault.key}: {fault.got}; expected {fault.expected}" for fault in node_faults(key, node, allow=())]
 
 
-def test_names_behind_a_wrapped_constructor_are_left_to_it():
+def test_a_wrapped_constructor_takes_any_name():
     assert faults({"_target_": "makers.Wrapped", "num_labels": 3}) == []
     made = construct({"_target_": "makers.Wrapped", "num_labels": 3}, key="model", allow=())
     assert made.more == {"num_labels": 3}
-    # Of the libraries' own wrappers the wrapped one says what there is.
+    # Wrappers of libraries have the parameters of the wrapped class.
     assert faults({"_target_": "lightning.pytorch.Trainer", "max_epoch": 3}, key="trainer") != []
 
 
@@ -269,16 +242,13 @@ def test_names_behind_a_wrapped_constructor_are_left_to_it():
     [
         ({"weight": [0.25, 0.5]}, "weight", torch.tensor([0.25, 0.5])),
         ({"weight": [[1, 2], [3, 4]]}, "weight", torch.tensor([[1, 2], [3, 4]])),
-        ({"weight": 2}, "weight", torch.tensor(2)),
         ({"weight": None}, "weight", None),
         ({"dtype": "torch.float64"}, "dtype", torch.float64),
-        ({"dtype": "bfloat16"}, "dtype", torch.bfloat16),
-        ({"other": "torch.int32"}, "other", torch.int32),
         ({"other": "float64"}, "other", "float64"),
         ({"other": [0.5]}, "other", [0.5]),
     ],
 )
-def test_numbers_become_tensors_and_names_dtypes_where_they_are_annotated(given, name, expected):
+def test_values_become_tensors_and_dtypes_by_annotation(given, name, expected):
     node = {"_target_": "makers.Typed", **given}
     assert faults(node) == []
     found = getattr(construct(node, key="model", allow=()), name)
@@ -290,21 +260,15 @@ def test_numbers_become_tensors_and_names_dtypes_where_they_are_annotated(given,
     ("given", "said"),
     [
         ({"weight": "heavy"}, "expected numbers, or lists of them, or null"),
-        ({"weight": [[1, 2], [3]]}, "numbers, or lists of them"),
         ({"dtype": "torch.float65"}, "expected a dtype, such as torch.float64"),
-        ({"dtype": 64}, "expected a dtype"),
     ],
 )
-def test_what_is_no_tensor_or_dtype_is_told(given, said):
+def test_a_wrong_tensor_or_dtype_is_an_error(given, said):
     (fault,) = faults({"_target_": "makers.Typed", **given})
     assert said in fault
 
 
-def test_torchs_own_losses_and_layers_take_them():
+def test_a_loss_of_torch_gets_a_tensor():
     loss = construct({"_target_": "torch.nn.CrossEntropyLoss", "weight": [1, 3]}, key="objective.a", allow=())
     assert loss.weight.tolist() == [1.0, 3.0]
     assert loss.weight.dtype == torch.float32
-    node = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3, "dtype": "torch.float64"}
-    assert faults(node) == []
-    assert construct(node, key="model", allow=()).weight.dtype == torch.float64
-    assert isinstance(construct(node, key="model", allow=()), nn.Linear)

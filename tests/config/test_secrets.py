@@ -1,4 +1,4 @@
-"""A secret out of the environment reaches the object that is built with it, and nothing that is written or shown."""
+"""A secret from the environment reaches the object that uses it, and no file and no output."""
 
 import json
 import os
@@ -9,19 +9,17 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp import redaction
 from exp.config.freeze import freeze, read_frozen
-from exp.config.reading import secrets_kept
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
-from exp.redaction import is_secret, redacted, revealed
+from exp.redaction import forget, is_secret, redacted, revealed
 from exp.train import main as train
 
 CANARY = "c4n4ry-s3cr3t-value"
 NAME = "MY_API_TOKEN"
 KEPT = "${oc.env:MY_API_TOKEN}"
 
-# A callback and a loss of the user's own, and what they do with the secret.
+# A user's callback and logger that use the secret.
 MODULE = """
 import logging
 from pathlib import Path
@@ -41,7 +39,7 @@ class Uploads(pl.Callback):
             raise RuntimeError(f"401: {self.token} has no rights")
 
 class Keeps(Logger):
-    "As wandb and mlflow, it is told the config, and keeps it."
+    "Keeps the config that it gets, as wandb and mlflow do."
     def __init__(self, token):
         self.told = []
     name = property(lambda self: "keeps")
@@ -57,8 +55,6 @@ class Keeps(Logger):
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(NAME, CANARY)
-    # What this process has used, other tests have not.
-    monkeypatch.setattr(redaction, "_shown", {})
     name = f"uploads_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "conf" / "callbacks").mkdir(parents=True)
@@ -67,7 +63,8 @@ def place(tmp_path, monkeypatch):
     )
     (tmp_path / "conf" / "logger").mkdir()
     (tmp_path / "conf" / "logger" / "keeps.yaml").write_text(f"keeps: {{_target_: {name}.Keeps, token: '{KEPT}'}}\n")
-    return tmp_path
+    yield tmp_path
+    forget()
 
 
 SMALL = (
@@ -77,7 +74,7 @@ SMALL = (
 
 
 def places_of(text: str, root: Path) -> list[str]:
-    """Files below a folder that hold a text, in their content or their name, but for what the object wrote itself."""
+    """Return the files with a text in their content or name, except the one that the callback writes."""
     found = []
     for path in root.rglob("*"):
         is_own = path.name == "given.txt"
@@ -97,7 +94,8 @@ def test_a_run_with_a_secret_writes_it_nowhere(place, capfd):
     assert written <= {path.name for path in run.iterdir()}
     assert places_of(CANARY, place) == []
     assert CANARY not in screen.out + screen.err
-    # It is not that nothing was written: what stands there is the interpolation.
+    assert read_frozen(run).callbacks.uploads.token == KEPT
+    # The files hold the interpolation.
     assert KEPT in (run / "config.yaml").read_text()
     assert f"https://train:{KEPT}@host" in (run / "config.yaml").read_text()
     assert "connected with ${oc.env:MY_API_TOKEN}" in (run / "train.log").read_text()
@@ -105,7 +103,7 @@ def test_a_run_with_a_secret_writes_it_nowhere(place, capfd):
     assert KEPT in screen.out
 
 
-def test_a_run_that_fails_with_the_secret_in_its_message_names_it(place, capfd):
+def test_a_failing_run_names_the_secret(place, capfd):
     assert train([*SMALL, "callbacks.uploads.fails=run"]) == 1
     run = place / "outputs" / "run"
     screen = capfd.readouterr()
@@ -117,7 +115,7 @@ def test_a_run_that_fails_with_the_secret_in_its_message_names_it(place, capfd):
     assert "has no rights" in (run / "report.md").read_text()
 
 
-def test_a_constructor_that_refuses_the_secret_is_told_without_it(place, capfd):
+def test_a_failing_constructor_prints_no_secret(place, capfd):
     assert train([*SMALL, "callbacks.uploads.fails=built"]) == 2
     screen = capfd.readouterr()
     assert f"the token {KEPT} is not known" in screen.err
@@ -125,17 +123,15 @@ def test_a_constructor_that_refuses_the_secret_is_told_without_it(place, capfd):
     assert places_of(CANARY, place) == []
 
 
-@pytest.mark.parametrize(
-    "flags", [("--cfg", "job"), ("--cfg", "job", "--resolve"), ("--cfg", "all", "--resolve"), ("--info", "config")]
-)
-def test_questions_about_the_config_show_the_interpolation(flags, capfd):
+@pytest.mark.parametrize("flags", [("--cfg", "job", "--resolve"), ("--cfg", "all", "--resolve"), ("--info", "config")])
+def test_a_printed_config_shows_the_interpolation(flags, capfd):
     assert train([*flags, *SMALL]) == 0
     screen = capfd.readouterr()
     assert CANARY not in screen.out + screen.err
     assert KEPT in screen.out
 
 
-def test_a_folder_is_not_called_by_a_secret(capfd, place):
+def test_a_secret_in_a_folder_name_is_refused(capfd, place):
     for word in (f"name='{KEPT}'", f"name='a_{KEPT}_b'", f"hydra.run.dir='outputs/{KEPT}'", "name='${data_dir}'"):
         assert train([word, f"data_dir='{KEPT}'"]) == 2
         screen = capfd.readouterr().err
@@ -146,37 +142,24 @@ def test_a_folder_is_not_called_by_a_secret(capfd, place):
     assert not (place / "outputs").exists()
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["model='{}'", "optimizer.lr='{}'", "trainer.max_epochs='{}'", "resume='{}'", "seed='{}'", "monitor='{}'",
-     "model.layers.hidden._target_='{}'", "'{}'", "metric_stages=['{}']", "data.batch_size='{}'"],
-)  # fmt: skip
-def test_a_fault_at_a_secret_names_it(override, capfd):
+@pytest.mark.parametrize("override", ["model='{}'", "trainer.max_epochs='{}'", "resume='{}'", "'{}'"])
+def test_an_error_at_a_secret_shows_its_name(override, capfd):
     assert train([override.format(KEPT)]) == 2
     assert CANARY not in capfd.readouterr().err
 
 
-def test_a_rank_resolves_from_its_own_environment(place, monkeypatch):
+def test_a_rank_reads_its_own_environment(place, monkeypatch):
     plain = plain_config(exp.compose(SMALL))
     token = plain["callbacks"]["uploads"]["token"]
     assert token == KEPT
-    monkeypatch.setenv(NAME, "another")
-    assert revealed(token) == "another"
+    monkeypatch.setenv(NAME, "4n0ther-s3cr3t")
+    assert revealed(token) == "4n0ther-s3cr3t"
     monkeypatch.delenv(NAME)
     with pytest.raises(LookupError, match="MY_API_TOKEN is not set"):
         revealed(KEPT)
 
 
-def test_what_reads_a_frozen_run_sees_the_interpolation(place):
-    assert train([*SMALL, "train=true", "test=false"]) == 0
-    config = read_frozen(place / "outputs" / "run")
-    assert (config.callbacks.uploads.token, config.tags[0]) == (KEPT, KEPT)
-    plain = plain_config(config)
-    assert plain["callbacks"]["uploads"]["token"] == KEPT
-    assert CANARY not in repr(plain)
-
-
-def test_names_and_defaults():
+def test_the_name_of_a_variable_tells_a_secret():
     for name in ("HF_TOKEN", "apiKey", "AWS_SECRET_ACCESS_KEY", "DB-PASSWORD", "passwd", "GCP_CREDENTIALS",
                  "ApiTokenV2", "WANDB_API_KEY", "APIKEY"):  # fmt: skip
         assert is_secret(name), name
@@ -188,15 +171,11 @@ def test_names_and_defaults():
     assert plain_config(config) == {"a": "7", "b": None, "c": os.environ["HOME"]}
 
 
-def test_short_values_are_not_looked_for_in_innocent_text(monkeypatch):
+def test_short_values_and_other_configs_are_not_redacted(monkeypatch):
+    assert OmegaConf.create({"a": KEPT}).a == CANARY
     monkeypatch.setenv(NAME, "lr")
     assert revealed(KEPT) == "lr"
     assert redacted("optimizer.lr") == "optimizer.lr"
-
-
-def test_other_users_of_omegaconf_in_this_process_see_values():
-    exp.compose(["model=mlp"])
-    assert OmegaConf.create({"a": KEPT}).a == CANARY
 
 
 def test_a_sweep_with_a_secret_writes_it_nowhere(place, capfd):
@@ -208,24 +187,15 @@ def test_a_sweep_with_a_secret_writes_it_nowhere(place, capfd):
     assert KEPT in next(place.rglob("table.csv")).read_text()
 
 
-def test_a_rank_that_fails_writes_its_secret_nowhere():
+def test_the_error_of_a_rank_holds_no_secret():
     revealed(KEPT)
     failure = failure_of(RuntimeError(f"401: {CANARY}"), rank=1)
     assert CANARY not in repr(failure)
     assert KEPT in failure.reason
 
 
-def test_what_keeps_secrets_may_be_called_by_what_keeps_them():
-    config = OmegaConf.create({"a": KEPT})
-    with secrets_kept():
-        with secrets_kept():
-            assert config.a == KEPT
-        assert config.a == KEPT
-    assert config.a == CANARY
-
-
-@pytest.mark.parametrize("command", ["tags=[{}]", "name={}", "-m tags=[{}],[b]", "optimizer.lr={}", "{}=1", "[{}"])
-def test_a_value_that_the_shell_put_into_a_command_is_refused_before_it_is_written(command, place, capfd):
+@pytest.mark.parametrize("command", ["tags=[{}]", "-m tags=[{}],[b]", "{}=1", "[{}"])
+def test_a_secret_expanded_by_the_shell_is_refused(command, place, capfd):
     assert train(command.format(CANARY).split()) == 2
     told = capfd.readouterr().err
     assert f"the value of {NAME}" in told
@@ -233,7 +203,7 @@ def test_a_value_that_the_shell_put_into_a_command_is_refused_before_it_is_writt
     assert not (place / "outputs").exists()
 
 
-def test_provenance_covers_what_a_program_was_started_with(place, monkeypatch):
+def test_provenance_redacts_the_command(place, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mine.py", f"--token={CANARY}"])
     directory = freeze(exp.compose(list(SMALL)))
     written = (directory / "provenance.json").read_text()

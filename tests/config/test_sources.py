@@ -1,8 +1,9 @@
-"""Who set a key: which file, and where in it."""
+"""The file and line that set a key."""
 
 from pathlib import Path
 
 import pytest
+from omegaconf import open_dict
 
 import exp
 from exp.config.freeze import COMPOSITION
@@ -35,7 +36,7 @@ def _elsewhere(tmp_path, monkeypatch):
         Path(path).write_text(text)
 
 
-def test_the_last_file_that_set_a_key_is_named():
+def test_the_last_source_of_a_key_is_named():
     config = exp.compose(["experiment=e", "optimizer.lr=0.5", "+optimizer.extra={a: {b: 1}}"])
     assert source_of(config, "model.layers.hidden._target_") == "conf/model/programmed.yaml, line 4"
     assert source_of(config, "model.layers.hidden.out_features") == "conf/experiment/e.yaml, line 8"
@@ -47,13 +48,13 @@ def test_the_last_file_that_set_a_key_is_named():
     assert "conf/train.yaml, line " in source_of(config, "name")
 
 
-def test_of_a_key_that_nobody_set_the_nearest_part_counts():
+def test_an_unset_key_has_the_nearest_source():
     config = exp.compose(["model=programmed"])
     assert source_of(config, "model.layers.hidden.in_features") == "conf/model/programmed.yaml, line 4"
     assert source_of(config, "nothing.like.this") is None
 
 
-def test_the_text_of_a_program_begins_where_its_first_character_stands():
+def test_a_program_has_a_line_and_a_column():
     config = exp.compose(["model=programmed"])
     position = position_of(config, "model.forward")
     lines = Path(position.file).read_text().splitlines()
@@ -62,20 +63,14 @@ def test_the_text_of_a_program_begins_where_its_first_character_stands():
     assert lines[position.line - 1 + second][position.column - 1 :] == "x = hidden(x)"
     flow = position_of(config, "model.layers.hidden.out_features")
     assert lines[flow.line - 1][flow.column - 1 :].startswith("32")
-
-
-def test_the_command_line_has_no_position():
     assert position_of(exp.compose(["seed=9"]), "seed") is None
 
 
-def test_a_config_of_another_origin_has_no_sources():
+def test_a_broken_config_has_no_sources():
     config = exp.compose(["experiment=e"])
     Path("conf/experiment/e.yaml").unlink()
     config[COMPOSITION].overrides = ["experiment=e", "seed=77"]
     assert source_of(config, "seed") is None
-    plain = config.copy()
-    from omegaconf import open_dict
-
-    with open_dict(plain):
-        del plain[COMPOSITION]
-    assert source_of(plain, "seed") is None
+    with open_dict(config):
+        del config[COMPOSITION]
+    assert source_of(config, "seed") is None

@@ -1,4 +1,4 @@
-"""The index has another `exp`: both in one environment are told at once, in whichever order they came."""
+"""The package index has another `exp`: an environment with both is reported on the first import."""
 
 from __future__ import annotations
 
@@ -34,45 +34,38 @@ def uninstall_theirs(site: Path) -> None:
     (site / "exp-0.5.1.dist-info").rmdir()
 
 
-def told(site: Path, *words: str) -> str:
+def last_line(site: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    # -S: this environment's own exp would stand in for one without an __init__.py.
+    # Without -S, exp of this environment replaces a package without an __init__.py.
     command = [sys.executable, "-S", *words]
     done = subprocess.run(command, env=environment, cwd=site.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [("-c", "import exp"), ("-m", "exp.train"), ("-m", "exp.doctor")])
-def test_theirs_then_ours(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("words", [("-c", "import exp"), ("-m", "exp.train")])
+def test_an_exp_that_was_installed_before_is_reported(tmp_path: Path, words: tuple[str, ...]) -> None:
     site = tmp_path / "site"
     install_theirs(site)
     install_ours(site)
-    last = told(site, *words)
+    last = last_line(site, *words)
     assert last.startswith(f"ImportError: exp-0.5.1 is installed in {site} beside exp-framework. pip uninstall -y exp ")
 
 
-@pytest.mark.parametrize(
-    "words", [("-c", "from exp.errors import ConfigError"), ("-m", "exp.train"), ("-m", "exp.plan")]
-)
-def test_ours_then_theirs(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_exp_that_was_installed_later_is_reported(tmp_path: Path, is_left: bool) -> None:
+    """Its uninstallation leaves a package without an __init__.py."""
     site = tmp_path / "site"
     install_ours(site)
     install_theirs(site)
-    last = told(site, *words)
+    if is_left:
+        uninstall_theirs(site)
+    last = last_line(site, "-m", "exp.train")
     assert last.startswith(f"ImportError: {site}/exp/__init__.py is not exp-framework's: ")
     assert "pip uninstall -y exp exp-framework, then install exp-framework again" in last
 
 
-def test_what_their_uninstallation_leaves(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    install_ours(site)
-    install_theirs(site)
-    uninstall_theirs(site)
-    assert told(site, "-m", "exp.train").startswith(f"ImportError: {site}/exp/__init__.py is not exp-framework's: ")
-
-
-def test_neighbours_with_similar_names_pass(tmp_path: Path) -> None:
+def test_packages_with_similar_names_pass(tmp_path: Path) -> None:
     for name in ("exp_framework-0.1.0.dist-info", "exp_convert-0.0.1.dist-info", "exp-data", "expo-1.0.dist-info"):
         (tmp_path / name).mkdir()
     refuse_a_second_exp(str(tmp_path))

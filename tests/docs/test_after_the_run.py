@@ -1,4 +1,4 @@
-"""docs/after-the-run.md to the letter: its commands and its Python, in a folder where its run has been made."""
+"""docs/after-the-run.md: its commands and its Python run in a folder with its run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PROGRAMS = {"train": train, "evaluate": evaluate, "predict": predict}
 QUIET = "trainer.enable_progress_bar=false"
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands) -> None:
+@pytest.mark.slow
+def test_commands_and_python_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands) -> None:
     monkeypatch.chdir(tmp_path)
     draws = np.random.default_rng(0)
     for name, count in (("pets.csv", 60), ("new.csv", 9)):

@@ -1,4 +1,4 @@
-"""docs/export.md: its commands, in a folder where its run has been made, and the files that they write."""
+"""docs/export.md: its commands run in a folder with its run and write their files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ COMMAND = re.compile(r"^    python -m exp\.(\w+) (.+)$", re.MULTILINE)
 PROGRAMS = {"train": train, "export": export}
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = COMMAND.findall(PAGE)
     assert len(done) == 6
     for program, line in done:
         words = [*shlex.split(line), *(["trainer.enable_progress_bar=false"] if program == "train" else [])]
-        # Of pictures that are not here.
+        # The run of pictures does not exist.
         expected = 1 if "outputs/photos" in words[0] else 0
         assert PROGRAMS[program](words) == expected, line
     for name in ("outputs/digits/exports/network.onnx", "digits.pt2", "small.onnx", "digits.pt"):

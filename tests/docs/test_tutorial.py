@@ -1,4 +1,4 @@
-"""docs/tutorial.md and the first screens of README.md to the letter: files, commands, and what is printed."""
+"""docs/tutorial.md and the first examples of README.md: files, commands, and printed results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_data_are_looked_at_and_the_config_is_checked(folder: Path, commands: Any) -> None:
+def test_the_data_and_the_config_are_checked(folder: Path, commands: Any) -> None:
     (data,) = lines(TUTORIAL, "exp.data")
     done = commands.run(*shlex.split(data), module="exp.data.__main__", cwd=folder)
     (leak,) = re.findall(r"^    (- leak: .+)$", TUTORIAL, re.MULTILINE)
@@ -59,7 +59,7 @@ def test_the_data_are_looked_at_and_the_config_is_checked(folder: Path, commands
     assert (right.returncode, wrong.returncode) == (0, 2)
 
 
-def test_a_run_goes_on_and_predicts(folder: Path, commands: Any) -> None:
+def test_a_run_is_resumed_and_predicts(folder: Path, commands: Any) -> None:
     first, search, longer = lines(TUTORIAL, "exp.train")
     assert search.startswith("-m ")
     done = commands.run(*shlex.split(first), *QUIET, cwd=folder)
@@ -76,12 +76,13 @@ def test_a_run_goes_on_and_predicts(folder: Path, commands: Any) -> None:
     assert done.returncode == 0, done.stderr
     with (folder / "answers.csv").open(newline="") as file:
         answers = [(row["class"], float(row["probability"])) for row in csv.DictReader(file)]
-    told = re.search(r"`(\w+)`, (0\.\d+), and `(\w+)`, (0\.\d+)", TUTORIAL).groups()
-    assert [name for name, _ in answers] == [told[0], told[2]]
-    assert [value for _, value in answers] == pytest.approx([float(told[1]), float(told[3])], abs=0.02)
+    expected = re.search(r"`(\w+)`, (0\.\d+), and `(\w+)`, (0\.\d+)", TUTORIAL).groups()
+    assert [name for name, _ in answers] == [expected[0], expected[2]]
+    assert [value for _, value in answers] == pytest.approx([float(expected[1]), float(expected[3])], abs=0.02)
 
 
-def test_the_sweep_ends_with_the_table(folder: Path, commands: Any) -> None:
+@pytest.mark.slow
+def test_the_sweep_writes_the_table(folder: Path, commands: Any) -> None:
     line = lines(TUTORIAL, "exp.train")[1]
     done = commands.run(*shlex.split(line), *QUIET, "hydra.sweep.dir=outputs/sweep", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -96,8 +97,8 @@ def test_the_sweep_ends_with_the_table(folder: Path, commands: Any) -> None:
     assert found == pytest.approx([float(cell) for row in told for cell in row[3:]], abs=0.05)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_first_screens_of_readme(number: int, tmp_path: Path, commands: Any) -> None:
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_first_examples_of_readme(number: int, tmp_path: Path, commands: Any) -> None:
     write_files(README, tmp_path)
     command = lines(README, "exp.train")[number]
     done = commands.run(*shlex.split(command), *QUIET, "hydra.run.dir=outputs/first", cwd=tmp_path)
@@ -107,13 +108,12 @@ def test_the_first_screens_of_readme(number: int, tmp_path: Path, commands: Any)
         re.search(r"accuracy on the test part (\d\.\d+)", README)[1],
     ][number]
     assert report(tmp_path / "outputs" / "first")["metrics"]["accuracy/test"] == pytest.approx(float(told), abs=0.02)
-    # What stands in front of each word of the result is what a run prints.
     if number == 0:
         for line in re.findall(r"^    (best|results|dashboard)  ", README, re.MULTILINE):
             assert re.search(rf"^{line}  ", done.stdout, re.MULTILINE)
 
 
-def test_readme_opens_with_a_model_its_command_and_its_result() -> None:
+def test_readme_opens_with_a_model_and_its_result() -> None:
     first = README.split("\n\n")
     assert "```yaml" in "\n".join(README.splitlines()[:6])
     screen = README.splitlines()[:25]

@@ -1,4 +1,4 @@
-"""The config's keys are a public contract: a change here is a change for users, and belongs in the changelog."""
+"""The config keys are a public contract: a change belongs in the changelog."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from exp.config.habits import cure_of_key
 from exp.config.targets import resolve
 
 SNAPSHOT = Path(__file__).with_name("config_keys.txt")
-# What exp gives its classes by itself.
+# Parameters that exp sets itself.
 FILLED = {
     "data.earlier",
     "data.keeps_doubles",
@@ -22,9 +22,9 @@ FILLED = {
 
 
 def keys_of(node, prefix=""):
-    """What a file shows, and what exp's own classes take beside it."""
+    """Yield the keys of the files and the other parameters of exp's classes."""
     target = str(OmegaConf.to_container(node, resolve=False).get("_target_"))
-    # Of a metric, torchmetrics says what it takes.
+    # Metrics have the parameters of torchmetrics.
     if target.startswith("exp.") and not target.startswith("exp.objectives.metrics."):
         taken = signature_of(resolve(target)).parameters
         yield from (f"{prefix}{name}" for name in taken if name not in node)
@@ -37,17 +37,16 @@ def keys_of(node, prefix=""):
             yield dotted
 
 
-def test_the_keys_of_the_default_config_are_the_committed_ones(tmp_path, monkeypatch):
+def test_config_keys_match_the_snapshot(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = {key for key in keys_of(exp.compose([])) if not key.startswith("_composition_")}
     assert sorted(keys - FILLED) == SNAPSHOT.read_text().split(), "write the new keys into config_keys.txt and the log"
 
 
-def test_every_key_can_be_typed_without_a_plus(tmp_path, monkeypatch):
-    """Whether a file shows it, or only the class that takes it."""
+def test_every_key_can_be_set_without_a_plus(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torchs_own = ["optimizer.weight_decay", "optimizer.betas", "metrics.accuracy.top_k", "trainer.min_epochs"]
-    # Some are typed by another word: trainer.profiler is debug=profiler.
+    # Some keys are set by another word: trainer.profiler is debug=profiler.
     dotted = [key for key in SNAPSHOT.read_text().split() if "." in key and cure_of_key(key, "12") is None]
     config = exp.compose([f"{key}=12" for key in [*dotted, *torchs_own]])
     assert [key for key in [*dotted, *torchs_own] if OmegaConf.select(config, key) != 12] == []

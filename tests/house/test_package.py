@@ -1,4 +1,4 @@
-"""What the package index and a licence scanner read of a distribution, without building one."""
+"""The metadata and the license that a package index reads, without building a distribution."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import exp
 
 ROOT = Path(exp.__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Of its words, whatever lies between them.
+# The words of the license, joined by single spaces.
 SHA256 = "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"
-# Where the distribution is not called as what is imported.
+# Distributions with another name than the module.
 DISTRIBUTIONS = {
     "PIL": "pillow", "google": "protobuf", "hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "pyyaml",
     "dotenv": "python-dotenv",
@@ -38,7 +38,7 @@ def metadata() -> Message:
     return Parser().parsestr(made)
 
 
-def test_the_metadata_says_whose_it_is_and_what_it_may_be_used_for(metadata: Message) -> None:
+def test_the_metadata_states_author_and_license(metadata: Message) -> None:
     assert metadata["Name"] == "exp-framework"
     assert metadata["Version"] == exp.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -48,17 +48,17 @@ def test_the_metadata_says_whose_it_is_and_what_it_may_be_used_for(metadata: Mes
     assert "pytorch" in metadata["Keywords"]
     assert "# exp" in metadata.get_payload()
     assert metadata["Description-Content-Type"] == "text/markdown"
-    # A licence classifier beside an expression is refused by the index.
+    # The index refuses a license classifier next to an expression.
     assert not [line for line in metadata.get_all("Classifier") if line.startswith("License")]
 
 
-def test_the_classifiers_name_the_least_python_and_no_lower_one(metadata: Message) -> None:
+def test_the_classifiers_start_at_the_required_python(metadata: Message) -> None:
     found = [line.rpartition(" ")[2] for line in metadata.get_all("Classifier") if " :: 3." in line]
     least = metadata["Requires-Python"].removeprefix(">=")
     assert min(found, key=lambda version: int(version.partition(".")[2])) == least
 
 
-def test_the_licence_is_the_apache_licences_own_text() -> None:
+def test_the_license_is_that_of_apache() -> None:
     words = " ".join((ROOT / "LICENSE").read_text().split())
     assert hashlib.sha256(words.encode()).hexdigest() == SHA256
 
@@ -71,7 +71,7 @@ def test_the_citation_agrees_with_the_package() -> None:
     assert {"cff-version", "message", "title"} <= cited.keys()
 
 
-def test_pictures_have_absolute_addresses_once_there_is_a_public_repository() -> None:
+def test_pictures_of_readme_exist() -> None:
     repository = PROJECT["urls"].get("Repository")
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
     assert pictures
@@ -82,7 +82,7 @@ def test_pictures_have_absolute_addresses_once_there_is_a_public_repository() ->
 
 
 def imported() -> set[str]:
-    """The top-level packages that the source names, wherever in a module."""
+    """Return the top-level packages that the source imports."""
     found = set()
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -93,15 +93,13 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"exp", "hydra_plugins"}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     declared = {Requirement(line).name.lower().replace("_", "-") for line in lines}
     missing = {name for name in imported() if DISTRIBUTIONS.get(name, name).lower().replace("_", "-") not in declared}
     assert missing == set()
 
 
-def test_the_sdist_lists_files_that_are_there() -> None:
-    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"][
-        "include"
-    ]
-    assert [name for name in included if not (ROOT / name).exists()] == []
+def test_the_files_of_the_sdist_exist() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert [name for name in targets["sdist"]["include"] if not (ROOT / name).exists()] == []

@@ -1,4 +1,4 @@
-"""The rules of the house: each is one short test over the source text."""
+"""Rules of DESIGN.md, each checked by one short test of the source text."""
 
 import ast
 import collections
@@ -35,7 +35,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def room(path: Path) -> str:
-    """The first part of its dotted name; a room's `__main__`, which is a command, is a room of its own."""
+    """Return the first part of a module's name, or the path of a `__main__`, which is a command."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts) if path.name == "__main__.py" else parts[0].removesuffix(".py")
 
@@ -45,7 +45,7 @@ def rank(name: str) -> int:
 
 
 def imports(path: Path, *, anywhere: bool = True) -> list[str]:
-    """Dotted names that a module imports, those inside functions included unless told otherwise."""
+    """Return the names that a module imports. anywhere: inside functions, too."""
     nodes = ast.walk(tree(path)) if anywhere else tree(path).body
     found = []
     for node in nodes:
@@ -68,8 +68,9 @@ def exp_edges() -> set[tuple[str, str]]:
     return edges
 
 
+@functools.cache
 def edges() -> dict[str, set[str]]:
-    """Each module and those that it imports, in functions and for annotations included."""
+    """Return each module with those that it imports anywhere, also for annotations."""
     names = {path: f"exp.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}" for path in SOURCES}
     modules = {name.removesuffix(".__init__") for name in names.values()} - {"exp"}
     found: dict[str, set[str]] = {name: set() for name in modules}
@@ -88,26 +89,25 @@ def test_imports_only_go_down_in_rank():
     assert not wrong, f"these imports go up: {wrong}"
 
 
-def test_rooms_of_equal_rank_have_no_cycles():
-    edges = {(here, there) for here, there in exp_edges() if here != there}
-    reach = {here: {there for start, there in edges if start == here} for here, _ in edges}
-    for _ in range(len(reach)):
-        for here in reach:
-            reach[here] |= set().union(*(reach.get(there, set()) for there in reach[here]))
-    assert [here for here in reach if here in reach[here]] == []
+def cyclic(graph: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of a graph that lead back to themselves."""
+    reach, longer = {}, graph
+    while longer != reach:
+        reach = longer
+        longer = {name: there.union(*(reach.get(one, set()) for one in there)) for name, there in reach.items()}
+    return [name for name in reach if name in reach[name]]
 
 
-def test_modules_have_no_circles():
-    """An import for an annotation alone is one, too: what two modules know of each other is one idea, or a third's."""
-    reach = {name: set(there) for name, there in edges().items()}
-    todo = True
-    while todo:
-        longer = {name: there.union(*(reach[one] for one in there)) for name, there in reach.items()}
-        todo, reach = longer != reach, longer
-    assert [name for name in reach if name in reach[name]] == []
+def test_imports_have_no_cycles():
+    rooms: dict[str, set[str]] = collections.defaultdict(set)
+    for here, there in exp_edges():
+        if here != there:
+            rooms[here].add(there)
+    assert cyclic(rooms) == []
+    assert cyclic(edges()) == []
 
 
-def test_walls_between_the_columns():
+def test_packages_import_only_their_libraries():
     for path in SOURCES:
         here = room(path)
         names = imports(path)
@@ -139,7 +139,7 @@ def test_public_names_are_the_committed_ones():
         assert getattr(exp, name) is not None
 
 
-def test_functions_are_read_without_scrolling():
+def test_functions_fit_on_a_screen():
     for path in SOURCES:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -148,13 +148,12 @@ def test_functions_are_read_without_scrolling():
 
 
 def named_by_users() -> set[str]:
-    """Modules whose classes stand in conf/ as a `_target_`."""
+    """Return the modules with a class that conf/ names as a `_target_`."""
     texts = "\n".join(path.read_text() for path in CONF.rglob("*.yaml"))
     return {target.rpartition(".")[0] for target in re.findall(r"_target_: *(exp\.[\w.]+)", texts)}
 
 
-def test_a_module_is_one_idea_and_not_a_piece_of_one():
-    """A small module with one importer is most often cut off from it; some are an idea of their own."""
+def test_small_modules_have_several_importers():
     importers = collections.Counter(there for here in edges().values() for there in here)
     lines = {name: text_of(name).count("\n") for name in importers if name.count(".") > 1}
     cut = [name for name, count in lines.items() if count < 80 and importers[name] == 1]
@@ -166,24 +165,21 @@ def text_of(name: str) -> str:
     return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
 
 
-def test_a_file_name_means_one_thing():
+def test_file_names_are_unique_and_specific():
+    drawers = {"utils", "common", "misc", "helpers", "manager", "util", "helper"}
+    assert [path for path in SOURCES if path.stem in drawers] == []
     names = collections.Counter(path.stem for path in SOURCES if path.stem not in ("__init__", "__main__"))
     assert len(several := [name for name, count in names.items() if count > 1]) <= 5, several
 
 
-def test_the_type_checker_is_silenced_seldom_and_with_a_reason():
+def test_ignored_types_have_a_reason():
     lines = [(path, line) for path in SOURCES for line in path.read_text().splitlines() if "# type: ignore" in line]
     assert len(lines) <= 20
     for path, line in lines:
         assert re.search(r"# type: ignore\[[\w, -]+\]  # \w+", line), f"{path}: {line.strip()}"
 
 
-def test_no_file_is_a_drawer():
-    drawers = {"utils", "common", "misc", "helpers", "manager", "util", "helper"}
-    assert [path for path in SOURCES if path.stem in drawers] == []
-
-
-def test_no_config_get_with_a_default_and_no_bare_except():
+def test_no_config_get_and_no_bare_except():
     for path in SOURCES:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ExceptHandler):
@@ -193,20 +189,20 @@ def test_no_config_get_with_a_default_and_no_bare_except():
                 assert not (len(node.args) == 2 and owner.split(".")[0] in ("cfg", "config")), f"{path}:{node.lineno}"
 
 
-def test_every_yaml_begins_with_what_it_is_and_how_to_select_it():
+def test_every_yaml_starts_with_a_comment():
     files = sorted(CONF.rglob("*.yaml"))
     assert files
     for path in files:
         lines = path.read_text().splitlines()
-        # Hydra reads `# @package` from the header, wherever in it that line stands.
+        # Hydra reads `# @package` from any line of the header.
         comment = next(line for line in lines if not line.startswith("# @package"))
         assert comment.startswith("# "), f"{path}: {comment!r}"
         assert len(comment) > 15, f"{path}: {comment!r}"
 
 
-def test_no_name_hides_a_module_of_the_standard_library():
-    """A file that is run by path, as an editor does, has its folder first on the path of imports."""
+def test_no_name_hides_a_standard_module():
+    """Editors run a file by its path, with its folder first on the import path."""
     names = [path for path in SOURCES if path.stem in sys.stdlib_module_names]
     names += [folder for folder in {path.parent for path in SOURCES} if folder.name in sys.stdlib_module_names]
-    # A hook that configs of saved runs name, in a folder where no program stands.
+    # Configs of saved runs name this hook, and its folder has no program.
     assert [str(path.relative_to(ROOT)) for path in names] == ["hooks/profile.py"]

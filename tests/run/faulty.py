@@ -1,4 +1,4 @@
-"""Parts of a user's own that raise, each at a place that its name says."""
+"""User-defined parts of a run. Each raises an exception at a place that its arguments choose."""
 
 import errno
 import os
@@ -11,23 +11,6 @@ from torchmetrics import Metric
 
 from exp.hooks.hook import Hook
 
-ERRORS = {
-    "value": lambda: ValueError("not a picture"),
-    "missing": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "images/40.png"),
-    "denied": lambda: PermissionError(errno.EACCES, os.strerror(errno.EACCES), "images/40.png"),
-    "full": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache/40.png"),
-    "stop": StopIteration,
-    "key": lambda: KeyError("width"),
-    "end": lambda: EOFError("of a compressed file"),
-    "exit": lambda: SystemExit(3),
-    "closed": GeneratorExit,
-    "interrupt": KeyboardInterrupt,
-    "base": lambda: BaseException("of no kind"),
-    "mute": lambda: Mute(),
-    "group": lambda: ExceptionGroup("many", [ValueError("first"), KeyError("second")]),
-    "custom": lambda: Corrupted(40, reason="a header"),
-}
-
 
 class Corrupted(Exception):
     def __init__(self, number, *, reason):
@@ -39,15 +22,31 @@ class Mute(Exception):
         raise RuntimeError("nothing to say")
 
 
+ERRORS = {
+    "value": lambda: ValueError("not a picture"),
+    "missing": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "images/40.png"),
+    "full": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache/40.png"),
+    "stop": StopIteration,
+    "key": lambda: KeyError("width"),
+    "exit": lambda: SystemExit(3),
+    "closed": GeneratorExit,
+    "interrupt": KeyboardInterrupt,
+    "base": lambda: BaseException("of no kind"),
+    "mute": Mute,
+    "group": lambda: ExceptionGroup("many", [ValueError("first"), KeyError("second")]),
+    "custom": lambda: Corrupted(40, reason="a header"),
+}
+
+
 def fail(error):
     raise ERRORS[error]()
 
 
 class Rows(Dataset):
-    """80 samples. at: the one that fails; label: of sample 40; width: of its input."""
+    """80 samples, of which sample 40 raises `error`. `length` raises in `__len__`, `killed` ends the process."""
 
-    def __init__(self, *, error=None, label=1, width=4):
-        self.error, self.label, self.width = error, label, width
+    def __init__(self, *, error=None):
+        self.error = error
 
     def __len__(self):
         if self.error == "length":
@@ -57,29 +56,20 @@ class Rows(Dataset):
     def __getitem__(self, index):
         if index == 40 and self.error == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if index != 40:
-            return torch.ones(4), index % 3
-        if self.error:
+        if index == 40 and self.error:
             fail(self.error)
-        return torch.ones(self.width), self.label
+        return torch.ones(4), index % 3
 
 
 class Stream(IterableDataset):
-    def __init__(self, *, error=None, length=None):
-        self.error, self.length = error, length
+    def __init__(self, *, error=None):
+        self.error = error
 
     def __iter__(self):
         for index in range(80):
             if index == 40 and self.error:
                 fail(self.error)
-            if index == 40 and self.length:
-                return
             yield torch.ones(4), index % 3
-
-    def __len__(self):
-        if self.length is None:
-            raise TypeError
-        return self.length
 
 
 class Gathering:
@@ -114,7 +104,7 @@ class Collate:
 
 
 def failing(name):
-    """A hook of Lightning's that fails where the callback is to."""
+    """Return a method of a Lightning callback that raises if `at` is its name."""
 
     def hook(self, *_, **__):
         if self.at == name:
@@ -126,27 +116,20 @@ def failing(name):
 
 
 class Faulty(Callback):
-    def __init__(self, *, at, error="value"):
+    def __init__(self, *, at="on_train_batch_end", error="value"):
         self.at, self.error = at, error
 
 
 for name in (
-    "setup",
-    "teardown",
     "state_dict",
     "on_exception",
-    "on_fit_start",
     "on_train_epoch_start",
-    "on_train_batch_start",
     "on_train_batch_end",
     "on_train_epoch_end",
-    "on_sanity_check_start",
     "on_validation_start",
     "on_validation_batch_start",
     "on_validation_batch_end",
     "on_validation_epoch_end",
-    "on_save_checkpoint",
-    "on_train_end",
 ):
     setattr(Faulty, name, failing(name))
 
@@ -158,7 +141,7 @@ class Measure(Metric):
 
     def update(self, output, target):
         if self.at == "update":
-            fail("value")
+            fail(self.error)
 
     def compute(self):
         if self.at == "compute":
@@ -181,9 +164,3 @@ class Layer(torch.nn.Module):
         if self.count > 3 and x.device.type != "meta":
             fail(self.error)
         return x
-
-
-def loss(output, target):
-    if output.device.type != "meta" and not hasattr(output, "fake_mode"):
-        fail("value")
-    return output.sum()

@@ -2,7 +2,7 @@
 
 Hydra takes half a second to import and to compose, and a key that is pressed has a third of one. What follows does with
 a defaults list, with packages and with overrides what Hydra does (1.3.8) as far as configs go in practice. Of all else,
-and of whatever is wrong, it raises NeedsHydra, and Hydra is asked. tests/config/test_merged_files.py holds the two
+and of whatever is wrong, it raises NeedsHydra, and Hydra is asked. tests/command/test_completion.py compares the two
 together.
 """
 

@@ -62,12 +62,15 @@ class _Change:
     size: int
 
 
-def revision() -> dict[str, str] | None:
-    """The revision and the uncommitted diff of the working directory; None outside a repository or without git."""
+def revision(*, seconds: float = MAX_SECONDS) -> dict[str, str] | None:
+    """Return the revision and the uncommitted diff of the working directory; None outside a repository or without git.
+
+    seconds: the limit for all of it.
+    """
     program = shutil.which("git")
     if program is None or not os.path.isabs(program):
         return None
-    git = _Git(program)
+    git = _Git(program, seconds)
     try:
         root, index, head = git("rev-parse", "--show-toplevel", "--git-path", "index", "HEAD").decode().splitlines()
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -79,7 +82,7 @@ def revision() -> dict[str, str] | None:
         diff = "".join(_shown(git, list(_changes(git, Path(root), index=Path(index)))))
     except (OSError, subprocess.SubprocessError, _TooLongError) as error:
         is_late = isinstance(error, _TooLongError | subprocess.TimeoutExpired)
-        reason = f"it takes more than {MAX_SECONDS:g} s" if is_late else str(error)
+        reason = f"it takes more than {seconds:g} s" if is_late else str(error)
         return {"revision": head, "diff": f"not known, for the files could not be compared: {reason}\n"}
     if len(diff) > MAX_DIFF_CHARACTERS:
         diff = diff[:MAX_DIFF_CHARACTERS] + f"\n... cut here: the diff has {len(diff)} characters\n"
@@ -89,8 +92,8 @@ def revision() -> dict[str, str] | None:
 class _Git:
     """git, asked for its own records, within the time that all questions share."""
 
-    def __init__(self, program: str) -> None:
-        self.program, self.until = program, time.monotonic() + MAX_SECONDS
+    def __init__(self, program: str, seconds: float) -> None:
+        self.program, self.until = program, time.monotonic() + seconds
         outer = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in KEPT}
         self.environment = outer | SAFE
 

@@ -111,7 +111,8 @@ class Hybrid(Strategy):
 def _idle(axis: str, options: Mapping[str, object]) -> list[Fault]:
     """The options of the axis that is not used, where they ask for something: they would be ignored in silence."""
     defaults = inspect.signature(Hybrid.__init__).parameters
-    cure = f"Leave it out, or write strategy.{axis}=2 and the other factor 1"
+    factors = {"tensor": 1, "pipeline": 1, axis: 2}
+    cure = "Leave it out, or write " + " ".join(f"strategy.{name}={factor}" for name, factor in factors.items())
     return [
         Fault(key=key, got=f"{value!r}, with {axis}=1", expected=show(defaults[key].default).strip("'"), cure=cure)
         for key, value in options.items()

@@ -1,4 +1,4 @@
-"""Samples of a user's own with something wrong at sample 5, or at sample 70, as their parameters say."""
+"""Samples of a user; parameters select what is wrong with sample 5 or sample 70."""
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -17,14 +17,12 @@ TARGETS = {
     "many": lambda index: torch.tensor([1, 0, index % 2]),
     "many_floats": lambda index: torch.tensor([1.0, 0.0, index % 2]),
     "answers": lambda index: torch.tensor([1.0, 0.0, 2.0 if index == 5 else 0.0]),
-    "numbers": lambda index: torch.tensor([0.1, 0.2, 0.3]),
     "number": lambda index: 0.5,
     "missing": lambda index: torch.tensor([0.1, float("nan") if index == 5 else 0.2, 0.3]),
     "none": lambda index: None,
     "text": lambda index: "cat",
     "object": lambda index: object(),
     "uint8": lambda index: torch.tensor(index % 3, dtype=torch.uint8),
-    "int32": lambda index: torch.tensor(index % 3, dtype=torch.int32),
 }
 
 
@@ -45,8 +43,6 @@ class Rows(Dataset):
             value[1] = float("nan")
         if self.input == "wide" and index == 5:
             value = torch.ones(5)
-        if self.input == "int":
-            value = value.long()
         target = TARGETS[self.target](index)
         if self.by == "pair":
             return value, target
@@ -56,8 +52,6 @@ class Rows(Dataset):
             return {"image": value, "label": target}
         if self.by == "input":
             return {"input": value, "label": target}
-        if self.by == "one_none" and index == 5:
-            return None
         return {"input": value, "target": target}
 
 

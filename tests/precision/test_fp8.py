@@ -1,4 +1,4 @@
-"""fp8: refused with its reason where it cannot be, and torchao's layers where they can be tried."""
+"""fp8: refused with a reason without the GPU or the package; else layers of torchao."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HAS_TORCHAO = find_spec("torchao") is not None
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def test_on_a_cpu_the_run_is_refused_before_it_starts() -> None:
+def test_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         exp.validate(exp.compose(["precision=fp8", "launch.accelerator=cpu"]))
     (fault,) = error.value.faults
@@ -28,7 +28,7 @@ def test_on_a_cpu_the_run_is_refused_before_it_starts() -> None:
     assert str(fault).startswith(f"precision.word: fp8 on cpu; {expected}. Write precision=bf16")
 
 
-def test_an_old_gpu_is_named() -> None:
+def test_an_old_gpu_is_refused() -> None:
     fault = capability_fault("cuda", (8, 0))
     assert fault is not None
     assert fault.got == "fp8 on a GPU of compute capability 8.0"
@@ -37,18 +37,18 @@ def test_an_old_gpu_is_named() -> None:
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
-def test_without_torchao_the_cure_is_the_extra() -> None:
+def test_a_run_without_torchao_is_refused() -> None:
     with pytest.raises(MissingExtraError) as error:
         refuse_without_torchao()
-    cure = "precision=fp8 needs the package torchao, which is not installed: pip install 'exp-framework[fp8]'"
-    assert str(error.value) == cure
+    message = "precision=fp8 needs the package torchao, which is not installed: pip install 'exp-framework[fp8]'"
+    assert str(error.value) == message
     assert error.value.exit_status == 2
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
 # Of torchao 0.18 with torch 2.13: it registers enums in a way that is about to change.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_linear_layers_become_float8_and_their_parameters_stay() -> None:
+def test_linear_layers_become_float8() -> None:
     """Emulated: numbers rounded to float8, products in float32."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 10))

@@ -1,4 +1,4 @@
-"""The words on a GPU. Each path but the kernels is also run on CPU, in test_words.py and test_scaler.py."""
+"""The words on a GPU. test_words.py and test_scaler.py test everything except the kernels on CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_word_trains_to_the_loss_of_float32(word: str, parts: Callable[..., Pa
 
 
 def test_a_step_of_fp16_never_waits_for_the_device() -> None:
-    """A fused optimizer decides on the device whether it steps, and nothing of ours asks it."""
+    """A fused optimizer decides on the device whether it steps, and exp does not read the decision."""
     plugin = build_precision("fp16", device_type="cuda", enabled=True)
     network = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
@@ -47,7 +47,7 @@ def test_a_step_of_fp16_never_waits_for_the_device() -> None:
     assert float(plugin.skipped_steps) == 0.0
 
 
-def test_tf32_is_less_exact_than_float32_and_fp32_is_not_tf32() -> None:
+def test_only_tf32_is_less_exact_than_float32() -> None:
     if reason := why_without_effect("cuda"):
         pytest.skip(reason)
     a, b = (torch.randn(512, 512, device="cuda", dtype=torch.float64) for _ in range(2))

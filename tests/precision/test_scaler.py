@@ -1,4 +1,4 @@
-"""The loss scale: the hand-written loops of PyTorch's AMP notes, bit for bit, and what is said when it falls."""
+"""The loss scale: equal to the loops of PyTorch's AMP notes bit for bit, and warnings when it keeps falling."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from exp.build import Parts
 from exp.precision.plugin import build_precision
 from exp.precision.scaler import CountingScaler, ScaleWatch
+from exp.precision.words import WORDS
 
-STEPS, ACCUMULATE, CLIP, FORCED = 50, 3, 0.5, 7
+STEPS, ACCUMULATE, CLIP, FORCED = 12, 2, 0.5, 4
+GROWTH = 5
 RUN = (
-    "precision=fp16", "precision.scaler.init_scale=1024", "precision.scaler.growth_interval=20", "model=lenet",
+    "precision=fp16", "precision.scaler.init_scale=1024", f"precision.scaler.growth_interval={GROWTH}", "model=lenet",
     f"trainer.max_steps={STEPS}", f"trainer.accumulate_grad_batches={ACCUMULATE}", f"trainer.gradient_clip_val={CLIP}",
     "trainer.log_every_n_steps=1", "checkpoint.save_last=false", "checkpoint.save_best=false",
-    "scheduler=step", "scheduler.interval=step", "scheduler.step_size=10",
+    "scheduler=step", "scheduler.interval=step", "scheduler.step_size=3",
 )  # fmt: skip
 
 
@@ -44,7 +46,13 @@ class Logged(Logger):
 
 
 class Infinite(Callback):
-    """Makes one gradient of the forced step infinite, behind the last backward of its window."""
+    """Makes one gradient of the forced step infinite, after the last backward of that step, and notes norms."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.norms.append(norm_of(module.network))
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         if trainer.fit_loop.total_batch_idx == FORCED * ACCUMULATE - 1:
@@ -55,13 +63,20 @@ def force(network: nn.Module) -> None:
     next(network.parameters()).grad[0] = torch.inf
 
 
-def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[float]]:
-    """AMP notes, "Gradient accumulation" and "Gradient clipping". Returns: network, scales and rates by step."""
+def norm_of(network: nn.Module) -> float:
+    return float(nn.utils.get_total_norm([p.grad for p in network.parameters()]))
+
+
+def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[float], list[float]]:
+    """AMP notes, "Gradient accumulation" and "Gradient clipping".
+
+    Returns: the network, and by step: scales, learning rates, norms of unscaled gradients before they are clipped.
+    """
     network = copy.deepcopy(parts.module.network)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, **options)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20)
-    scales, rates = [], []
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH)
+    scales, rates, norms = [], [], []
     batches = iter(parts.data.data.loader("train", rank=0, world_size=1))
     for index in range(STEPS * ACCUMULATE):
         inputs, target = next(batches).data
@@ -73,6 +88,7 @@ def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[
             if index + 1 == FORCED * ACCUMULATE:
                 force(network)
             scaler.unscale_(optimizer)
+            norms.append(norm_of(network))
             nn.utils.clip_grad_norm_(network.parameters(), CLIP)
             rates.append(optimizer.param_groups[0]["lr"])
             before = scaler.get_scale()
@@ -82,15 +98,15 @@ def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[
             if scaler.get_scale() >= before:
                 schedule.step()
             scales.append(scaler.get_scale())
-    return network, scales, rates
+    return network, scales, rates, norms
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fifty_steps_are_those_of_the_amp_notes_bit_for_bit(fused: bool, parts: Callable[..., Parts]) -> None:
+def test_a_run_equals_the_amp_notes(fused: bool, parts: Callable[..., Parts]) -> None:
     built, logged = parts(*RUN, f"optimizer.fused={str(fused).lower()}"), Logged()
-    expected, scales, rates = by_hand(built, fused=fused)
+    expected, scales, rates, norms = by_hand(built, fused=fused)
     built.trainer.loggers = [logged]
-    built.trainer.callbacks.append(Infinite())
+    built.trainer.callbacks.append(infinite := Infinite())
     built.trainer.fit(built.module, datamodule=built.data)
     network = built.module.network.state_dict()
     assert all(torch.equal(network[name], tensor) for name, tensor in expected.state_dict().items())
@@ -101,6 +117,13 @@ def test_fifty_steps_are_those_of_the_amp_notes_bit_for_bit(fused: bool, parts: 
         float(step >= FORCED) for step in steps
     ]
     assert [logged.values["optimizer/lr/default"][step] for step in steps] == rates
+    # Callbacks see true gradients: scaled ones are a thousand times larger.
+    assert infinite.norms == norms
+    assert scales[-1] > scales[FORCED - 1]
+    plugin = built.trainer.precision_plugin
+    again = build_precision("fp16", device_type="cpu", enabled=True)
+    again.load_state_dict(plugin.state_dict())
+    assert again.state_dict() == plugin.state_dict()
 
 
 def two_networks() -> list[nn.Module]:
@@ -116,11 +139,11 @@ def two_losses(networks: list[nn.Module], inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_two_networks_losses_and_optimizers_are_those_of_the_amp_notes(fused: bool) -> None:
+def test_two_networks_equal_the_amp_notes(fused: bool) -> None:
     """AMP notes, "Working with Multiple Models, Losses, and Optimizers", with an inf in one of the two."""
     adam = functools.partial(torch.optim.AdamW, lr=1e-2, fused=fused)
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
-    networks, scaler = two_networks(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20)
+    networks, scaler = two_networks(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH)
     optimizers, scales = [adam(network.parameters()) for network in networks], []
     for step, inputs in enumerate(batches, start=1):
         for optimizer in optimizers:
@@ -139,7 +162,7 @@ def test_two_networks_losses_and_optimizers_are_those_of_the_amp_notes(fused: bo
         scales.append(scaler.get_scale())
 
     own = two_networks()
-    plugin = build_precision("fp16", device_type="cpu", init_scale=1024.0, growth_interval=20, enabled=True)
+    plugin = build_precision("fp16", device_type="cpu", init_scale=1024.0, growth_interval=GROWTH, enabled=True)
     optimizers = [adam(network.parameters()) for network in own]
     for step, inputs in enumerate(batches, start=1):
         for optimizer in optimizers:
@@ -165,7 +188,7 @@ def test_two_networks_losses_and_optimizers_are_those_of_the_amp_notes(fused: bo
         assert all(torch.equal(a, b) for a, b in zip(network.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_step_unscales_where_nobody_did_and_an_optimizer_without_gradients_passes() -> None:
+def test_a_step_unscales_gradients_once() -> None:
     weight, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     for fused in (False, True):
         scaler = CountingScaler(device="cpu", init_scale=8.0)
@@ -181,70 +204,46 @@ def test_a_step_unscales_where_nobody_did_and_an_optimizer_without_gradients_pas
         weight.grad = None
 
 
-def test_a_rank_without_a_loss_starts_its_scale_by_itself() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.full((2,), 16.0)  # sent by the rank that has the loss, under its scale
-    scaler = CountingScaler(device="cpu", init_scale=16.0)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler.unscale_(optimizer)
-    assert torch.equal(weight.grad, torch.ones(2))
+def steps_of_a_rank(rank: Any) -> list[list[tuple[bool, float, float]]]:
+    """Return for each case whether two steps are skipped, the scale and the weight after each.
 
-
-def skip_together(rank: Any, *, has_gradient: bool) -> tuple[bool, float, bool]:
-    """Rank 1's gradient is infinite; where has_gradient is false, rank 0 has none at all."""
-    import torch.distributed as dist
-
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    plugin = build_precision("fp16", device_type="cpu", init_scale=4.0, enabled=True)
-    plugin.agree_over(dist.group.WORLD)
-    if dist.get_rank() == 1:
-        weight.grad = torch.full((2,), torch.inf)
-    elif has_gradient:
-        weight.grad = torch.ones(2)
-    plugin.unscale(optimizer)
-    plugin.step(optimizer)
-    plugin.update()
-    return plugin.skipped(optimizer), float(plugin.loss_scale), bool(torch.equal(weight, torch.ones(2)))
-
-
-@pytest.mark.parametrize("has_gradient", [True, False])
-def test_ranks_that_hold_parts_of_one_model_skip_together(ranks: Any, has_gradient: bool) -> None:
-    assert ranks.call(skip_together, ranks=2, has_gradient=has_gradient) == [(True, 2.0, True)] * 2
-
-
-def skip_with_nothing_to_train(rank: Any, *, fused: bool, is_finite: bool) -> list[tuple[bool, float, float]]:
-    """Rank 0's part of the model has no parameter that learns, and no loss."""
-    import torch.distributed as dist
-
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, fused=fused)
-    if dist.get_rank() == 0:
-        optimizer.param_groups[0]["params"] = []
-    plugin = build_precision("fp16", device_type="cpu", init_scale=4.0, enabled=True)
-    plugin.agree_over(dist.group.WORLD)
+    The ranks hold parts of one model. Rank 0 has a gradient, or none, or no parameter that learns and no loss.
+    """
     found = []
-    for _ in range(2):
-        weight.grad = torch.full((2,), 1.0 if is_finite else torch.inf)
-        plugin.unscale(optimizer)
-        plugin.step(optimizer)
-        plugin.update()
-        found.append((plugin.skipped(optimizer), float(plugin.loss_scale), round(float(weight[0].detach()), 4)))
+    for fused in (False, True):
+        for has_parameter, has_gradient, is_finite in CASES:
+            weight = nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0, fused=fused)
+            if rank.global_rank == 0 and not has_parameter:
+                optimizer.param_groups[0]["params"] = []
+            plugin = build_precision("fp16", device_type="cpu", init_scale=4.0, enabled=True)
+            plugin.agree_over(torch.distributed.group.WORLD)
+            steps = []
+            for _ in range(2):
+                if rank.global_rank == 1:
+                    weight.grad = torch.full((2,), 1.0 if is_finite else torch.inf)
+                elif has_gradient:
+                    weight.grad = torch.ones(2)
+                plugin.unscale(optimizer)
+                plugin.step(optimizer)
+                plugin.update()
+                scale, value = float(plugin.loss_scale), round(float(weight[0].detach()), 4)
+                steps.append((plugin.skipped(optimizer), scale, value))
+            found.append(steps)
     return found
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("is_finite", [True, False])
-def test_a_rank_with_nothing_to_train_agrees_on_a_skip_like_any_other(ranks: Any, fused: bool, is_finite: bool) -> None:
-    first, second = ranks.call(skip_with_nothing_to_train, ranks=2, fused=fused, is_finite=is_finite)
-    if is_finite:
-        assert first == [(False, 4.0, 1.0)] * 2
-        assert second == [(False, 4.0, 0.5), (False, 4.0, 0.0)]
-    else:
-        assert first == second == [(True, 2.0, 1.0), (True, 1.0, 1.0)]
+CASES = [(True, True, False), (True, False, False), (False, False, False), (False, False, True)]
 
 
-def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_of_one_model_skip_together(ranks: Any) -> None:
+    skipped = [(True, 2.0, 1.0), (True, 1.0, 1.0)]
+    first, second = ranks.call(steps_of_a_rank, ranks=2)
+    assert first == [skipped, skipped, skipped, [(False, 4.0, 1.0)] * 2] * 2
+    assert second == [skipped, skipped, skipped, [(False, 4.0, 0.5), (False, 4.0, 0.0)]] * 2
+
+
+def test_a_scale_that_keeps_falling_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     watch, skipped = ScaleWatch(), 0
     for step in (1, 2, 4, 8, 16, 50, 100):  # a good start: 16 skips, then a few
         skipped = min(step, 16)
@@ -254,15 +253,8 @@ def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixtu
         skipped += 50
         watch.see(step=step, loss_scale=2.0, skipped_steps=skipped)
     (record,) = caplog.records
-    said = "step 150: in the last 50 steps optimizers skipped 50 updates, the loss scale is 2: a gradient is"
-    assert record.message.startswith(said)
-    caplog.clear()
-    watch = ScaleWatch()
-    for step in (1, 11, 21, 31):  # two phases: one is always skipped, the other at every second step
-        watch.see(step=step, loss_scale=2.0, skipped_steps=1.5 * (step - 1))
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "step 21: in the last 20 steps optimizers skipped 30 updates"
-    ]
+    message = "step 150: in the last 50 steps optimizers skipped 50 updates, the loss scale is 2: a gradient is"
+    assert record.message.startswith(message)
     caplog.clear()
     watch = ScaleWatch()
     watch.see(step=1000, loss_scale=4.0, skipped_steps=500.0)  # resumed: the skips were before it
@@ -273,13 +265,11 @@ def test_a_scale_that_falls_for_good_is_said_once(caplog: pytest.LogCaptureFixtu
     watch = ScaleWatch("look there")
     for step in (1, 11, 21, 31):  # runtime.non_finite=skip, without a scale
         watch.see(step=step, loss_scale=None, skipped_steps=step)
-    said = "step 21: in the last 20 steps optimizers skipped 20 updates: look there"
-    assert [record.message for record in caplog.records] == [said]
+    message = "step 21: in the last 20 steps optimizers skipped 20 updates: look there"
+    assert [record.message for record in caplog.records] == [message]
 
 
-def test_a_run_whose_gradients_are_never_finite_says_so(
-    parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_finite_gradients_warns(parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture) -> None:
     class Always(Callback):
         def on_after_backward(self, trainer: Any, module: Any) -> None:
             force(module.network)
@@ -293,7 +283,7 @@ def test_a_run_whose_gradients_are_never_finite_says_so(
     ]
 
 
-def test_a_first_step_that_is_skipped_leaves_no_momentum_behind() -> None:
+def test_a_skipped_first_step_leaves_no_momentum() -> None:
     """torch's fused SGD leaves the memory of a skipped first momentum as it found it, which may be NaN."""
 
     def weights(*, fused: bool) -> tuple[Tensor, Tensor]:
@@ -313,26 +303,6 @@ def test_a_first_step_that_is_skipped_leaves_no_momentum_behind() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("interval", "asked"), [("epoch", 0), ("step", 3)])
-def test_only_a_schedule_of_steps_asks_whether_a_step_was_skipped(
-    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, interval: str, asked: int
-) -> None:
-    """To ask waits for the device."""
-    questions: list[bool] = []
-    skipped = CountingScaler.skipped
-
-    def counted(self: CountingScaler, optimizer: Any) -> bool:
-        questions.append(skipped(self, optimizer))
-        return questions[-1]
-
-    monkeypatch.setattr(CountingScaler, "skipped", counted)
-    built = parts(
-        "precision=fp16", "model=lenet", "scheduler=step", f"scheduler.interval={interval}", "trainer.max_epochs=3",
-        "trainer.max_steps=-1", "trainer.limit_train_batches=1",
-    )  # fmt: skip
-    built.trainer.fit(built.module, datamodule=built.data)
-    # And once what looks on at the first steps.
-    assert questions == [False] * (asked + 1)
-    rates = [group["lr"] for group in built.trainer.optimizers[0].param_groups]
-    assert built.trainer.global_step == 3
-    assert built.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3, rates
+def test_an_optimizer_that_cannot_skip_is_refused() -> None:
+    (fault,) = WORDS["fp16"].optimizer_faults(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+    assert "LBFGS cannot skip a step" in str(fault)

@@ -1,4 +1,4 @@
-"""Which rank a process is, in the environments of the launchers."""
+"""The rank of a process follows from the variables of its launcher."""
 
 import pytest
 
@@ -25,24 +25,20 @@ SLURM = {
 FOURTH = Rank(global_rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1)
 
 
-def test_torchrun():
-    assert rank_of(TORCHRUN) == FOURTH
-
-
-def test_slurm():
-    assert rank_of(SLURM) == FOURTH
-
-
-def test_torchrun_inside_a_slurm_job_goes_first():
-    assert rank_of(TORCHRUN | SLURM | {"SLURM_PROCID": "0"}) == FOURTH
-
-
-def test_nobody_started_it():
-    assert rank_of({}) == ALONE
-
-
-def test_a_shell_in_an_allocation_is_not_one_of_its_tasks():
-    assert rank_of(SLURM | {"SLURM_JOB_NAME": "interactive"}) == ALONE
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (TORCHRUN, FOURTH),
+        (SLURM, FOURTH),
+        (TORCHRUN | SLURM | {"SLURM_PROCID": "0"}, FOURTH),
+        ({}, ALONE),
+        # A shell in an allocation is none of its tasks.
+        (SLURM | {"SLURM_JOB_NAME": "interactive"}, ALONE),
+    ],
+    ids=["torchrun", "slurm", "torchrun in slurm", "no launcher", "shell of slurm"],
+)
+def test_the_launchers_variables_name_the_rank(environment, expected):
+    assert rank_of(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,13 +49,13 @@ def test_a_shell_in_an_allocation_is_not_one_of_its_tasks():
         ({"LOCAL_WORLD_SIZE": "3"}, "same number of ranks on every node"),
     ],
 )
-def test_variables_that_contradict_each_other_are_refused(broken, message):
+def test_contradicting_variables_are_refused(broken, message):
     with pytest.raises(RunError, match=message):
         rank_of(TORCHRUN | broken)
 
 
 @pytest.mark.parametrize(("visible", "confined"), [("0", True), ("0,1,2,3", False), ("", False)])
-def test_a_task_of_slurm_that_sees_its_own_gpu_alone(visible, confined):
+def test_a_slurm_task_may_see_one_gpu(visible, confined):
     step = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
     rank = rank_of(step | {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": visible})
     assert (rank.global_rank, rank.world_size, rank.is_confined) == (6, 8, confined)

@@ -1,11 +1,10 @@
-"""runtime.non_finite=skip where ranks hold parts of a network: one that finds nan has all of them skip the step."""
+"""Ranks that hold parts of one network skip a step together, as one process does."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.numeric
 
@@ -24,24 +23,44 @@ class Spoils(Callback):
             held = [local(p.grad) for p in module.network.parameters() if p.grad is not None]
             next(part for part in held if part.numel())[:1] = math.nan
 '''
-RUN = (
-    *("model=transformer", "data.batch_size=100", "trainer.max_epochs=null", "trainer.max_steps=6", "precision=fp64"),
-    *("trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "test=false", "logger=[]", "hooks=[gradients]"),
-    *("runtime.non_finite=skip", "security.allow=[spoils]", "+callbacks.spoils={_target_: spoils.Spoils}"),
-)
+TWO = ("launch.accelerator=cpu", "launch.devices=2")
+SKIPS = ("runtime.non_finite=skip", "security.allow=[spoils]", "+callbacks.spoils={_target_: spoils.Spoils}")
 
 
 @pytest.mark.any_processor
-def test_ranks_skip_a_step_that_one_of_them_must_skip(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", pytest.param("tensor_parallel", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)],
+)
+def test_ranks_skip_a_step_with_a_nan(ranks, run, alone, require_same_state, tmp_path, monkeypatch, strategy):
     (tmp_path / "spoils.py").write_text(SPOILS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    one = ranks.train(*RUN, "strategy=single")
-    skipped = [one.values["precision/skipped_steps"][step] for step in range(1, 7)]
-    assert skipped == [0, 0, 1, 1, 1, 1]
-    for strategy in ("fsdp", "tensor_parallel", "pipeline"):
-        parts = ranks.train(*RUN, f"strategy={strategy}", "launch.devices=2", ranks=2)
-        assert parts.losses == pytest.approx(one.losses, abs=1e-10), strategy
-        assert parts.values["precision/skipped_steps"] == one.values["precision/skipped_steps"], strategy
-        assert math.isnan(parts.values["gradients/norm/total"][3]), strategy
-        for name, value in one.checkpoint()["state_dict"].items():
-            torch.testing.assert_close(parts.checkpoint()["state_dict"][name], value, rtol=0, atol=1e-10)
+    one = alone(*run, *SKIPS)
+    assert list(one.values["precision/skipped_steps"].values()) == [0, 0, 1, 1]
+    parts = ranks.train(*run, *SKIPS, f"strategy={strategy}", *TWO, ranks=2)
+    assert parts.losses == pytest.approx(one.losses, rel=0, abs=1e-10)
+    assert parts.values["precision/skipped_steps"] == one.values["precision/skipped_steps"]
+    assert math.isnan(parts.values["gradients/norm/total"][3])
+    require_same_state(one, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "scale"),
+    # So large a scale that the first gradients are infinite: of some rank's shards, or of the last stage alone.
+    [
+        (("model=transformer", "strategy=fsdp"), "1e6"),
+        (*(("model=sequential", "strategy=pipeline", "strategy.schedule=gpipe", "strategy.microbatches=1"), "1e9"),),
+    ],
+)
+def test_ranks_skip_a_step_that_overflows(ranks, strategy, scale):
+    command = (
+        *("trainer.max_epochs=null", "trainer.max_steps=12", "test=false", "data.batch_size=100", "logger=[]"),
+        *("trainer.log_every_n_steps=1", "precision=fp16", f"precision.scaler.init_scale={scale}", *TWO),
+    )
+    parts = ranks.train(*command, *strategy, ranks=2)
+    one = ranks.train(*command, strategy[0], "strategy=single", "launch.devices=1")
+    assert 0 < one.values["precision/skipped_steps"][12] < 12
+    for tag in ("precision/skipped_steps", "precision/loss_scale"):
+        assert parts.values[tag] == one.values[tag]
+    assert parts.losses == pytest.approx(one.losses, abs=1e-2)

@@ -1,4 +1,4 @@
-"""The Trainer that a rank builds: placed by what it is told, whatever the environment says."""
+"""The Trainer of a rank follows its placement, and no variable of the environment."""
 
 import pytest
 from lightning.pytorch import Trainer
@@ -25,18 +25,10 @@ def _rank_zero_again():
 
 
 @pytest.mark.parametrize("strategy", [Auto(name="auto"), Single(name="single"), DDP()])
-def test_one_device_is_not_fooled_by_the_variables_of_another_job(strategy, monkeypatch):
-    theirs = {
-        "RANK": "3",
-        "LOCAL_RANK": "3",
-        "WORLD_SIZE": "4",
-        "TORCHELASTIC_RUN_ID": "x",
-        "SLURM_NTASKS": "4",
-        "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "3",
-        "SLURM_NODEID": "1",
-    }
-    for name, value in theirs.items():
+def test_variables_of_another_job_change_nothing(strategy, monkeypatch):
+    ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+    sizes = ("WORLD_SIZE", "SLURM_NTASKS")
+    for name, value in {**dict.fromkeys(ranks, "3"), **dict.fromkeys(sizes, "4"), "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     rank_zero_only.rank = 3  # as Lightning does at import under these variables
     placed = placement("ddp", devices=1, machine=LAPTOP)
@@ -48,7 +40,7 @@ def test_one_device_is_not_fooled_by_the_variables_of_another_job(strategy, monk
 
 
 @pytest.mark.parametrize("strategy", [Auto(name="auto"), DDP(find_unused_parameters=True, bucket_cap_mb=5)])
-def test_a_rank_of_several_is_the_one_it_was_told(strategy):
+def test_a_rank_of_several_keeps_its_number(strategy):
     placed = adopted(SECOND, "ddp", machine=LAPTOP)
     trainer = Trainer(**trainer_arguments(strategy, placement=placed, rank=SECOND), **QUIET)
     assert isinstance(trainer.strategy, DDPStrategy)
@@ -69,18 +61,7 @@ def test_the_options_of_ddp_reach_torch():
     }
 
 
-def test_lightnings_own_strategies_are_taken_as_they_are():
-    mine = DDPStrategy(process_group_backend="gloo")
-    arguments = trainer_arguments(mine, placement=adopted(SECOND, "ddp", machine=LAPTOP), rank=SECOND)
-    assert arguments["strategy"] is mine
-
-
-def test_single_says_what_to_write_instead():
-    with pytest.raises(RunError, match="strategy=ddp"):
-        Single(name="single").lightning(placement("ddp", machine=LAPTOP), ALONE)
-
-
-def test_lightning_that_counts_otherwise_than_the_launcher_is_refused():
+def test_another_count_by_lightning_is_refused():
     one = placement("ddp", devices=1, machine=LAPTOP)
     arguments = trainer_arguments(DDPStrategy(), placement=one, rank=SECOND)
     with pytest.raises(RunError, match="Lightning counts"):

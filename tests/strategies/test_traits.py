@@ -1,30 +1,18 @@
-"""What strategies declare of themselves, which is what everything that goes with them is judged by."""
+"""The traits that strategies declare, which decide what is compatible with them."""
+
+from pathlib import Path
 
 import pytest
+import yaml
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
 from exp.construct import build_strategy
 from exp.strategies.fsdp import FSDP
+from exp.strategies.placement import Dimensions, Machine, placement
 from exp.strategies.strategy import TRAITS, traits_of
 
-DECLARED = {
-    "strategy=single": set(),
-    "strategy=ddp": {"splits_batch"},
-    "strategy=ddp strategy.inner=layer_split": {"splits_batch", "splits_devices"},
-    "strategy=data_parallel": {"splits_batch", "replicates_in_threads"},
-    "strategy=layer_split": {"splits_devices"},
-    "strategy=fsdp": {"shards_parameters", "splits_batch"},
-    "strategy=fsdp strategy.name=mine": {"shards_parameters", "splits_batch"},
-    "strategy=deepspeed": {"splits_batch", "owns_step"},
-    "strategy=deepspeed strategy.stage=3": {"shards_parameters", "splits_batch", "owns_step"},
-    "strategy=tensor_parallel": {"splits_tensors"},
-    "strategy=pipeline": {"splits_layers", "schedules_step"},
-    "strategy=pipeline strategy.stages=2": {"splits_layers", "schedules_step", "splits_batch"},
-    "strategy=hybrid": {"splits_tensors", "splits_batch"},
-    "strategy=hybrid strategy.data=shard": {"splits_tensors", "shards_parameters", "splits_batch"},
-    "strategy=hybrid strategy.tensor=1 strategy.pipeline=2": {"splits_layers", "schedules_step", "splits_batch"},
-}
+DECLARED = yaml.safe_load(Path(__file__).with_name("declared.yaml").read_text())
 LIGHTNINGS = {
     "DDPStrategy": {"splits_batch"},
     "FSDPStrategy": {"shards_parameters", "splits_batch"},
@@ -33,13 +21,18 @@ LIGHTNINGS = {
 
 
 @pytest.mark.parametrize("words", DECLARED)
-def test_what_each_strategy_declares(words):
+def test_a_strategy_declares_traits_and_dimensions(words):
     strategy = build_strategy(exp.compose(words.split()))
-    assert traits_of(strategy) - {"steps_once"} == DECLARED[words]
+    traits, dimensions = DECLARED[words]
+    assert traits_of(strategy) - {"steps_once"} == set(traits)
     assert ("steps_once" in traits_of(strategy)) == (words.split()[0] not in ("strategy=single", "strategy=ddp"))
+    if dimensions is not None:
+        placed = placement("mine", devices=8, demand=strategy.demand, machine=Machine(gpus=8))
+        assert placed.dimensions == Dimensions(**dimensions)
+        assert placed.world_size * placed.devices_per_rank == 8
 
 
-def test_a_subclass_is_what_its_base_is():
+def test_a_subclass_has_the_traits_of_its_base():
     class Mine(FSDP):
         pass
 
@@ -47,7 +40,7 @@ def test_a_subclass_is_what_its_base_is():
 
 
 @pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightnings_own_classes_are_judged_by_their_bases(name):
+def test_classes_of_lightning_have_their_bases_traits(name):
     kind = type("Mine", (getattr(lightning_strategies, name),), {})
     assert traits_of(kind()) == LIGHTNINGS[name] | {"steps_once"}
     assert traits_of(kind()) <= set(TRAITS)

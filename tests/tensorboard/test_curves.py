@@ -1,4 +1,4 @@
-"""Curves out of event files against TensorBoard's own reader, and out of files that are torn or damaged."""
+"""Curves read from event files, whole, cut off or damaged, compared with TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from exp.hooks.panels import Histogram, Text
@@ -34,7 +35,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def logged(run: Path, *, steps=range(1, 21), sign: float = 1.0, purge: int | None = None) -> Path:
-    """Logs a run, or goes on with it. Returns: where its event files are."""
+    """Log a run, or resume it. Returns: the directory of its event files."""
     logger = TensorBoardLogger(directory=run)
     if purge is not None:
         logger.purge(purge)
@@ -45,7 +46,7 @@ def logged(run: Path, *, steps=range(1, 21), sign: float = 1.0, purge: int | Non
     return run / "tensorboard"
 
 
-def test_curves_are_those_of_tensorboard_s_reader_and_a_resume_voids_what_came_after(tmp_path):
+def test_curves_equal_those_of_tensorboards_reader(tmp_path):
     logged(tmp_path)
     directory = logged(tmp_path, steps=range(11, 31), sign=-1.0, purge=11)
     theirs = EventAccumulator(str(directory), size_guidance={"scalars": 0})
@@ -58,36 +59,29 @@ def test_curves_are_those_of_tensorboard_s_reader_and_a_resume_voids_what_came_a
     assert [value < 0 for _, value in points(directory, "loss/train")] == [False] * 10 + [True] * 20
 
 
-def test_only_the_curves_that_are_asked_for_are_read(tmp_path):
+def test_only_requested_curves_are_read(tmp_path):
     directory = logged(tmp_path)
     assert list(read_curves(directory, wants="loss/val".__eq__).by_tag) == ["loss/val"]
     assert read_curves(tmp_path / "nowhere", wants=everything).by_tag == {}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.int64])
-@pytest.mark.parametrize("shape", [(), (2,)])
-def test_scalars_that_are_tensors_are_read_as_numbers(tmp_path, dtype, shape):
-    value = np.full(shape, -3, dtype)
-    summary = Summary(value=[Summary.Value(tag="a", tensor=make_tensor_proto(value))])
-    single, text = make_tensor_proto(value), make_tensor_proto("text")
-    if shape == ():
-        single.ClearField("tensor_content")
-        field = {"f4": "float_val", "f8": "double_val", "i4": "int_val", "i8": "int64_val"}[np.dtype(dtype).str[1:]]
-        single.ClearField(field)
-        getattr(single, field).append(-3)
-    summaries = [summary, *(Summary(value=[Summary.Value(tag="a", tensor=one)]) for one in (single, text))]
-    events = [Event(step=step, summary=one).SerializeToString() for step, one in enumerate(summaries, start=4)]
+@pytest.mark.parametrize("value", [np.float64(-3), np.int32(-3)])
+def test_tensors_of_one_number_are_scalars(tmp_path, value):
+    listed = make_tensor_proto(value)  # as a number in a field of its type; TensorBoard's logger writes its bytes
+    raw = TensorProto(dtype=listed.dtype, tensor_content=value.tobytes())
+    others = make_tensor_proto(np.full(2, value)), make_tensor_proto("text")
+    tensors = enumerate((listed, raw, *others), start=4)
+    summaries = [(step, Summary(value=[Summary.Value(tag="a", tensor=one)])) for step, one in tensors]
+    events = [Event(step=step, summary=summary).SerializeToString() for step, summary in summaries]
     (tmp_path / "events.out.tfevents.1").write_bytes(records(events))
-    assert list(read_curves(tmp_path, wants=everything).by_tag) == ([] if shape else ["a"])
-    if not shape:
-        assert points(tmp_path, "a") == [(4, -3.0), (5, -3.0)]
+    assert points(tmp_path, "a") == [(4, -3.0), (5, -3.0)]
 
 
-def test_a_file_cut_off_anywhere_gives_what_came_before(tmp_path):
+def test_a_cut_off_file_gives_earlier_points(tmp_path):
     directory = logged(tmp_path)
     (path,) = directory.iterdir()
     content, whole = path.read_bytes(), points(directory, "loss/train")
-    for length in random.Random(0).sample(range(len(content)), 200):
+    for length in random.Random(0).sample(range(len(content)), 50):
         path.write_bytes(content[:length])
         found = read_curves(directory, wants=everything)
         before = found.by_tag["loss/train"].steps.tolist() if found.by_tag else []
@@ -98,7 +92,7 @@ def test_a_file_cut_off_anywhere_gives_what_came_before(tmp_path):
 
 
 @given(place=st.integers(0, 2000), byte=st.integers(0, 255))
-def test_a_damaged_byte_is_no_failure(tmp_path_factory, place, byte):
+def test_a_damaged_byte_raises_nothing(tmp_path_factory, place, byte):
     directory = tmp_path_factory.mktemp("damaged")
     events = [Event(step=step, summary=Summary(value=[Summary.Value(tag="a", simple_value=1)])) for step in range(99)]
     content = bytearray(records([event.SerializeToString() for event in events]))
@@ -108,7 +102,7 @@ def test_a_damaged_byte_is_no_failure(tmp_path_factory, place, byte):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_as_an_event_are_no_failure(tmp_path_factory, event):
+def test_any_bytes_of_an_event_raise_nothing(tmp_path_factory, event):
     directory = tmp_path_factory.mktemp("any")
     (directory / "events.out.tfevents.1").write_bytes(records([event]))
     assert len(read_curves(directory, wants=everything).problems) <= 1

@@ -1,4 +1,4 @@
-"""Heat maps show the numbers of table.csv, colour by colour; a resume goes on with both; at most 20 scalars beside."""
+"""Heat maps show the numbers of table.csv, color by color, also after a resume; a run has at most 20 scalars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST = (*("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limi
 
 
 def cells(picture: np.ndarray, rows: int, columns: int) -> list[list[tuple[int, ...]]]:
-    """The colours of a picture whose first row has a name without a sign and whose first cell is not white."""
+    """Return the colors of a picture whose first row has an empty name and whose first cell is not white."""
     top = 23
     left = int(np.flatnonzero((picture[top] != 255).any(1))[0])
     key = tuple(picture[top, left])
@@ -37,7 +37,7 @@ def cells(picture: np.ndarray, rows: int, columns: int) -> list[list[tuple[int, 
     ]
 
 
-def test_a_healthy_number_is_grey_by_its_magnitude_and_another_one_is_saturated():
+def test_healthy_numbers_are_gray_and_others_colored():
     numbers = np.array([
         [1e-3, 1e-1, 1e1],
         [1e-9, 0.0, 1e3],
@@ -53,7 +53,7 @@ def test_a_healthy_number_is_grey_by_its_magnitude_and_another_one_is_saturated(
     ]  # fmt: skip
 
 
-def test_of_more_rows_than_a_picture_has_the_least_healthy_neighbour_is_shown():
+def test_the_least_healthy_of_many_rows_is_shown():
     rows = 3 * MOST_ROWS
     numbers = np.ones((rows, 2))
     numbers[300 * 3 + 1, 0], numbers[0, 1] = 1e-9, 2.0
@@ -68,7 +68,7 @@ def columns(maps: HeatMaps, steps: range, *, first: float = 1.0) -> None:
         maps.shown({"gradients/norm": Column(("a.weight", "b"), values, HEALTHY_NORM)}, step)
 
 
-def test_a_resume_goes_on_with_the_table_and_the_picture(tmp_path):
+def test_a_resume_continues_table_and_picture(tmp_path):
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     for directory, parts in ((unbroken, [(1, range(1, 9))]), (broken, [(1, range(1, 7)), (5, range(5, 9))])):
         directory.mkdir()
@@ -83,18 +83,18 @@ def test_a_resume_goes_on_with_the_table_and_the_picture(tmp_path):
     assert (shown["gradients/norm"].drawn().sheet() == expected).all()
 
 
-def test_a_picture_of_a_long_run_has_a_column_a_pixel_and_the_table_all(tmp_path):
+def test_a_picture_of_a_long_run_is_thinned(tmp_path):
     maps = HeatMaps(tmp_path)
     columns(maps, range(1, 2 * MOST_COLUMNS), first=1e-4)
     ((step, _),) = maps.end().items()
-    # The last one that is left is that of the step at which it is shown.
+    # The last column is the step of the picture.
     assert step == maps.by_tag["gradients/norm"].steps[-1]
     assert {*np.diff(maps.by_tag["gradients/norm"].steps[:-1])} == {2}
     assert MOST_COLUMNS / 2 <= len(maps.by_tag["gradients/norm"].steps) <= MOST_COLUMNS
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 2 * MOST_COLUMNS
 
 
-def test_a_table_that_cannot_be_written_is_told_once_and_the_pictures_go_on(tmp_path, caplog):
+def test_a_table_that_cannot_be_written_warns_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     maps = HeatMaps(tmp_path / "file")
     for first in (1, 5):
@@ -115,7 +115,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("tag", "healthy"), [("gradients/norm", HEALTHY_NORM), ("gradients/update_ratio", HEALTHY_RATIO)]
 )
-def test_the_picture_of_a_run_is_that_of_the_numbers_in_its_table(run, tag, healthy):
+def test_a_picture_shows_the_numbers_of_the_table(run, tag, healthy):
     with (run / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = [name.removeprefix(f"{tag}/") for name in rows[0] if name.startswith(f"{tag}/")]
@@ -124,27 +124,27 @@ def test_the_picture_of_a_run_is_that_of_the_numbers_in_its_table(run, tag, heal
     steps = [int(row["step"]) for row in rows]
     assert steps == list(range(1, 21))
     expected = heat_map(numbers, names=names, steps=steps, healthy=healthy, title=tag)
-    image = EventAccumulator(str(run / "tensorboard")).Reload().Images(tag)[-1]
+    read = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert {"activations/std", "activations/dead_units"} <= {*read.Tags()["images"]}
+    assert not [tag for tag in read.Tags()["scalars"] if tag.startswith("activations/")]
+    image = read.Images(tag)[-1]
     shown = np.array(Pillow.open(io.BytesIO(image.encoded_image_string)).convert("RGB"))
     assert image.step == 20
-    # A number of the table has seven digits: its grey may round to the neighbour's.
+    # A number of the table has seven digits: its gray may round to the next one.
     assert np.abs(shown.astype(int) - expected).max() <= 1
-
-
-def test_activations_are_pictures_and_no_scalars(run):
-    tags = EventAccumulator(str(run / "tensorboard")).Reload().Tags()
-    assert {"activations/std", "activations/dead_units"} <= {*tags["images"]}
-    assert not [tag for tag in tags["scalars"] if tag.startswith("activations/")]
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["model=lenet", "+hooks=activations", "precision=fp16", "trainer.gradient_clip_val=1.0"],
-        ["model=gpt", "data=text", "data.dataset.block_size=8", "precision=fp16", "data.dataset.files=text.txt"],
+        pytest.param(
+            ["model=gpt", "data=text", "data.dataset.block_size=8", "precision=fp16", "data.dataset.files=text.txt"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_run_has_twenty_scalars_at_most(tmp_path, monkeypatch, overrides):
+def test_a_run_has_at_most_twenty_scalars(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 60)
     report = exp.fit(exp.compose([*FAST[:-1], "trainer.limit_test_batches=1", *overrides]))
@@ -153,7 +153,7 @@ def test_a_run_has_twenty_scalars_at_most(tmp_path, monkeypatch, overrides):
     assert {"loss/train", "loss/val", "loss/test", "gradients/norm/total", "precision/loss_scale"} <= {*scalars}
 
 
-def test_a_period_goes_by_the_length_of_the_run_where_that_is_known():
+def test_a_period_follows_the_length_of_the_run():
     class Mine(Hook):
         longest = {"every_n_steps": 50}
 
@@ -167,7 +167,7 @@ def test_a_period_goes_by_the_length_of_the_run_where_that_is_known():
         Hook(every_n_steps="auto")
 
 
-def test_a_parameter_without_a_gradient_has_no_number_and_a_lost_one_is_told_apart(tmp_path):
+def test_missing_and_infinite_gradients_differ(tmp_path):
     maps = HeatMaps(tmp_path)
     maps.shown({"g": Column(("a", "b"), torch.tensor([1.0, math.nan]), HEALTHY_NORM)}, 1)
     maps.shown({"g": Column(("b", "c"), torch.tensor([math.inf, 2.0]), HEALTHY_NORM)}, 2)
@@ -177,34 +177,16 @@ def test_a_parameter_without_a_gradient_has_no_number_and_a_lost_one_is_told_apa
     assert (tmp_path / "table.csv").read_text().splitlines() == ["step,g/a,g/b,g/c", "1,1.0,nan,", "2,,inf,2.0"]
 
 
-def test_a_run_of_one_step_has_its_picture_too(tmp_path):
+def test_a_resume_replaces_a_damaged_table(tmp_path, caplog):
+    (tmp_path / "table.csv").write_text("step,gradients/norm/b\nnot a step,,\n")
     maps = HeatMaps(tmp_path)
-    columns(maps, range(1, 2))
-    assert list(maps.end()) == [1]
-    assert maps.end() == {}
-
-
-def test_a_resume_of_a_long_run_holds_what_a_picture_shows_and_goes_on_without_a_damaged_table(tmp_path, caplog):
-    before = HeatMaps(tmp_path)
-    columns(before, range(1, 1001))
-    before.save()
-    again = HeatMaps(tmp_path)
-    again.begin(1001)
-    columns(again, range(1001, 1003))
-    (step,) = again.end()
-    assert step == 1002
-    assert MOST_COLUMNS / 2 <= len(again.by_tag["gradients/norm"].steps) <= MOST_COLUMNS
-    assert len((tmp_path / "table.csv").read_text().splitlines()) == 1003
-    with (tmp_path / "table.csv").open("a") as file:
-        file.write("not a step,,\n")
-    damaged = HeatMaps(tmp_path)
-    damaged.begin(1003)
-    columns(damaged, range(1003, 1005))
-    assert list(damaged.end()) == [1004]
+    maps.begin(3)
+    columns(maps, range(3, 5))
+    assert list(maps.end()) == [4]
     assert "table.csv" in caplog.text
 
 
-def test_columns_of_a_test_are_written_too(tmp_path, monkeypatch):
+def test_columns_of_a_test_are_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "perclass.py").write_text(PER_CLASS)
     monkeypatch.syspath_prepend(tmp_path)

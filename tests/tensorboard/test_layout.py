@@ -1,4 +1,4 @@
-"""The Custom Scalars tab has a chart for every tag of the contract that is a curve, and no empty one."""
+"""The Custom Scalars tab has a chart for every tag of the contract that is a curve, and no empty chart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from exp.tensorboard.summaries import CHARTS, Layout
 
 TAGS = Path(__file__).with_name("tags.txt").read_text().split()
-# tests/tensorboard/test_tags.py holds a GPU to them.
+# tests/tensorboard/test_tags.py tests them on a GPU.
 ONLY_ON_CUDA = [
     f"memory/{name}"
     for name in ("allocated_mib", "reserved_mib", "peak_mib", "peak_forward_mib", "peak_step_mib", "fragmentation")
@@ -23,7 +23,7 @@ def titles(summary) -> dict[str, list[str]]:
     return {category.title: [chart.title for chart in category.chart] for category in layout.category}
 
 
-def test_a_chart_comes_with_its_first_tag_and_the_groups_keep_their_order():
+def test_a_chart_appears_with_its_first_tag():
     layout = Layout()
     assert titles(layout.grown(["memory/parameters_mib", "unknown"])) == {"Memory": ["parts, MiB"]}
     assert layout.grown(["memory/parameters_mib", "memory/gradients_mib"]) is None
@@ -47,7 +47,7 @@ HEAT_MAPS = {
     *(f"activations/{figure}" for figure in ("mean", "std", "zeros", "dead_units", "saturated")),
     "throughput/part_ms",
 }
-# What other tabs show, or the Scalars tab alone.
+# Tags that other tabs show, or only the Scalars tab.
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
     "throughput/flops", "gradients/histogram/", "gradients/output_histogram/", "activations/histogram/", "confusion/",
@@ -55,5 +55,5 @@ NOT_CURVES = (
 )  # fmt: skip
 
 
-def test_what_other_tabs_show_brings_no_chart():
+def test_tags_of_other_tabs_have_no_chart():
     assert Layout().grown([tag for tag in TAGS if tag.startswith(NOT_CURVES) or tag in HEAT_MAPS]) is None

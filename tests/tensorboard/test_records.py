@@ -1,4 +1,4 @@
-"""Our checksums and records against tensorboard's own."""
+"""Checksums and records equal those of tensorboard."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def test_the_checksum_of_the_common_example():
 
 
 @given(st.lists(st.binary(max_size=100), max_size=6))
-def test_checksums_equal_tensorboard_s(contents):
+def test_checksums_equal_those_of_tensorboard(contents):
     assert masked_crc32c(contents).tolist() == [pywrap_tensorflow.masked_crc32c(content) for content in contents]
 
 
 @given(length=st.sampled_from([1023, 1024, 1025, 1027, 1028, 2047, 2049, 3000]), seed=st.integers(0, 255))
-def test_checksums_hold_across_blocks(length, seed):
+def test_checksums_of_several_blocks(length, seed):
     content = bytes((seed + 7 * k) % 256 for k in range(length))
     assert masked_crc32c([content]).tolist() == [pywrap_tensorflow.masked_crc32c(content)]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_records_are_what_tensorboard_s_writer_writes(tmp_path_factory, contents):
+def test_records_equal_those_of_tensorboard(tmp_path_factory, contents):
     path = tmp_path_factory.mktemp("records") / "theirs"
     with path.open("wb") as file:
         writer = RecordWriter(file)

@@ -1,4 +1,4 @@
-"""Runs are called by what was typed, each by a name of its own that stays."""
+"""The names of runs in TensorBoard: the typed overrides, unique and stable."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ def made(directory, *typed: str):
          "~hooks.memory +hooks=activations path=table.csv"),
     ],
 )  # fmt: skip
-def test_a_name_has_what_was_typed_and_no_folder(tmp_path, typed, name):
+def test_a_name_has_the_typed_overrides(tmp_path, typed, name):
     folder = made(tmp_path / "train" / TODAY / "09-39-17", *typed)
     assert run_name(folder, below=tmp_path) == f"{name} · 09-39"
 
 
-def test_a_job_has_its_number_and_an_older_run_its_date(tmp_path):
+def test_a_job_has_its_number_and_older_runs_dates(tmp_path):
     job = made(tmp_path / "train" / "sweeps" / TODAY / "09-39-17" / "3", "seed=3")
     old = made(tmp_path / "train" / "2024-02-29" / "23-01-00-2", "seed=4")
     assert run_name(job, below=tmp_path) == "seed=3 · 09-39 job 3"
     assert run_name(old, below=tmp_path) == "seed=4 · 02-29 23-01"
-    assert len(run_name(made(tmp_path / TODAY / "10-00-00", f"tag={'x' * 500}"), below=tmp_path)) < 130
+    long = run_name(made(tmp_path / TODAY / "10-00-00", f"tag={chr(0x4E2D) * 200}"), below=tmp_path)
+    assert long.endswith("… · 10-00")
+    assert len(long.encode()) <= 120
 
 
-def test_links_stay_and_follow_what_comes_and_goes(tmp_path):
+def test_links_follow_new_and_removed_runs(tmp_path):
     outputs, place = tmp_path / "outputs", tmp_path / "links"
     place.mkdir()
     first = made(outputs / "train" / TODAY / "09-39-17", "seed=1")
@@ -80,29 +82,13 @@ def test_links_stay_and_follow_what_comes_and_goes(tmp_path):
     assert [link.name for link in place.iterdir() if link.is_symlink()] == ["seed=1 · 09-39 (2)"]
 
 
-def test_what_people_look_at_first_stands_first():
-    own = [
-        "throughput/samples_per_second",
-        "accuracy/val",
-        "loss/test",
-        "loss/val",
-        "loss/train",
-        "optimizer/lr/default",
-    ]
-    assert in_order(own) == [
-        "loss/train", "loss/val", "accuracy/val", "optimizer/lr/default", "throughput/samples_per_second",
-    ]  # fmt: skip
+def test_important_tags_come_first():
+    ordered = ["loss/train", "loss/val", "accuracy/val", "optimizer/lr/default", "throughput/samples_per_second"]
+    assert in_order(["loss/test", *reversed(ordered)]) == ordered
     assert in_order(["val/acc", "train/loss", "val/loss", "test/acc"]) == ["train/loss", "val/loss", "val/acc"]
 
 
-def test_a_name_is_no_longer_than_a_system_takes(tmp_path):
-    name = run_name(made(tmp_path / TODAY / "10-00-00", f"tag={chr(0x4E2D) * 200}"), below=tmp_path)
-    assert name.endswith("… · 10-00")
-    assert len(name.encode()) <= 120
-    (tmp_path / name).mkdir()
-
-
-def test_what_is_pinned_is_of_the_newest_run_that_has_scalars(tmp_path):
+def test_the_newest_run_with_scalars_is_pinned(tmp_path):
     for place, tags in enumerate((["loss/train", "accuracy/val"], [])):
         logger = TensorBoardLogger(directory=tmp_path / str(place))
         logger.log_metrics(dict.fromkeys(tags, 1.0), 1)

@@ -1,10 +1,9 @@
-"""The table of a run: what csv and the event file of the same run hold is the same, over a kill and a resume too."""
+"""metrics.csv: a row for each step, a column for each tag, also after a kill and a resume."""
 
 from __future__ import annotations
 
 import csv
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ def rows(directory) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_row_a_step_and_a_column_a_tag(tmp_path):
+def test_a_step_is_a_row_and_a_tag_a_column(tmp_path):
     logger = CsvLogger(directory=tmp_path, flush_seconds=0.0)
     for step in range(1, 4):
         logger.log_metrics({"loss/train": 1 / step}, step)
@@ -35,7 +34,7 @@ def test_a_row_a_step_and_a_column_a_tag(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_a_resume_keeps_the_rows_before_it_and_writes_the_others_anew(tmp_path):
+def test_a_resume_keeps_earlier_rows(tmp_path):
     killed = CsvLogger(directory=tmp_path)
     for step in range(1, 9):
         killed.log_metrics({"loss/train": float(step)}, step)
@@ -53,7 +52,7 @@ def test_a_resume_keeps_the_rows_before_it_and_writes_the_others_anew(tmp_path):
     assert [row["loss/val"] for row in rows(tmp_path)] == [""] * 5 + ["0.5"] * 5
 
 
-def test_a_test_that_is_made_again_has_one_row(tmp_path):
+def test_a_repeated_test_has_one_row(tmp_path):
     for loss in (0.5, 0.25):
         logger = CsvLogger(directory=tmp_path)
         if loss == 0.5:
@@ -66,17 +65,7 @@ def test_a_test_that_is_made_again_has_one_row(tmp_path):
     assert [list(row.values()) for row in rows(tmp_path)] == [["6", "1.0", "", ""], ["7", "1.0", "2.0", "0.25"]]
 
 
-def test_a_validation_that_a_resumed_run_makes_again_has_one_row(tmp_path):
-    for step in (1, 3):
-        logger = CsvLogger(directory=tmp_path)
-        logger.purge(step)
-        logger.log_metrics({"loss/val": 0.5}, 2)
-        logger.log_metrics({"loss/train": 1.0}, 3)
-        logger.end("completed")
-    assert [row["step"] for row in rows(tmp_path)] == ["2", "3"]
-
-
-def test_what_a_table_cannot_hold_is_said_once(tmp_path, caplog):
+def test_a_panel_without_a_column_warns_once(tmp_path, caplog):
     logger = CsvLogger(directory=tmp_path)
     with caplog.at_level(logging.INFO):
         for step in (1, 2):
@@ -87,7 +76,7 @@ def test_what_a_table_cannot_hold_is_said_once(tmp_path, caplog):
     ]
 
 
-def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     logger = CsvLogger(directory=tmp_path / "file")
     logger.log_metrics({"loss/train": 1.0}, 1)
@@ -97,19 +86,14 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     logger.end("failed")
 
 
-def test_a_row_that_gets_more_values_is_replaced_in_one(tmp_path, monkeypatch):
-    """Taken away first and written again behind it, a kill between the two would lose it."""
+def test_a_row_with_more_values_replaces_the_file(tmp_path):
+    """A kill between the removal of a row and its new version would lose it."""
     logger = CsvLogger(directory=tmp_path)
     logger.log_metrics({"loss/train": 1.0}, 1)
     logger.end("completed")
-    opened = Path.open
-
-    def refused(path, mode="r", *rest, **named):
-        assert mode != "a", f"{path} is written to behind its replacement"
-        return opened(path, mode, *rest, **named)
-
-    monkeypatch.setattr(Path, "open", refused)
-    logger.log_metrics({"loss/val": 2.0}, 1)
-    logger.end("completed")
-    (row,) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+    with (tmp_path / "metrics.csv").open() as before:
+        logger.log_metrics({"loss/val": 2.0}, 1)
+        logger.end("completed")
+        assert before.read() == "step,loss/train\n1,1.0\n"
+    (row,) = rows(tmp_path)
     assert (row["loss/train"], row["loss/val"]) == ("1.0", "2.0")

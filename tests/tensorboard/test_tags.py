@@ -1,4 +1,4 @@
-"""Tags are a public contract: real runs with every hook that observes write those of the snapshot, and no others."""
+"""Tags are a public contract: runs with every hook that observes write the tags of the snapshot, and no others."""
 
 from __future__ import annotations
 
@@ -6,57 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import exp
 
 SNAPSHOT = Path(__file__).with_name("tags.txt")
 HOOKS = sorted(path.stem for path in (Path(exp.__file__).parent / "conf" / "hooks").glob("*.yaml"))
-# They change gradients or outputs, and log nothing.
+# Hooks that change gradients or outputs log nothing.
 TRANSFORMS = {"clip_module", "gradient_reversal", "scale_gradient"}
-# fp16 for its scale, two terms for their tags, a convolution for its features, a bound for what saturates, two ranks
-# for what is told over ranks, and every kind of page. Few layers: a tag of each says no more than that of one.
-OVERRIDES = [
-    f"hooks=[{','.join(name for name in HOOKS if name not in TRANSFORMS)}]",
-    "precision=fp16",
-    "model=lenet",
-    *(f"~model.layers.{name}" for name in ("conv2", "relu2", "pool2", "linear1", "relu3", "linear2", "relu4")),
-    "model.layers.relu1._target_=torch.nn.ReLU6",
-    "objective=[cross_entropy]",
-    "+objective.second={_target_: torch.nn.MultiMarginLoss}",
-    "hooks.activations.modules=[relu1]",
-    "hooks.activations.histogram=true",
-    "hooks.gradients.clipped=each",
-    "hooks.gradients.each_parameter=true",
-    "hooks.gradients.shares_every_n_steps=4",
-    "hooks.activations.each_layer=true",
-    "hooks.memory.details=true",
-    "hooks.retain_gradients.each_module=true",
-    "hooks.throughput.each_part=true",
-    "hooks.pr_curve.max_classes=2",
-    "hooks.retain_gradients.modules=[relu1]",
-    "hooks.retain_gradients.histogram=true",
-    "hooks.samples.stages=[train,val,test]",
-    "hooks.throughput.peak_flops=1e12",
-    "trainer.gradient_clip_val=1.0",
-    "hooks.throughput.every_n_steps=4",
-    "trainer.max_steps=13",
-    "logger.tensorboard.graph=true",
-]
-# Only a text has tokens, and only a pipeline runs forward and backward by turns.
-OF_TEXT = [
-    "data=text",
-    "data.dataset.block_size=8",
-    "data.dataset.files=text.txt",
-    "hooks=[throughput]",
-    "hooks.throughput.each_part=true",
-    "hooks.throughput.every_n_steps=2",
-    "trainer.max_steps=4",
-    "test=false",
-    "strategy=pipeline",
-    "launch.accelerator=cpu",
-]
-# What no machine without a GPU writes. Over ranks they have /min, /mean and /max, too.
+OVERRIDES = yaml.safe_load(Path(__file__).with_name("tags_overrides.yaml").read_text())
+# Tags of a machine with a GPU. Over several ranks they also have /min, /mean and /max.
 ONLY_ON_CUDA = [
     "memory/allocated_mib",
     "memory/fragmentation",
@@ -69,28 +29,34 @@ ONLY_ON_CUDA = [
 
 
 def written(directory: Path) -> tuple[set[str], bool]:
-    """The tags of a run, as an independent reader finds them, and whether there is a graph."""
+    """Return the tags of a run as TensorBoard's reader finds them, and whether there is a graph."""
     tags = EventAccumulator(str(directory / "tensorboard")).Reload().Tags()
     found = {*tags["scalars"], *tags["histograms"], *tags["images"], *tags["tensors"]}
-    # `git` is there only inside a repository.
+    # `git` needs a repository.
     return found - {"git"}, tags["graph"]
 
 
-def test_every_tag_of_the_snapshot_is_in_the_event_file_of_a_real_run(ranks, tmp_path):
+@pytest.fixture
+def tags_of_text(ranks, tmp_path) -> set[str]:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 60)
-    found, has_graph = written(ranks.train(*OVERRIDES, "strategy=ddp", ranks=2).directory)
+    return written(ranks.train(*OVERRIDES["text"], ranks=2).directory)[0]
+
+
+def test_runs_write_every_tag_of_the_snapshot(ranks, tags_of_text):
+    hooks = ",".join(name for name in HOOKS if name not in TRANSFORMS)
+    command = (f"hooks=[{hooks}]", *OVERRIDES["images"], "strategy=ddp")
+    found, has_graph = written(ranks.train(*command, ranks=2).directory)
     assert has_graph
-    of_text, _ = written(ranks.train(*OF_TEXT, ranks=2).directory)
-    found |= {tag for tag in of_text if tag.startswith("throughput/")}
+    found |= {tag for tag in tags_of_text if tag.startswith("throughput/")}
     known = set(SNAPSHOT.read_text().split())
     missing, new = sorted(known - found), sorted(found - known)
-    told = f"not written: {missing}; new, for tags.txt, docs/tensorboard.md and CHANGELOG.md: {new}"
-    assert (missing, new) == ([], []), told
+    message = f"not written: {missing}; new, for tags.txt, docs/tensorboard.md and CHANGELOG.md: {new}"
+    assert (missing, new) == ([], []), message
     assert SNAPSHOT.read_text().split() == sorted(known)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's figures need a CUDA device")
-def test_on_a_gpu_there_are_those_of_its_allocator_too(tmp_path, monkeypatch):
+def test_a_gpu_has_tags_of_its_allocator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = exp.fit(exp.compose(["hooks=[memory]", "hooks.memory.details=true", "trainer.max_steps=2", "test=false"]))
     read = EventAccumulator(str(Path(report.directory) / "tensorboard")).Reload()

@@ -1,4 +1,4 @@
-"""The command and the revision, as a reader of the Text tab sees them."""
+"""The command and the revision in the Text tab."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def provenance(directory, git) -> None:
     (directory / "provenance.json").write_text(json.dumps(values))
 
 
-def test_the_command_can_be_typed_again(directory):
+def test_the_command_can_be_repeated(directory):
     provenance(directory, None)
     found = texts(directory, overrides=read_overrides(directory))
     assert list(found) == ["config", "command"]
@@ -40,12 +40,12 @@ def test_the_command_can_be_typed_again(directory):
         ("+```\n", "Revision `abc`\n\n````diff\n+```\n\n````"),
     ],
 )
-def test_the_revision_comes_with_what_was_changed(directory, diff, expected):
+def test_the_revision_has_the_changes(directory, diff, expected):
     provenance(directory, {"revision": "abc", "diff": diff})
     assert texts(directory, overrides=read_overrides(directory))["git"] == expected
 
 
-def test_a_long_diff_is_cut_and_says_so(directory):
+def test_a_long_diff_is_cut(directory):
     provenance(directory, {"revision": "abc", "diff": "+" * (2 * MAX_DIFF_CHARACTERS)})
     shown = texts(directory, overrides=read_overrides(directory))["git"]
     assert len(shown) < MAX_DIFF_CHARACTERS + 200

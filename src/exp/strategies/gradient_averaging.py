@@ -22,7 +22,9 @@ T = TypeVar("T", bound=Tensor)
 BUCKET_BYTES = 25 * 2**20
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> None:
     """Replaces each gradient by its mean over the ranks of a process group. Every rank of it must call it.
 
     A gradient that only some ranks have counts as zeros in the others, which then hold the mean, too; one that no rank
@@ -30,13 +32,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
 
     parameters: the same, in the same order, on every rank; those that require no gradient are passed over.
     group: None is all ranks.
+    bucket_bytes: the most that one collective sends, or one gradient.
     Raises: RunError for a sparse gradient.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     # All on their way before the first is awaited.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    buckets = [_send(bucket, group) for bucket in _buckets(trained)]
+    buckets = [_send(bucket, group) for bucket in _buckets(trained, bucket_bytes)]
     for bucket in buckets:
         _receive(bucket)
 
@@ -48,7 +51,7 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    for bucket in _buckets(tensors):
+    for bucket in _buckets(tensors, BUCKET_BYTES):
         pieces = [local(tensor) for tensor in bucket]
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
@@ -86,14 +89,14 @@ class _Sent:
     work: dist.Work
 
 
-def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Tensors of one dtype and device, BUCKET_BYTES at most or one alone, cut alike on every rank."""
+def _buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Yield tensors of one dtype and device, of at most `most` bytes or one alone, in the same order on every rank."""
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         size = local(tensor).numel() * tensor.element_size()
         bucket, filled = open_buckets.get(kind, ([], 0))
-        if bucket and filled + size > BUCKET_BYTES:
+        if bucket and filled + size > most:
             yield bucket
             bucket, filled = [], 0
         bucket.append(tensor)

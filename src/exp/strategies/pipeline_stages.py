@@ -231,6 +231,9 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
         inputs = self.trained.inputs[int(number)]
+        for tensor in received:
+            if tensor.requires_grad:  # gloo sends no gradient that is a view, such as that of a part of torch.cat
+                tensor.register_hook(Tensor.contiguous)
         if not self._is_inferring:
             return self.stage.run(received, inputs)
         self._is_inferring = False

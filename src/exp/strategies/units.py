@@ -39,9 +39,10 @@ def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int
 
 
 def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The same units, and one for each layer whose parameters have another dtype than most of the unit it is in.
+    """Return the same units, and one for each layer whose parameters have another dtype than the unit around it.
 
-    A unit is gathered as one flat tensor; `precision.keep` leaves some layers in a dtype of their own.
+    A unit is gathered as one flat tensor; `precision.keep` leaves some layers in a dtype of their own. The dtype of a
+    unit is that of its own parameters, which it cannot leave out, or else that of most parameters of its layers.
     """
     owners = {
         name: max((unit for unit in chosen if name == unit or name.startswith(f"{unit}.")), key=len, default="")
@@ -51,11 +52,15 @@ def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn
     for name, module in network.named_modules():
         for parameter in module.parameters(recurse=False):
             sizes.setdefault(owners[name], Counter())[parameter.dtype] += parameter.numel()
+    dtypes = {}
+    for unit, counted in sizes.items():
+        own = [parameter.dtype for parameter in network.get_submodule(unit).parameters(recurse=False)]
+        dtypes[unit] = own[0] if own else counted.most_common(1)[0][0]
     extra = {
         name
         for name, module in network.named_modules()
         for parameter in module.parameters(recurse=False)
-        if name and parameter.dtype != sizes[owners[name]].most_common(1)[0][0]
+        if parameter.dtype != dtypes[owners[name]]
     }
     return {name: module for name, module in network.named_modules() if name in chosen or name in extra}
 

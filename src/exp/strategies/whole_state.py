@@ -4,7 +4,8 @@ Whole tensors under the names of the whole module; an optimizer's state under th
 
 Why not torch.distributed.checkpoint.state_dict (torch 2.13): it gathers DTensors alone, which cut layers and stages are
 not, and it names the optimizer's state where one process counts indices:
-`test_each_goes_on_from_another` (tests/strategies/test_whole_checkpoints.py) compares `optimizer_states` with those.
+`test_each_strategy_resumes_from_another` (tests/strategies/test_whole_checkpoints.py) compares the states with those of
+one process.
 """
 
 from __future__ import annotations

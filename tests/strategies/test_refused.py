@@ -1,0 +1,77 @@
+"""What a strategy cannot do is a fault before anything is started: the cases of refused.yaml, and code of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import exp
+from exp.check.__main__ import main as check
+from exp.check.plan import examine, resolve
+from exp.errors import ConfigError
+
+CASES = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def faults_of(*words):
+    try:
+        return examine(resolve(exp.compose(list(words)))).faults
+    except ConfigError as error:
+        return error.faults
+
+
+@pytest.mark.parametrize(
+    ("strategy", "command", "key", "message"),
+    [(strategy, *case) for strategy, cases in CASES.items() for case in cases],
+)
+def test_a_fault_names_its_key_and_reason(strategy, command, key, message):
+    words = command.split()
+    devices = [] if any(word.startswith("launch.devices") for word in words) else ["launch.devices=2"]
+    faults = faults_of(f"strategy={strategy}", "launch.accelerator=cpu", *devices, *words)
+    found = [fault for fault in faults if fault.key == key or fault.key.startswith(f"{key}.")]
+    assert any(message in str(fault) for fault in found), [str(fault) for fault in faults]
+
+
+NETS = """
+import torch
+from torch.nn import functional
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.hidden(x.flatten(1))))
+
+
+class Functional(Layer):
+    def forward(self, x):
+        return self.head(functional.dropout(self.hidden(x.flatten(1)), training=self.training))
+"""
+
+
+def test_functional_dropout_of_a_user_is_refused(tmp_path, monkeypatch, capsys):
+    """The parts of the network would drop values in evaluation, too."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    for kind in ("Layer", "Functional"):
+        text = f"# A network with dropout: model={kind.lower()}\n_target_: nets_that_drop.{kind}\n"
+        (tmp_path / "conf" / "model" / f"{kind.lower()}.yaml").write_text(text)
+    (tmp_path / "nets_that_drop.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for strategy in ("layer_split", "pipeline"):
+        assert check(["model=layer", f"strategy={strategy}", "launch.devices=2"]) == 0
+        capsys.readouterr()
+        assert check(["model=functional", f"strategy={strategy}", "launch.devices=2"]) == 2
+        text = capsys.readouterr().err
+        assert "  strategy.name: " in text
+        assert "torch.nn.Dropout as a layer" in text

@@ -77,6 +77,7 @@ DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, 
 LIMIT_SECONDS = 3.0
 # Processor time of `speed_sample` on the reference machine.
 REFERENCE_SECONDS = 0.006
+MANY_MODULES = 50
 EXAMPLES = 25
 ALL_EXAMPLES = 1000
 
@@ -137,11 +138,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of the fast suite that takes more processor time than LIMIT_SECONDS, more on a slower machine."""
-    before = processor_seconds()
+    """Fail a test of the fast suite that takes more processor time than LIMIT_SECONDS, more on a slower machine.
+
+    The first test of a process that uses a package imports it, and may compile it: such a test is not judged.
+    """
+    before, imported = processor_seconds(), len(sys.modules)
     yield
     spent = processor_seconds() - before
-    if spent > LIMIT_SECONDS and item.get_closest_marker("slow") is None:
+    imports_much = len(sys.modules) - imported > MANY_MODULES
+    if spent > LIMIT_SECONDS and not imports_much and item.get_closest_marker("slow") is None:
         limit = LIMIT_SECONDS * max(1.0, speed_sample() / REFERENCE_SECONDS)
         if spent > limit:
             pytest.fail(f"took {spent:.1f} s of processor time; expected at most {limit:.1f} s, or the marker slow")

@@ -178,6 +178,7 @@ def test_short_values_and_other_configs_are_not_redacted(monkeypatch):
     assert redacted("optimizer.lr") == "optimizer.lr"
 
 
+@pytest.mark.slow
 def test_a_sweep_with_a_secret_writes_it_nowhere(place, capfd):
     command = [word for word in SMALL if not word.startswith("hydra.run.dir")]
     assert train(["-m", *command, f"callbacks.uploads.address='{KEPT}','x'"]) == 0

@@ -113,6 +113,7 @@ def test_two_nodes_of_torchrun_equal_one_node(ranks, one_node, two_hosts):
     assert_same_weights(directory, one_node)
 
 
+@pytest.mark.slow
 def test_tasks_of_slurm_equal_one_node(ranks, one_node, commands):
     directory = ranks.freeze(*RUN)
     step = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "2"}

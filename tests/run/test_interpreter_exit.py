@@ -53,7 +53,8 @@ def run(*line: str, **given) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *line], capture_output=True, text=True, check=False, **given)
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("-X", "frozen_modules=off"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("-X", "frozen_modules=off")])
 def test_a_command_ends_without_taking_modules_apart(flags):
     done = run("-v", *flags, "-m", "exp.check")
     assert done.returncode == 0

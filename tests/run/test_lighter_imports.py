@@ -37,6 +37,7 @@ def test_default_runs_import_only_what_they_use(tmp_path):
     assert last_line(program, *UNUSED, cwd=tmp_path) == "[]"
 
 
+@pytest.mark.slow
 def test_a_package_left_out_is_found_when_used(tmp_path):
     program = """
         import exp, sys, torch

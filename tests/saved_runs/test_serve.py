@@ -271,6 +271,7 @@ def test_a_bad_request_does_not_fail_others():
     assert all(isinstance(one, dict | QueueFull) for one in found)
 
 
+@pytest.mark.slow
 def test_the_command_answers_waiting_requests_before_it_ends(commands, trained):
     run = trained("data=wine", "model=mlp")
     started = commands.start(f"run={run.directory}", "port=0", "wait_ms=2000", module="exp.serve")

@@ -1,6 +1,6 @@
-"""What a process of `commands` in tests/conftest.py does: `python -m exp.train ...` without the start of Python.
+"""Program of a forked process of the fixture `commands`: a command without the start of a Python interpreter.
 
-The ranks that it launches are forked from it for the same reason, where it has no thread that a fork would lose.
+The ranks that it launches are forked from it, too, unless it has threads, which a fork would lose.
 
 SETTINGS is a mapping: module, arguments, directory, environment, output and error (files), fresh_ranks.
 """
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 
 class ForkedRank:
-    """What exp.launch.supervision uses of a subprocess.Popen, for a child of this process that was forked."""
+    """A forked child of this process with the methods of subprocess.Popen that exp.launch.supervision calls."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -55,12 +55,12 @@ class ForkedRank:
 
 
 def fork_ranks() -> None:
-    """Let the launcher fork its ranks: each saves the five seconds of processor time in which a fresh one imports."""
+    """Make the launcher fork its ranks, which saves five seconds of processor time for the imports of each."""
     import tqdm
 
     from exp.launch import spawn
 
-    # Else the first bar of a command starts a thread that looks after bars which stand still.
+    # Otherwise the first progress bar starts a thread that monitors bars.
     tqdm.tqdm.monitor_interval = 0
     fresh = spawn._start
 
@@ -76,7 +76,7 @@ def fork_ranks() -> None:
 
 
 def live(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> NoReturn:
-    """Be what `python -P -u -m MODULE ...` would be, in a session and with an environment of its own."""
+    """Do what `python -P -u -m MODULE ...` would do, in a new session with the given environment."""
     try:
         os.setsid()
         for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -113,13 +113,13 @@ def put_first(folders: Sequence[str]) -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    # What a fork server cannot import it leaves out without a word, and every command would take ten times as long.
+    # A fork server ignores modules that it cannot import, and every command would take ten times as long.
     assert "exp.run" in sys.modules, "this process was not forked from one that has imported exp"
-    gc.freeze()  # as a command does with what it has imported: to collect in it would copy it, too
+    gc.freeze()  # as a command does: a collection would copy the memory of all imported modules
     os.chdir(settings["directory"])
     os.environ.clear()
     os.environ.update(settings["environment"])
-    # As a fresh interpreter has it: the working directory of `-m`, then PYTHONPATH.
+    # As in a new interpreter: the working directory because of `-m`, then PYTHONPATH.
     folders = [settings["directory"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     put_first(folders)
     attach(0, os.devnull, os.O_RDONLY)

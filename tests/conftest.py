@@ -37,11 +37,11 @@ from exp.models.inference import example_inputs, materialise
 from exp.shared_types import DataSpec
 from exp.sweeps.job import MODULES
 
-# What is imported here is no garbage, and to go through it took an eighth of the tests' time.
+# The garbage collector does not search the imported modules again: an eighth of the suite's time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
-# Started in the background by a shell, or by nohup, and every process of the tests would ignore these signals, too.
+# A shell starts background jobs, and nohup its command, with these signals ignored, which every child would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -49,11 +49,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
-# As .ci/run has it: a thread of OpenBLAS would forbid forks, and two threads add float32 up in another order.
+# As in .ci/run. A process with threads of OpenBLAS cannot fork, and two threads sum float32 in another order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Processes that have imported everything, and start no thread: what is forked from one needs no seconds to start.
-# WARM's has what a run of one process imports, and RANKS beside it what each of several would import in a second of
-# processor time. They are two, for exp keeps torch's compiler out of a run that has no use for it.
+# Two fork servers with the imports of a run: a forked process saves 3 s. RANKS also has what several ranks import, such
+# as torch's compiler, which a run of one process must not find imported.
 OF_A_RUN = [
     *MODULES,
     *("exp.train", "exp.worker", "exp.config.command", "exp.strategies.single", "hydra_plugins.exp.launcher"),
@@ -206,7 +205,7 @@ def share(request: pytest.FixtureRequest) -> Share:
     return Share(part=request.config.option.share, seed=int(request.config.option.hypothesis_seed or 0))
 
 
-# As pip makes it of [project.scripts].
+# The script that pip writes for an entry of [project.scripts].
 SCRIPT = """#!{python}
 import re
 import sys
@@ -219,7 +218,7 @@ if __name__ == '__main__':
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory) -> Path:
-    """A folder with the scripts of an installation, and the Python that they belong to."""
+    """A folder with the scripts of an installation and their Python."""
     folder: Path = tmp_path_factory.mktemp("bin")
     named = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
     texts = {name: SCRIPT.format(python=sys.executable, module=module, function=function)
@@ -231,11 +230,11 @@ def scripts(tmp_path_factory) -> Path:
 
 
 def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> BaseProcess:
-    """A started process that runs a program with SETTINGS, forked from the warm one, or from that of ranks."""
-    # The standard library's runpy can be named to another process; a module of the tests cannot.
+    """Start a process that runs a program with the global SETTINGS, forked from the server of runs or of ranks."""
+    # A target has to be importable in the other process: runpy is, a module of the tests is not.
     process = WARM.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
     with pytest.MonkeyPatch.context() as patched:
-        if of_ranks:  # where the standard library asks its one server
+        if of_ranks:  # multiprocessing asks its one server by this function
             patched.setattr(forkserver, "connect_to_new_process", RANKS.connect_to_new_process)
         process.start()
     return process
@@ -243,12 +242,12 @@ def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> 
 
 @pytest.fixture(scope="session")
 def fork() -> Callable[..., BaseProcess]:
-    """The function `forked`, for the conftest.py of a folder."""
+    """The function `forked`, for the conftest.py of the folders."""
     return forked
 
 
 def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cpu") -> nn.Module:
-    """The network of conf/model/<name>.yaml for data of this spec; overrides are dotted, as on the command line."""
+    """Return the network of conf/model/<name>.yaml for data of a spec, with dotted overrides."""
     data = {
         "input_shape": list(spec.input_shape),
         "input_dtype": spec.input_dtype,
@@ -264,7 +263,7 @@ def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cp
 
 
 def _option(name: str) -> Any:
-    """conf/model/<name>.yaml with the options that its defaults list names, as Hydra composes them."""
+    """Return conf/model/<name>.yaml merged with the options of its defaults list."""
     node = OmegaConf.load(CONF / f"{name}.yaml")
     defaults = node.pop("defaults", ["_self_"])
     return OmegaConf.merge(*(node if one == "_self_" else _option(one) for one in defaults))
@@ -277,7 +276,7 @@ def build_model():
 
 @pytest.fixture
 def text(tmp_path: Path) -> tuple[str, ...]:
-    """The words that choose a text made here: data=text alone reads the sources of whatever Python runs the tests."""
+    """The overrides that choose a generated text. The default of data=text differs between versions of Python."""
     draws = np.random.RandomState(0)  # its stream is the same in every version of NumPy
     words = ["".join(draws.choice([*"abcdefghijklmnopqrstuvwxyz"], size=length)) for length in draws.randint(1, 9, 400)]
     path = tmp_path / "text.txt"
@@ -286,9 +285,9 @@ def text(tmp_path: Path) -> tuple[str, ...]:
 
 
 class Ranks:
-    """Real gloo ranks, forked from one process that has imported everything: about 0.3 s a rank and no start-up.
+    """Starts real gloo ranks as forks of a process that has imported everything, about 0.3 s each.
 
-    `train` lives a run as exp.worker does; `call` runs a function of a test's file with the process group joined.
+    `train` runs a config as exp.worker does. `call` runs a function of the test's file in a joined process group.
     """
 
     def __init__(self, place: Path) -> None:
@@ -296,26 +295,26 @@ class Ranks:
         self._count = 0
 
     def freeze(self, *overrides: str) -> Path:
-        """A run directory with the frozen config of a command line that passes the check."""
+        """Check and freeze a config, and return its run directory."""
         self._count += 1
         directory = self.place / f"run{self._count}"
         config = exp.compose([f"hydra.run.dir={directory}", "trainer.enable_progress_bar=false", *overrides])
         return freeze(plan(resolve(config)).resolved.config)
 
     def train(self, *overrides: str, ranks: int = 1, seconds: float = 300) -> Trained:
-        """Freezes a run and lives it in so many processes."""
+        """Freeze a config and run it in `ranks` processes, for at most `seconds`."""
         directory = self.freeze(*overrides)
-        found = self._live(ranks, seconds, directory=str(directory))
+        found = self._run(ranks, seconds, directory=str(directory))
         return Trained(directory=directory, **found[0])
 
     def call(
         self, function: Callable[..., Any], *, ranks: int = 2, seconds: float = 300, **arguments: Any
     ) -> list[Any]:
-        """function(rank, **arguments) in every rank; what each returned, by rank. All of it is pickled."""
+        """Call function(rank, **arguments) in every rank and return the results in the order of ranks, by pickle."""
         file = function.__code__.co_filename
-        return self._live(ranks, seconds, file=file, name=function.__name__, arguments=arguments)
+        return self._run(ranks, seconds, file=file, name=function.__name__, arguments=arguments)
 
-    def _live(self, ranks: int, seconds: float, **settings: Any) -> list[Any]:
+    def _run(self, ranks: int, seconds: float, **settings: Any) -> list[Any]:
         self._count += 1
         exchange = self.place / f"exchange{self._count}"
         exchange.mkdir()
@@ -346,7 +345,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run of `Ranks.train` left. values: tag to {step: value}, in float64, as rank 0's loggers got them."""
+    """The results of `Ranks.train`. values: the values by tag and step that rank 0 logged, in float64."""
 
     directory: Path
     values: dict[str, dict[int, float]]
@@ -354,7 +353,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        """loss/train by step."""
+        """The training loss of each step."""
         return [value for _, value in sorted(self.values["loss/train"].items())]
 
     def checkpoint(self, name: str = "last") -> dict[str, Any]:
@@ -368,10 +367,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 class Commands:
-    """`python -m exp.train ...` in a process of its own, forked from the warm one: its streams, its exit status.
+    """Runs commands such as `python -m exp.train` in forked processes, and returns output and exit status.
 
-    For tests of what a command says and does. The ranks that it starts are forked from it; fresh_ranks=True starts
-    interpreters, as a command of the shell does.
+    The ranks that a command starts are forked from it. With fresh_ranks=True they are new interpreters, as for a user.
     """
 
     def __init__(self, place: Path) -> None:
@@ -388,7 +386,7 @@ class Commands:
         fresh_ranks: bool = False,
         seconds: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """environment: beside this process's own."""
+        """Run a command to its end. environment: variables in addition to those of this process."""
         started = self.start(*arguments, module=module, cwd=cwd, environment=environment, fresh_ranks=fresh_ranks)
         return started.end(seconds=seconds)
 
@@ -402,7 +400,7 @@ class Commands:
         output: Path | None = None,
         error: Path | None = None,
     ) -> Command:
-        """output, error: what the streams are, such as /dev/full, in the place of files whose text `end` returns."""
+        """Start a command. output, error: files such as /dev/full instead of those whose text `Command.end` returns."""
         self._count += 1
         streams = output or self.place / f".stdout{self._count}", error or self.place / f".stderr{self._count}"
         settings = {
@@ -428,7 +426,7 @@ class Commands:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A started one."""
+    """A command that was started."""
 
     process: BaseProcess
     arguments: tuple[str, ...]

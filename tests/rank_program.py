@@ -1,4 +1,4 @@
-"""What one forked rank of tests/conftest.py's `ranks` does: lives a frozen run as exp.worker does, or calls a function.
+"""Program of one forked rank of the fixture `ranks`: runs a frozen config as exp.worker does, or calls a function.
 
 SETTINGS is a mapping: rank, world_size, store, result (a file), and either directory or file, name and arguments.
 """
@@ -22,7 +22,7 @@ def main(settings: dict[str, Any]) -> None:
     from exp.strategies.rank import Rank
 
     torch.set_num_threads(1)
-    gc.freeze()  # as a rank does with what it has imported: to collect in it would copy it, too
+    gc.freeze()  # as exp's ranks do: a collection would copy the memory of all imported modules
     rank = Rank(
         global_rank=settings["rank"],
         local_rank=settings["rank"],
@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def called(settings: dict[str, Any], rank: Any) -> Any:
-    """A function of a test's own file, with the process group joined; torch.distributed is ready in it."""
+    """Call a function of the test's file in a joined process group."""
     from exp.strategies.placement import Machine, placement
     from exp.strategies.process_group import join
 
@@ -59,7 +59,7 @@ def called(settings: dict[str, Any], rank: Any) -> Any:
 
 
 def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
-    """A frozen run; what it gave to its loggers, in float64, beside its report."""
+    """Run a frozen config, and return what it logged, in float64, and its report."""
     import dataclasses
 
     from omegaconf import OmegaConf

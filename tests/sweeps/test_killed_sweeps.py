@@ -118,9 +118,9 @@ def test_kills_at_any_moment_change_no_value(overrides, commands, share):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((*GRID, "sweep.stack=false", "trainer.max_epochs=12"), id="grid"),
+        pytest.param((*GRID, "sweep.stack=false", "trainer.max_epochs=200"), id="grid"),
         pytest.param((*GRID, "trainer.max_epochs=200"), id="stack"),
-        pytest.param((SEARCH[0], "sweep.trials=40", "trainer.max_epochs=12"), id="search"),
+        pytest.param((SEARCH[0], "sweep.trials=40", "trainer.max_epochs=60"), id="search"),
     ],
 )
 def test_a_signal_at_any_moment_saves_the_running_jobs(overrides, commands, share, tmp_path):

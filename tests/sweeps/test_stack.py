@@ -109,11 +109,14 @@ OPTIMIZERS = [
     ["optimizer=adam"],
     ["optimizer=rmsprop"],
 ]
+NORMED = (["model=mlp"], ["model=normed"])
+# In torch 2.13 vmap cannot differentiate a LayerNorm with bfloat16 inputs and float32 weights: such jobs run alone.
 CASES = [
     [*model, *optimizer, f"precision={precision}"]
     for model, optimizer, precision in itertools.product(
-        (["model=mlp"], ["model=lenet"], ["model=normed"], GPT), OPTIMIZERS, ("fp64", "bf16")
+        (*NORMED, ["model=lenet"], GPT), OPTIMIZERS, ("fp64", "bf16")
     )
+    if precision == "fp64" or model not in NORMED
 ]
 
 

@@ -113,9 +113,7 @@ NORMED = (["model=mlp"], ["model=normed"])
 # In torch 2.13 vmap cannot differentiate a LayerNorm with bfloat16 inputs and float32 weights: such jobs run alone.
 CASES = [
     [*model, *optimizer, f"precision={precision}"]
-    for model, optimizer, precision in itertools.product(
-        (*NORMED, ["model=lenet"], GPT), OPTIMIZERS, ("fp64", "bf16")
-    )
+    for model, optimizer, precision in itertools.product((*NORMED, ["model=lenet"], GPT), OPTIMIZERS, ("fp64", "bf16"))
     if precision == "fp64" or model not in NORMED
 ]
 

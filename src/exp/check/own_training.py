@@ -133,7 +133,7 @@ class OwnTraining:
         """What Lightning refuses where the module steps by hand."""
         trainer = self.plain["trainer"]
         for name, without in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
-            if name in trainer and trainer[name] not in without:
+            if trainer[name] not in without:
                 yield Fault(
                     key=f"trainer.{name}",
                     got=f"{show(trainer[name])} with {self.kind.__name__}, which steps its optimizers by hand",

@@ -55,7 +55,7 @@ class GradientReversal(GradientTransform):
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
         trainer = planned.config["trainer"]
-        endless = all(name not in trainer or trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))
+        endless = all(trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))
         if self.schedule == "progressive" and endless:
             yield self.fault(
                 "schedule",

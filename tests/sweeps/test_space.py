@@ -122,6 +122,31 @@ def test_a_range_is_counted_as_it_is_listed(master, start, stop, step, is_float)
     assert count == max(0, math.ceil((stop - start) / step))
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("range(0.01,0.05,0.01)", ["0.01", "0.02", "0.03", "0.04"]),
+        ("range(start=1e-3,stop=4e-3,step=1e-3)", ["0.001", "0.002", "0.003"]),
+        ("range(0.7,0,-0.3)", ["0.7", "0.4", "0.1"]),
+        ("range(-0.2,0.2,0.1)", ["-0.2", "-0.1", "0.0", "0.1"]),
+        ("sort(range(0.1,0.4,0.1),reverse=true)", ["0.3", "0.2", "0.1"]),
+        ("sort(range(0,5,2),reverse=true)", ["4", "2", "0"]),
+        ("sort(range(5,0,-2))", ["1", "3", "5"]),
+        ("float(range(1,4))", ["1.0", "2.0", "3.0"]),
+        ("int(range(1.0,4.0,1.0))", ["1", "2", "3"]),
+        ("tag(narrow,range(0.1,0.4,0.1))", ["0.1", "0.2", "0.3"]),
+    ],
+)
+def test_ranges_are_exact_in_every_function(master, text, values):
+    master.config.hydra.overrides.task = [f"optimizer.weight_decay={text}"]
+    assert list(space_of(master.config, master.loader, seed=0).axes[0].texts) == values
+
+
+def test_a_shuffled_range_has_its_numbers(master):
+    master.config.hydra.overrides.task = ["optimizer.weight_decay=shuffle(range(0.1,0.4,0.1))"]
+    assert sorted(space_of(master.config, master.loader, seed=0).axes[0].texts) == ["0.1", "0.2", "0.3"]
+
+
 @pytest.mark.parametrize(("overrides", "message"), TABLES["settings"])
 def test_contradictory_settings_are_refused(overrides, message, capfd):
     assert check(["-m", *overrides.split()]) == 2

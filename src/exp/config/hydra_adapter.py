@@ -22,6 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefaul
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, OverrideType, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException, MissingConfigException
@@ -71,6 +72,8 @@ HYDRA_ERRORS = (
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
+# A longer range would fill the memory before the sweep is refused as too large.
+MAX_NUMBERS = 1_000_000
 # What says where a file's values belong, in its first characters.
 HEADER = re.compile(r"#\s*@package\s")
 MOST_HEADER = 2_000
@@ -502,7 +505,32 @@ def parse_override(text: str) -> Override:
 def _parser() -> OverridesParser:
     parser = OverridesParser.create()
     parser.functions.functions["int"] = _whole
+    parser.functions.functions["range"] = _numbers
     return parser
+
+
+class Numbers(ChoiceSweep):
+    """The numbers of a range, in order."""
+
+
+def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
+    """Return the numbers `start + i * step` below `stop`, computed in decimals as they are typed.
+
+    Hydra adds the step in binary, so that its `range(0.01,0.05,0.01)` contains 0.05. Its `sort` of a range with
+    `reverse` gives numbers that are not in the range. Listed numbers are sorted, shuffled and converted correctly.
+
+    Raises: ValueError if a number is infinite or nan, if the step is 0, or if there are more than MAX_NUMBERS.
+    """
+    if stop is None:
+        start, stop = 0, start
+    if not all(map(math.isfinite, (start, stop, step))) or step == 0:
+        raise ValueError("a number is infinite or nan, or the step is 0")
+    first, end, distance = (Fraction(repr(number)) for number in (start, stop, step))
+    count = max(0, math.ceil((end - first) / distance))
+    if count > MAX_NUMBERS:
+        raise ValueError(f"{count:,} numbers are more than {MAX_NUMBERS:,}")
+    number_of = int if all(isinstance(number, int) for number in (start, stop, step)) else float
+    return Numbers(list=[number_of(first + place * distance) for place in range(count)])
 
 
 def _whole(*args: Any, **kwargs: Any) -> Any:
@@ -532,8 +560,6 @@ def _floats_in(value: Any) -> Iterator[float]:
         yield value
     elif isinstance(value, ChoiceSweep):
         yield from _floats_in(value.list)
-    elif isinstance(value, RangeSweep):
-        yield from _floats_in([value.start, value.stop, value.step])
     elif isinstance(value, list | dict):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _floats_in(inner)

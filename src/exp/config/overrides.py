@@ -5,13 +5,12 @@ Most is said before anything is composed. Hydra stops at the first that it stumb
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +22,7 @@ from exp.config.hydra_adapter import (
     CHOSEN_ALREADY,
     HYDRA_ERRORS,
     Loader,
+    Numbers,
     dotted_keys,
     fault_of,
     parse_override,
@@ -35,7 +35,7 @@ from exp.spelling import among, did_you_mean, is_slip, nearest
 MAX_CHARACTERS = 20_000
 CALLS: dict[type, str] = {
     IntervalSweep: "an interval",
-    RangeSweep: "a range",
+    Numbers: "a range",
     Glob: "a glob",
     ChoiceSweep: "a choice",
 }
@@ -45,7 +45,7 @@ KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
 FORMS = {
     "interval": "interval(LOW,HIGH), with two numbers",
     "tag": "tag(log,interval(LOW,HIGH))",
-    "range": "range(START,STOP) or range(START,STOP,STEP), with numbers",
+    "range": "range(START,STOP) or range(START,STOP,STEP), with finite numbers and a STEP that is not 0",
     "int": "a whole number, or int(interval(LOW,HIGH)) with one inside",
     "float": "a number, or float(range(START,STOP))",
     "bool": "true or false",
@@ -224,10 +224,6 @@ def sweep_fault(parsed: Override) -> Fault | None:
         holder = "a list" if isinstance(value, list) else "a mapping"
         cure = f"Name whole lists: {key}=[A,B],[C,D]" if isinstance(value, list) else f"Sweep {key}.NAME by itself"
         return _fault(key, f"{kind} inside {holder}, {text}", f"{holder} of plain values, or {kind} alone", cure)
-    if isinstance(value, RangeSweep):
-        numbers = (value.start, value.stop, value.step)
-        if not all(number is None or math.isfinite(number) for number in numbers) or value.step == 0:
-            return _fault(key, text, "a range of finite numbers, with a step that is not 0")
     return None
 
 
@@ -308,7 +304,7 @@ def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
     if re.fullmatch(r"0,\d+", text):
         return f"Write {key}={text.replace(',', '.')} for one number, or put -m in front for one job each"
     default = vocabulary.default(key)
-    if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, RangeSweep | IntervalSweep)):
+    if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, Numbers | IntervalSweep)):
         each = f"{each}, write {key}=[{text}] for a list"
     return f"{each}, write '{key}=\"{text}\"' for a text" if isinstance(default, str) else each
 

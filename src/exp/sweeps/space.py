@@ -7,7 +7,6 @@ asked for.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
@@ -15,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.hydra_adapter import Loader, parse_override, swept_texts, task_overrides
+from exp.config.hydra_adapter import Loader, Numbers, parse_override, swept_texts, task_overrides
 from exp.config.overrides import read_swept
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, show
@@ -269,7 +268,7 @@ def _shown(value: Any) -> str:
 def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
     key, value = line.get_key_element(), line.value()
     if not isinstance(value, IntervalSweep):
-        is_range = isinstance(value, RangeSweep) and not value.shuffle
+        is_range = isinstance(value, Numbers) and not value.shuffle
         texts = _texts(line, loader, seed=seed)
         _refuse_twice(line, texts)
         return Axis(key=key, texts=texts, is_range=is_range)
@@ -324,7 +323,7 @@ def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:
     value = line.value()
     if isinstance(value, Glob):
         return tuple(value.filter(loader.options(line.key_or_group)))
-    if isinstance(value, ChoiceSweep | RangeSweep) and value.shuffle:
+    if isinstance(value, ChoiceSweep) and value.shuffle:
         # Hydra draws another order each time, and a sweep that is gone on with has to find its jobs again.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
@@ -336,11 +335,6 @@ def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:
 
 def _size(line: Override, loader: Loader) -> int:
     value = line.value()
-    if isinstance(value, RangeSweep):
-        numbers = copy.copy(value).range()
-        if isinstance(numbers, range):
-            return len(numbers)
-        return max(0, math.ceil((float(numbers.stop) - float(numbers.start)) / float(numbers.step)))
     if isinstance(value, Glob):
         return len(value.filter(loader.options(line.key_or_group)))
     if isinstance(value, ChoiceSweep):

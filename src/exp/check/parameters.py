@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from exp.check.foreign import missing_package
+from exp.check.keys import VALUES
 from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_faults, value_fault
@@ -141,7 +142,9 @@ def node_faults(
         yield from _functions(f"{key}.functions", node["functions"], allow=allow)
         given.remove("functions")
     for name in given:
-        if name in signature.parameters and name not in slot.reserved and name not in slot.refused:
+        # Keys with a rule of exp's accept more than the class, such as trainer.max_time in seconds.
+        is_judged = f"{key}.{name}" in VALUES
+        if name in signature.parameters and not is_judged and name not in slot.reserved and name not in slot.refused:
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
 
 

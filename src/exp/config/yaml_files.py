@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,14 @@ MAX_DEPTH = 60
 MAX_BYTES = 1_000_000
 # Signs that open a level. libyaml's binding recurses in C, where too many levels are a crash and no exception.
 MAX_FAST_SIGNS = 3_000
+# Scalars that YAML 1.1, which PyYAML reads, takes for another value than YAML 1.2 does, and how to write what is meant.
+MISREAD = {
+    "a truth value": re.compile(r"yes|no|on|off", re.IGNORECASE),
+    "an octal number": re.compile(r"[-+]?0[0-7_]+"),
+    "a binary number": re.compile(r"[-+]?0b[01_]+"),
+    "a number to the base 60": re.compile(r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?"),
+}
+TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         if root is None:
             return None
         _bound(name, root)
+        _refuse_misread(name, root)
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -149,6 +158,51 @@ def _bound(name: str, root: yaml.Node) -> None:
     size = size_of(root, ())
     if size > MAX_NODES:
         raise _refused(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
+
+
+def _refuse_misread(name: str, root: yaml.Node) -> None:
+    """Raise ConfigError for plain scalars such as `yes`, `012` or `1:30`, which YAML 1.1 and 1.2 read differently."""
+    faults: list[Fault] = []
+    seen: set[int] = set()
+
+    def visit(node: yaml.Node, key: str) -> None:
+        if id(node) in seen:
+            return
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            for label, value in node.value:
+                below = label.value if isinstance(label, yaml.ScalarNode) else ""
+                visit(label, f"{key}{below}")
+                visit(value, f"{key}{below}.")
+        elif isinstance(node, yaml.SequenceNode):
+            for place, value in enumerate(node.value):
+                visit(value, f"{key}{place}.")
+        elif not node.style and node.tag != TEXT:  # libyaml says "" of a plain scalar, PyYAML None
+            faults.extend(_misread(name, key.rstrip("."), node))
+
+    visit(root, "")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[Fault]:
+    text = node.value
+    for meaning, pattern in MISREAD.items():
+        if not pattern.fullmatch(text):
+            continue
+        if meaning == "a truth value":
+            cure = f"Write {'true' if text.lower() in ('yes', 'on') else 'false'}, or '{text}' in quotes for the text"
+        elif meaning == "an octal number":
+            cure = f"Write {int(text)} for the number, or '{text}' in quotes for the text"
+        else:
+            cure = f"Write '{text}' in quotes for the text, or the number in decimal digits"
+        yield Fault(
+            key=key or name,
+            got=f"{text}, which YAML 1.1 reads as {meaning} and YAML 1.2 does not",
+            expected="a value that both read alike",
+            cure=cure,
+            source=f"{name}, line {node.start_mark.line + 1}",
+        )
 
 
 @functools.cache

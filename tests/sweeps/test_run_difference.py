@@ -51,9 +51,19 @@ def test_keys_that_differ_are_shown(written, diff):
         "hooks": ["(not there)", "{memory: {_target_: M}}"],
     }
     assert diff(first, first)["config"] == {"the same": []}
-    assert list(changed({"a": 1, "b": 1e-4, "c": None}, {"a": 1.0, "b": 0.0001, "c": None})) == []
+    assert list(changed({"a": 1.0, "b": 1e-4, "c": None}, {"a": 1.0, "b": 0.0001, "c": None})) == []
     assert list(changed({"a": "1"}, {"a": 1})) == [("a", "1", 1)]
     assert list(changed({"a": {"b": 1}}, {"a": 2})) == [("a", {"b": 1}, 2)]
+
+
+def test_values_of_different_types_differ(written, diff):
+    first = written("a", "trainer.limit_train_batches=1", "data.parts={val: 1}", "vars.sizes=[1, 2]", "test=true")
+    second = written("b", "trainer.limit_train_batches=1.0", "data.parts={val: 1.0}", "vars.sizes=[1, 2.0]", "test=1")
+    rows = diff(first, second)["config"]
+    assert rows["trainer.limit_train_batches"] == ["1", "1.0"]
+    assert rows["data.parts.val"] == ["1", "1.0"]
+    assert rows["vars.sizes"] == ["[1, 2]", "[1, 2.0]"]
+    assert rows["test"] == ["true", "1"]
 
 
 def test_code_and_versions_are_compared(written, diff):

@@ -142,6 +142,12 @@ def test_ranges_are_exact_in_every_function(master, text, values):
     assert list(space_of(master.config, master.loader, seed=0).axes[0].texts) == values
 
 
+@pytest.mark.parametrize("text", ["1,1.0", "1.0,1", "0.5,1,1.0"])
+def test_numbers_of_different_types_are_different_jobs(master, text):
+    master.config.hydra.overrides.task = [f"optimizer.weight_decay={text}"]
+    assert list(space_of(master.config, master.loader, seed=0).axes[0].texts) == text.split(",")
+
+
 def test_a_shuffled_range_has_its_numbers(master):
     master.config.hydra.overrides.task = ["optimizer.weight_decay=shuffle(range(0.1,0.4,0.1))"]
     assert sorted(space_of(master.config, master.loader, seed=0).axes[0].texts) == ["0.1", "0.2", "0.3"]

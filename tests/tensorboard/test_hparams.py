@@ -117,6 +117,21 @@ def test_hyperparameters_keep_their_types(tmp_path):
     assert status(page(tmp_path)[1]["0"]) == "FAILURE"
 
 
+@pytest.mark.parametrize(
+    ("listed", "shown"),
+    [([1, 1.0], ["1", "1.0"]), ([True, 1], ["true", "1"]), ([1, 0.5], [1, 0.5]), ([2, "a"], ["2", "a"])],
+)
+def test_equal_numbers_of_different_types_differ(tmp_path, listed, shown):
+    declare(tmp_path, declaration({"vars.n": listed}, ["loss/val"], domains={"vars.n": Domain(values=listed)}))
+    for job, value in enumerate(listed):
+        logger = TensorBoardLogger(directory=tmp_path / str(job))
+        logger.log_hyperparams({"vars.n": value}, metrics=["loss/val"])
+        logger.finalize("success")
+    columns, jobs = page(tmp_path)
+    assert domains(columns)["vars.n"] == shown
+    assert [values(jobs[str(job)])["vars.n"] for job in range(2)] == shown
+
+
 def test_a_killed_job_failed_until_it_completes(tmp_path):
     run = tmp_path / "0"
     for _ in range(2):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from exp.check.phase_rules import whole_phase
 from exp.check.signature import with_defaults
 from exp.config.freeze import read_overrides
+from exp.config.plain_tree import are_same
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
@@ -216,7 +217,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
     """The keys at or below these names that have another value, the first few of them by name; empty: none."""
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
-    other = [key for key in keys if saved.get(key) != now.get(key)]
+    other = [key for key in keys if not are_same(saved.get(key), now.get(key))]
     told = [f"{key} was {saved.get(key, 'not there')} and is {now.get(key, 'not there')}" for key in other[:SHOWN]]
     return "; ".join(told) + (f", and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
 
@@ -253,7 +254,7 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Every dotted key of two configs whose value is another now: what it was, and what it is; None: not there."""
     was, found = _leaves(_whole(before), ""), _leaves(_whole(now), "")
-    keys = [key for key in {**was, **found} if was.get(key) != found.get(key)]
+    keys = [key for key in {**was, **found} if not are_same(was.get(key), found.get(key))]
     return {key: (was.get(key), found.get(key)) for key in keys}
 
 

@@ -17,6 +17,7 @@ import logging
 import math
 import pickle
 import re
+import sys
 import traceback
 import warnings
 from collections import Counter
@@ -72,7 +73,7 @@ HYDRA_ERRORS = (
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
-# A longer range would fill the memory before the sweep is refused as too large.
+# A longer range, listed, would fill the memory before the sweep is refused as too large.
 MAX_NUMBERS = 1_000_000
 # What says where a file's values belong, in its first characters.
 HEADER = re.compile(r"#\s*@package\s")
@@ -513,24 +514,43 @@ class Numbers(ChoiceSweep):
     """The numbers of a range, in order."""
 
 
+@dataclass(frozen=True)
+class _Listed(Sequence[float]):
+    """The numbers `start + place * step`, exact, and listed only if there are at most MAX_NUMBERS."""
+
+    start: Fraction
+    step: Fraction
+    size: int
+    kind: type[int] | type[float]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+    def __iter__(self) -> Iterator[float]:
+        if self.size > MAX_NUMBERS:
+            raise ValueError(f"{self.size:,} numbers are more than {MAX_NUMBERS:,}")
+        return (self.kind(self.start + place * self.step) for place in range(self.size))
+
+
 def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
-    """Return the numbers `start + i * step` below `stop`, computed in decimals as they are typed.
+    """Return the numbers `start + i * step` before `stop`, computed in decimals as they are typed.
 
     Hydra adds the step in binary, so that its `range(0.01,0.05,0.01)` contains 0.05. Its `sort` of a range with
     `reverse` gives numbers that are not in the range. Listed numbers are sorted, shuffled and converted correctly.
 
-    Raises: ValueError if a number is infinite or nan, if the step is 0, or if there are more than MAX_NUMBERS.
+    Raises: ValueError if a number is infinite or nan, or if the step is 0.
     """
     if stop is None:
         start, stop = 0, start
     if not all(map(math.isfinite, (start, stop, step))) or step == 0:
         raise ValueError("a number is infinite or nan, or the step is 0")
     first, end, distance = (Fraction(repr(number)) for number in (start, stop, step))
-    count = max(0, math.ceil((end - first) / distance))
-    if count > MAX_NUMBERS:
-        raise ValueError(f"{count:,} numbers are more than {MAX_NUMBERS:,}")
-    number_of = int if all(isinstance(number, int) for number in (start, stop, step)) else float
-    return Numbers(list=[number_of(first + place * distance) for place in range(count)])
+    count = min(sys.maxsize, max(0, math.ceil((end - first) / distance)))
+    kind = int if all(isinstance(number, int) for number in (start, stop, step)) else float
+    return Numbers(list=cast("list[Any]", _Listed(first, distance, count, kind)))
 
 
 def _whole(*args: Any, **kwargs: Any) -> Any:

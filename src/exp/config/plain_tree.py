@@ -22,6 +22,20 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, path)
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two plain values are equal and of the same types.
+
+    1, 1.0 and true are different: a `trainer.limit_train_batches` of 1 is one batch, one of 1.0 is all batches.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
 # The names that lead to a value; a name may hold a dot, and be a number.
 KeyPath = tuple[Any, ...]
 
@@ -40,7 +54,7 @@ def changes(before: Any, after: Any, path: KeyPath = ()) -> dict[KeyPath, Any] |
         return found
     if isinstance(before, dict) or isinstance(after, dict):
         return None
-    return {} if before == after and type(before) is type(after) else {path: after}
+    return {} if are_same(before, after) else {path: after}
 
 
 def are_referred(paths: Iterable[KeyPath], raw: Any) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exp.config.plain_tree import are_same
 from exp.redaction import covered
 from exp.sweeps.run_records import RunRecord, read_part, read_run, text_of
 
@@ -111,13 +112,8 @@ def changed(first: Any, second: Any, key: str = "") -> Iterator[tuple[str, Any, 
         for name in dict.fromkeys([*first, *second]):
             inner = f"{key}.{name}" if key else str(name)
             yield from changed(first.get(name, ABSENT), second.get(name, ABSENT), inner)
-    elif _is_text(first) != _is_text(second) or shown(first, most=None) != shown(second, most=None):
+    elif not are_same(first, second):
         yield key, first, second
-
-
-def _is_text(value: Any) -> bool:
-    """`1` and "1" are not the same, though they look so."""
-    return isinstance(value, str) and value is not ABSENT
 
 
 def shown(value: Any, *, most: int | None = MOST_CHARACTERS) -> str:

@@ -76,11 +76,9 @@ class RunRecord:
 
 
 def text_of(value: object) -> str:
-    """A value as a reader of the YAML knows it, so that equal numbers are the same text."""
+    """Return a value as YAML has it: 1 and 1.0 are different texts, 1e-4 and 0.0001 are the same."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
     return str(value)
 
 

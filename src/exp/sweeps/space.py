@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.config.hydra_adapter import Loader, Numbers, parse_override, swept_texts, task_overrides
 from exp.config.overrides import read_swept
+from exp.config.plain_tree import are_same
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
@@ -247,11 +249,7 @@ def _texts_with(axis: Axis, wanted: Any) -> tuple[str, ...]:
         is_there = axis.is_integer and type(wanted) is int and axis.low <= wanted <= axis.high
         return (axis.text(wanted),) if is_there else ()
     parsed = ((text, parse_override(f"{axis.name}={text}").value()) for text in axis.texts)
-    return tuple(
-        text
-        for text, value in parsed
-        if (value == wanted and isinstance(value, bool) == isinstance(wanted, bool)) or text == wanted
-    )
+    return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
 
 
 def _domain_in_words(axis: Axis) -> str:
@@ -288,16 +286,14 @@ def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
 
 
 def _refuse_twice(line: Override, texts: Sequence[str]) -> None:
-    """Reject a list with a value that is in it twice, however it is written: the same job would run twice.
-
-    Raises: ConfigError.
-    """
+    """Raise ConfigError if a list has a value twice, however it is written: the same job would run twice."""
     first: dict[object, str] = {}
     for text in texts:
-        try:
-            value: object = float(text)
-        except ValueError:
-            value = text
+        value: object = text
+        for number in (int, float):
+            with contextlib.suppress(ValueError):
+                value = (number, number(text))
+                break
         if value in first:
             both = text if first[value] == text else f"{first[value]} and {text}"
             rest = ",".join(first.values())

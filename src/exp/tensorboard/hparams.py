@@ -21,6 +21,8 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
+from exp.spelling import show
+
 # Those of tensorboard.plugins.hparams.metadata, whose import takes longer than the sweep's own; a test compares them.
 PLUGIN = "hparams"
 EXPERIMENT_TAG = "_hparams_/experiment"
@@ -35,8 +37,6 @@ OF_SWEEP = ".sweep"
 LEVELS = 4
 # Of a record: its length and that length's checksum; behind its content another checksum.
 _HEADER, _CHECKSUM = struct.Struct("<QI"), 4
-
-Hyperparameter = bool | int | float | str
 
 _STATUS = {
     "completed": api_pb2.STATUS_SUCCESS,
@@ -60,7 +60,7 @@ def declaration(
 ) -> api_pb2.Experiment:
     """Which columns there are.
 
-    params: values of each dotted key, by which its kind is known; one that is no bool, number or text becomes text.
+    params: values of each dotted key. Keys with values of several types have text, so that 1 and 1.0 are different.
     metrics: tags of scalars, `loss/val`. domains: of the keys that a sweep goes over, which are shown first.
     """
     found = api_pb2.Experiment(
@@ -69,8 +69,10 @@ def declaration(
     )
     for key, values in params.items():
         domain = (domains or {}).get(key)
-        shown = [_plain(value) for value in (values if domain is None or domain.values is None else domain.values)]
-        info = found.hparam_infos.add(name=key, type=_data_type(shown), differs=domain is not None)
+        listed = list(values if domain is None or domain.values is None else domain.values)
+        kind = _data_type(listed)
+        shown = [_text(value) for value in listed] if kind == api_pb2.DATA_TYPE_STRING else listed
+        info = found.hparam_infos.add(name=key, type=kind, differs=domain is not None)
         if domain is not None and domain.values is None:
             info.domain_interval.min_value, info.domain_interval.max_value = domain.low, domain.high
         elif domain is not None:
@@ -133,14 +135,14 @@ def start_summaries(
     if declared is None or not params.keys() <= {info.name for info in declared.hparam_infos}:
         declared = declaration({key: [value] for key, value in params.items()}, metrics)
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    kinds = {info.name: info.type for info in declared.hparam_infos}
     for key, value in params.items():
-        plain = _plain(value)
-        if isinstance(plain, bool):
-            start.hparams[key].bool_value = plain
-        elif isinstance(plain, int | float):
-            start.hparams[key].number_value = plain
+        if kinds[key] == api_pb2.DATA_TYPE_STRING or not isinstance(value, bool | int | float):
+            start.hparams[key].string_value = _text(value)
+        elif isinstance(value, bool):
+            start.hparams[key].bool_value = value
         else:
-            start.hparams[key].string_value = plain
+            start.hparams[key].number_value = value
     return [
         _experiment(declared),
         _summary(START_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start)),
@@ -177,15 +179,16 @@ def has_begun(directory: Path) -> bool:
     return any(not path.name.endswith(UNFINISHED) for path in directory.glob(EVENTS))
 
 
-def _plain(value: object) -> Hyperparameter:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else show(value)
 
 
-def _data_type(values: Sequence[Hyperparameter]) -> int:
-    """Of values of several kinds, text."""
-    if values and all(isinstance(value, bool) for value in values):
+def _data_type(values: Sequence[object]) -> int:
+    """Return the type of a column: text for values of several types, and for equal numbers of different types."""
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
         return int(api_pb2.DATA_TYPE_BOOL)
-    if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if kinds and kinds <= {int, float} and len(set(values)) == len({(type(value), value) for value in values}):
         return int(api_pb2.DATA_TYPE_FLOAT64)
     return int(api_pb2.DATA_TYPE_STRING)
 

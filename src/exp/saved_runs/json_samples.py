@@ -13,6 +13,9 @@ from exp.errors import ExpError
 from exp.saved_runs.onnx_file import Description, OnnxModel, Port
 from exp.spelling import among, did_you_mean, show
 
+# The axes that an array of NumPy may have.
+MOST_AXES = 64
+
 
 class BadRequest(ExpError):
     """A request that no model could answer; the message says what is there and what must be."""
@@ -128,11 +131,13 @@ def _fits(value: object, kind: str) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
-def _shape_of(given: object, name: str) -> tuple[int, ...]:
-    """Raises: BadRequest for lists of unequal length."""
+def _shape_of(given: object, name: str, depth: int = 0) -> tuple[int, ...]:
+    """Return the lengths of nested lists. Raises: BadRequest for unequal lengths and for more than MOST_AXES levels."""
     if not isinstance(given, list):
         return ()
-    inner = {_shape_of(one, name) for one in given}
+    if depth == MOST_AXES:
+        raise BadRequest(f"{name} is nested too deeply; expected at most {MOST_AXES} levels of lists")
+    inner = {_shape_of(one, name, depth + 1) for one in given}
     if len(inner) > 1:
         lengths = ", ".join(sorted(str(list(one)) for one in inner)[:3])
         raise BadRequest(f"{name} has parts of different shapes, {lengths}; expected lists of one length")

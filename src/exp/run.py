@@ -33,6 +33,7 @@ from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, take_d
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpoint import read_checkpoint
+from exp.engine.checkpointing import note_metrics
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.forward import forward_by_name
@@ -299,6 +300,9 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
     elif plain["test"]:
         weights = _best_weights(decided, parts) if plain["train"] else start
         trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+        best = parts.checkpointing.best
+        if best is not None and weights == best["checkpoint"]:
+            note_metrics(best, parts.recording.latest, stage="test")
     return None
 
 

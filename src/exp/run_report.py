@@ -24,7 +24,7 @@ from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE, tell_not_written
-from exp.shared_types import compared_tag, parted
+from exp.shared_types import EPOCH_LOSS, STAGES, compared_tag, parted
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -51,8 +51,11 @@ Status = Literal["completed", "failed", "interrupted", "pruned"]
 class Report:
     """One run's result. The fields are the keys of report.json, a public contract.
 
-    metrics: tag to last value, such as {"accuracy/val": 0.98}; of a run that goes on, of the processes before, too.
-    best: {metric, value, step, checkpoint} of the best checkpoint; None where none was written.
+    metrics: tag to last value, such as {"accuracy/val": 0.98}. A resumed run has those of earlier processes, too.
+    best: {metric, value, step, checkpoint} of the best checkpoint; None if none was written.
+    best_metrics: the losses and metrics by tag of the weights in the best checkpoint. `loss/train` is the mean of its
+        epoch. Empty if there is no best checkpoint.
+    stage_steps: by stage, the optimizer step of the weights that its last values are of, such as {"train": 40}.
     steps: optimizer steps of the whole run, those before a resume included.
     wall_seconds: of the run itself, without the imports and the check before it.
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
@@ -67,6 +70,8 @@ class Report:
     directory: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     best: Mapping[str, Any] | None = None
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    stage_steps: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     epochs: int = 0
     wall_seconds: float = 0.0
@@ -169,15 +174,26 @@ def _command(overrides: Sequence[str]) -> str:
 
 def _progress(parts: Parts) -> dict[str, Any]:
     """How far a run came, read from the callbacks that kept count."""
-    trainer, best = parts.trainer, parts.checkpointing.best
+    trainer = parts.trainer
     steps = trainer.global_step
     return {
         "metrics": dict(parts.recording.latest),
-        "best": best,
+        **best_of(parts.checkpointing.best),
+        "stage_steps": dict(parts.recording.stage_steps),
         "steps": steps,
         "epochs": trainer.current_epoch,
         "step_ms": 1000.0 * parts.stopping.seconds / steps if steps else None,
         "peak_memory_mib": _peak_memory_mib(),
+    }
+
+
+def best_of(best: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of a report that describe the best checkpoint."""
+    if best is None:
+        return {}
+    return {
+        "best": {key: best[key] for key in ("metric", "value", "step", "checkpoint")},
+        "best_metrics": dict(best["metrics"]),
     }
 
 
@@ -234,6 +250,8 @@ def parsed_report(text: str) -> Report:
     """
     plain = json.loads(text)
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
+    # Older reports have no metrics of the best checkpoint.
+    plain["best_metrics"] = {tag: float(value) for tag, value in plain.get("best_metrics", {}).items()}
     plain["tags"] = tuple(plain["tags"])
     plain["not_written"] = tuple(plain.get("not_written", ()))  # which an older one has not
     report = Report(**plain)
@@ -442,13 +460,14 @@ def as_markdown(report: Report) -> str:
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
     if report.error:
         lines += ["", f"**{report.error['type']}**", "", "```", report.error["message"], "```"]
-    rows = _by_stage(report)
+    rows = _results(report)
     if rows:
-        stages = [stage for stage in ("train", "val", "test") if any(stage in values for values in rows.values())]
-        lines += ["", f"| metric | {' | '.join(stages)} |", f"|---|{'---:|' * len(stages)}"]
+        stages = [stage for stage in STAGES if any(stage in row.values for row in rows)]
+        lines += ["", f"| weights | metric | {' | '.join(stages)} |", f"|---|---|{'---:|' * len(stages)}"]
         lines += [
-            f"| {name} | {' | '.join(f'{values[stage]:.4g}' if stage in values else '' for stage in stages)} |"
-            for name, values in rows.items()
+            f"| {row.weights} | {row.metric} | "
+            f"{' | '.join(f'{row.values[stage]:.4g}' if stage in row.values else '' for stage in stages)} |"
+            for row in rows
         ]
     changed = report.command.partition("exp.train")[2].strip()
     lines += ["", f"Changed from the defaults: `{changed}`" if changed else "Nothing was changed from the defaults."]
@@ -473,11 +492,17 @@ def print_report(report: Report) -> None:
     waited = waited_seconds()
     whole = report.wall_seconds if waited is None else waited
     table = Table(title=f"{report.status} in {whole:.1f} s", title_justify="left")
-    table.add_column("metric")
-    for stage in ("train", "val", "test"):
+    for name in ("weights", "metric"):
+        table.add_column(name)
+    for stage in STAGES:
         table.add_column(stage, justify="right")
-    for name, values in _by_stage(report).items():
-        table.add_row(name, *(f"{values[stage]:.4f}" if stage in values else "" for stage in ("train", "val", "test")))
+    shown = ""
+    for row in _results(report):
+        if row.weights != shown:
+            table.add_section()
+        values = (f"{row.values[stage]:.4f}" if stage in row.values else "" for stage in STAGES)
+        table.add_row("" if row.weights == shown else row.weights, row.metric, *values)
+        shown = row.weights
     console.print(table)
     facts = [("time", "" if waited is None else f"{whole:.1f} s, of which the run took {report.wall_seconds:.1f} s")]
     facts += _facts(report)
@@ -488,14 +513,41 @@ def print_report(report: Report) -> None:
             console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
 
 
-def _by_stage(report: Report) -> dict[str, dict[str, float]]:
-    """The last value of each metric by name and stage."""
+@dataclass(frozen=True)
+class _Result:
+    """One metric of one set of weights, such as `best, step 18`, by stage."""
+
+    weights: str
+    metric: str
+    values: Mapping[str, float]
+
+
+def _results(report: Report) -> list[_Result]:
+    """Return the metrics of the best weights, then those of the last ones; `loss/train` is the mean of an epoch."""
+    last = dict(report.metrics)
+    last.pop("loss/train", None)
+    if EPOCH_LOSS in last:
+        last["loss/train"] = last.pop(EPOCH_LOSS)
+    if not report.steps:
+        return _by_stage("as loaded", last)
+    # The test stage evaluates the best weights, and the last validation may be of an earlier step.
+    steps = report.stage_steps
+    last = {tag: value for tag, value in last.items() if not steps or steps.get(parted(tag)[1]) == report.steps}
+    if report.best is None or not report.best_metrics:
+        return _by_stage(f"last, step {report.steps}", last)
+    step = report.best["step"]
+    if step == report.steps:
+        return _by_stage(f"best and last, step {step}", {**last, **report.best_metrics})
+    return [*_by_stage(f"best, step {step}", report.best_metrics), *_by_stage(f"last, step {report.steps}", last)]
+
+
+def _by_stage(weights: str, metrics: Mapping[str, float]) -> list[_Result]:
     rows: dict[str, dict[str, float]] = {}
-    for tag, value in report.metrics.items():
+    for tag, value in metrics.items():
         name, stage = parted(tag)
         if stage:
             rows.setdefault(name, {})[stage] = value
-    return dict(sorted(rows.items()))
+    return [_Result(weights, name, values) for name, values in sorted(rows.items())]
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

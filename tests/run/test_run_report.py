@@ -1,12 +1,20 @@
-"""report.json is valid JSON, and read_report returns what was written."""
+"""report.json is valid JSON, read_report returns what was written, and results are those of one set of weights."""
 
 import json
 import math
 
 import pytest
+import torch
 
+import exp
+from exp.check.stages import compose
 from exp.errors import RunError
-from exp.run_report import Report, as_markdown, read_report, write_report
+from exp.run import fit
+from exp.run_report import Report, as_markdown, print_report, read_report, write_report
+
+# The learning rate grows 30 times in each epoch, so that the last epochs are worse than the first ones.
+GROWING = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
+OVERFITTED = ("model=mlp", GROWING, "precision=fp64", "hooks=[]", "logger=[]", "data.batch_size=128")
 
 
 def a_report(directory, **changed):
@@ -49,3 +57,90 @@ def test_markdown_names_the_error_and_the_metrics(tmp_path):
 def test_a_directory_without_a_report_is_an_error(tmp_path):
     with pytest.raises(RunError, match=r"report\.json is not there"):
         read_report(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def overfitted(tmp_path_factory):
+    """A run whose best weights are not its last ones."""
+    directory = tmp_path_factory.mktemp("overfitted")
+    found = fit(compose([*OVERFITTED, "trainer.max_epochs=4", f"hydra.run.dir={directory}"]))
+    assert found.best["step"] < found.steps
+    return found
+
+
+def evaluated(directory, weights, part):
+    """Return loss and accuracy of saved weights on a part of the data, computed by hand."""
+    run = exp.load(directory)
+    samples = run.data.part(part)
+    inputs, targets = map(torch.stack, zip(*(samples[index] for index in range(len(samples))), strict=True))
+    with torch.no_grad():
+        scores = run.network(weights)(inputs.to(torch.float64))
+    loss = torch.nn.functional.cross_entropy(scores, targets)
+    return {"loss": loss.item(), "accuracy": (scores.argmax(-1) == targets).double().mean().item()}
+
+
+def test_results_are_those_of_the_saved_weights(overfitted):
+    for part, weights, metrics in (
+        ("val", "best", overfitted.best_metrics),
+        ("test", "best", overfitted.best_metrics),
+        ("val", "last", overfitted.metrics),
+    ):
+        for name, value in evaluated(overfitted.directory, weights, part).items():
+            assert metrics[f"{name}/{part}"] == pytest.approx(value, abs=1e-6), (name, part, weights)
+    assert overfitted.best_metrics["loss/val"] == overfitted.best["value"]
+    assert read_report(overfitted.directory).best_metrics == overfitted.best_metrics
+
+
+def test_a_resumed_run_keeps_the_metrics_of_its_best(overfitted, tmp_path):
+    """The best is found before the stop, within an epoch that the resumed run completes."""
+    settings = [*OVERFITTED, "trainer.max_epochs=4"]
+    stop = overfitted.best["step"]
+    first = fit(compose([*settings, f"trainer.max_steps={stop}", f"hydra.run.dir={tmp_path / 'first'}"]))
+    last = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    assert first.best_metrics.keys() == overfitted.best_metrics.keys()
+    again = fit(compose([*settings, f"resume='{last}'", f"hydra.run.dir={tmp_path / 'second'}"]))
+    assert again.best_metrics == pytest.approx(overfitted.best_metrics, rel=1e-12)
+
+
+def rows(report, capsys):
+    print_report(report)
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    return [[weights, metric, *values] for weights, metric, *values in cells]
+
+
+BEST = {"metric": "loss/val", "value": 0.25, "step": 3, "checkpoint": "best.ckpt"}
+LAST_METRICS = {"loss/train": 9.0, "loss/train_epoch": 0.6, "loss/val": 0.5, "loss/test": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (  # the test stage evaluated the best weights
+            {"stage_steps": {"train": 8, "val": 8, "test": 3}},
+            [["best, step 3", "loss", "1.0000", "0.2500", "0.7500"], ["last, step 8", "loss", "0.6000", "0.5000", ""]],
+        ),
+        (  # the last validation was before the last step
+            {"stage_steps": {"train": 8, "val": 6, "test": 3}},
+            [["best, step 3", "loss", "1.0000", "0.2500", "0.7500"], ["last, step 8", "loss", "0.6000", "", ""]],
+        ),
+        (
+            {"stage_steps": {"train": 3, "val": 3, "test": 3}, "steps": 3},
+            [["best and last, step 3", "loss", "1.0000", "0.2500", "0.7500"]],
+        ),
+        (
+            {"stage_steps": {"train": 8, "val": 8, "test": 8}, "best": None, "best_metrics": {}},
+            [["last, step 8", "loss", "0.6000", "0.5000", "0.7500"]],
+        ),
+        (
+            {"steps": 0, "best": None, "best_metrics": {}, "metrics": {"loss/test": 0.75}, "stage_steps": {"test": 3}},
+            [["as loaded", "loss", "", "", "0.7500"]],
+        ),
+    ],
+)
+def test_each_row_of_results_is_of_one_set_of_weights(changed, expected, tmp_path, capsys):
+    best = {"loss/train": 1.0, "loss/val": 0.25, "loss/test": 0.75}
+    report = a_report(tmp_path, **{"metrics": LAST_METRICS, "best": BEST, "best_metrics": best, "steps": 8} | changed)
+    assert rows(report, capsys) == expected
+    text = as_markdown(report)
+    assert all(f"| {row[0]} | loss |" in text for row in expected)

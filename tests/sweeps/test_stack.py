@@ -178,8 +178,9 @@ def test_a_member_leaves_the_files_of_a_single_run():
         assert read_report(one.directory) == replace(one, not_written=())
         first, second = (json.loads((d / "report.json").read_text()) for d in directories)
         assert first.keys() == second.keys()
-        for key in first.keys() - {*TIMES, "metrics", "best"}:
+        for key in first.keys() - {*TIMES, "metrics", "best", "best_metrics"}:
             assert first[key] == second[key], key
+        assert first["best_metrics"] == pytest.approx(second["best_metrics"], rel=1e-6)
         assert "completed" in (directories[0] / "report.md").read_text()
         assert "trained in a stack of 2 jobs" in (directories[0] / "train.log").read_text()
 

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +31,14 @@ from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
-from exp.shared_types import EPOCH_LOSS, Batch, Mode
+from exp.shared_types import EPOCH_LOSS, Batch, Mode, Stage, parted
 from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
 
 POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_config"
+# What a checkpoint keeps of the best.
+BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
 # Of a best.ckpt whose state_dict is what was scored, and whose run had other weights when it was written.
 SCORED = "exp_scored"
 
@@ -78,6 +81,8 @@ class Checkpointing(Callback):
         super().__init__()
         self._is_compared = is_compared
         self._has_validated = False
+        # The optimizer step of the last validation.
+        self._validated_at: int | None = None
         self._earlier: Tensor | None = None
         # Which checkpoint is good, in words.
         self.saved = "no checkpoint was saved before it"
@@ -308,7 +313,7 @@ class Checkpointing(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._has_validated = True
+            self._has_validated, self._validated_at = True, trainer.global_step
             # Lightning keeps the value of the last step under the name of a whole epoch's, as the object that it was.
             found = trainer.callback_metrics.get(str(self.monitor))
             if self._is_compared == "given" and found is not None and found is not self._earlier:
@@ -322,6 +327,8 @@ class Checkpointing(Callback):
             self._is_compared = "train"
         if self.watches_training:
             self._compare(trainer, stage="train")
+        if self.best is not None and self.best["epoch"] == trainer.current_epoch:
+            note_metrics(self.best, trainer.callback_metrics, stage="train")
 
     @property
     def watches_training(self) -> bool:
@@ -350,7 +357,11 @@ class Checkpointing(Callback):
                 "value": value,
                 "step": trainer.global_step,
                 "checkpoint": str(self.best_path),
+                "epoch": trainer.current_epoch,
+                "metrics": {},
             }
+            if self._validated_at == trainer.global_step:
+                note_metrics(self.best, trainer.callback_metrics, stage="val")
             self._is_better = True
         if self.keep > 1:
             entry = {"value": value, "step": trainer.global_step}
@@ -412,7 +423,7 @@ class Checkpointing(Callback):
             return  # a callback of the user's saves: good to evaluate, not to go on from
         checkpoint[POSITION] = dataclasses.asdict(self._position)
         # Without the path: one that comes out of a file is not followed.
-        checkpoint[BEST] = self.best and {key: self.best[key] for key in ("metric", "value", "step")}
+        checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         checkpoint[KEPT] = [dict(entry) for entry in self.kept]
         if self.config is not None:
             checkpoint[CONFIG] = self.config
@@ -446,7 +457,7 @@ class Checkpointing(Callback):
         self._tell(trainer, f"{trainer.ckpt_path} is of step {position.step}, and good")
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
-            self.best = {**found, "checkpoint": str(self.best_path)}
+            self.best = restored_best(found, self.best_path)
             self.kept = checkpoint.get(KEPT, [])[: self.keep]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -481,6 +492,16 @@ class BeforeTheEnd(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpointing.on_train_end(trainer, pl_module)
+
+
+def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:
+    """Add a stage's loss and metrics to those of the best weights."""
+    best["metrics"] |= {tag: float(value) for tag, value in values.items() if parted(tag)[1] == stage}
+
+
+def restored_best(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the best that a checkpoint describes; older checkpoints have no metrics of it."""
+    return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
 
 
 def _unpruned(state: State) -> State:

@@ -58,6 +58,8 @@ class OwnRecording(StepRecording):
         super().__init__(hooks=hooks, directory=directory)
         self._chooses_threads = chooses_threads
         self._has_told_nothing = False
+        # The optimizer step of the weights that a test loaded.
+        self._loaded_step: int | None = None
         self._module = module
         self._values: Found | None = None
         self._size = 0
@@ -183,6 +185,7 @@ class OwnRecording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         self._keep(trainer)
+        self.stage_steps["train"] = trainer.global_step
         seen = self._module.batches_seen
         is_automatic = pl_module.automatic_optimization
         if seen and is_automatic and not self._module.losses_seen and not self._has_told_nothing:
@@ -225,6 +228,7 @@ class OwnRecording(StepRecording):
         values, panels = on_host_values(self._step_hooks.finish(stage, trainer))
         if not trainer.sanity_checking:
             self._write_stage(stage, values, panels)
+            self.stage_steps[stage] = trainer.global_step if self._loaded_step is None else self._loaded_step
 
     def _keep(self, trainer: Trainer) -> None:
         """Keep what was given to self.log for the report."""
@@ -241,6 +245,7 @@ class OwnRecording(StepRecording):
         checkpoint[STATE] = {"index": self._index}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        self._loaded_step = None if trainer.state.fn == "fit" else checkpoint["global_step"]
         if STATE in checkpoint:
             self._index = checkpoint[STATE]["index"]
         if trainer.state.fn == "fit" and LATEST in checkpoint:

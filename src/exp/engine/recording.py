@@ -66,8 +66,10 @@ class StepRecording(Callback):
             vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
         self._buffer = StepBuffer()
         self._index = self._first = 0
-        # The optimizer step at which each stage was written last.
+        # The index at which each stage was written last.
         self._stages: dict[Stage, int] = {}
+        # The optimizer step of the weights that each stage's last values are of.
+        self.stage_steps: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
 
@@ -148,7 +150,7 @@ class StepRecording(Callback):
     def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
         """Write what a stage gave, once an optimizer step: with the same weights a second validation gives the same."""
         if (values or panels) and self._stages.get(stage) != self._index:
-            self._stages[stage] = self._index
+            self._stages[stage] = self.stage_steps[stage] = self._index
             self._write(values, self._index, panels)
 
 

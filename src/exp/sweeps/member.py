@@ -34,7 +34,7 @@ from exp.engine.checkpoint import (
     on_host,
     read_checkpoint,
 )
-from exp.engine.checkpointing import BEST, CONFIG, KEPT, POSITION
+from exp.engine.checkpointing import BEST, BEST_KEYS, CONFIG, KEPT, POSITION, note_metrics, restored_best
 from exp.engine.module import TRAIN_LOSSES
 from exp.engine.non_finite import CURES, Kinds, broken_entries
 from exp.engine.progress import Position
@@ -46,7 +46,7 @@ from exp.files import holding
 from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
-from exp.run_report import Ongoing, Report, Status, write_report
+from exp.run_report import Ongoing, Report, Status, best_of, write_report
 from exp.shared_types import EPOCH_LOSS, Stage
 from exp.spelling import among
 
@@ -101,6 +101,8 @@ class Member:
         self.latest: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
+        # The optimizer step of the last validation.
+        self.validated_at: int | None = None
         self.epoch_sum, self.epoch_size, self.epoch_has_loss = 0.0, 0, False
         self.train_values: EpochValues | None = None
         self.rates: list[float] | None = None
@@ -243,6 +245,9 @@ class Member:
         if best is None or (value < best if mode == "min" else value > best):
             path = str(self.checkpoints / "best.ckpt")
             self.best = {"metric": self.monitor, "value": value, "step": self.step, "checkpoint": path}
+            self.best |= {"epoch": self.epochs, "metrics": {}}
+            if self.validated_at == self.step:
+                note_metrics(self.best, self.metrics, stage="val")
             self._is_better = True
 
     # --- a search ---
@@ -310,7 +315,7 @@ class Member:
             LATEST: dict(self.latest),
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self.epoch_sum, "epoch_size": self.epoch_size},
             POSITION: dataclasses.asdict(position),
-            BEST: self.best and {key: self.best[key] for key in ("metric", "value", "step")},
+            BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
             KEPT: [],
             CONFIG: self.text,
             SECONDS: self.seconds,
@@ -368,11 +373,11 @@ class Member:
         path = self.checkpoints / "best.ckpt"
         if found is not None and found["metric"] == self.monitor:
             if path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]:
-                self.best = {**found, "checkpoint": str(path)}
+                self.best = restored_best(found, path)
             elif found["step"] == self.step:
                 # A kill has kept the last from being copied.
                 copy_checkpoint(self.checkpoints / "last.ckpt", path)
-                self.best = {**found, "checkpoint": str(path)}
+                self.best = restored_best(found, path)
             else:
                 line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
                 self.say(line, level=logging.WARNING)
@@ -406,7 +411,8 @@ class Member:
         return dataclasses.replace(
             ended,
             metrics=dict(self.latest),
-            best=self.best,
+            **best_of(self.best),
+            stage_steps=dict(self._stages),
             steps=self.step,
             epochs=self.epochs,
             step_ms=1000.0 * self.seconds / self.step if self.step else None,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from exp.errors import RunError
-from exp.shared_types import Mode, compared_tag
+from exp.shared_types import Mode, compared_tag, parted
 from exp.spelling import among, did_you_mean
 from exp.sweeps.analysis import numbers, spans_decades
 from exp.sweeps.ledger import SETTINGS
@@ -290,13 +290,14 @@ def _objectives(
 
 
 def _objective(records: Sequence[RunRecord], tag: str, mode: Mode) -> Objective:
-    """As a search sees it: the best of the monitored tag, the last of any other."""
+    """Return a tag as a search sees it: of the best weights, or its last value if it is no stage's metric."""
     is_best = all(record.monitor in (tag, None) for record in records)
     values = [
         (record.value if is_best else record.metrics.get(tag, math.nan)) if record.status == "completed" else math.nan
         for record in records
     ]
-    return Objective(name=f"{tag} ({'best' if is_best else 'last'})", mode=mode, values=values)
+    of = "best" if is_best else "at the best step" if parted(tag)[1] else "last"
+    return Objective(name=f"{tag} ({of})", mode=mode, values=values)
 
 
 def _log_keys(records: Sequence[RunRecord]) -> frozenset[str]:

@@ -284,7 +284,7 @@ def _facts(path: Path) -> dict[str, Any]:
         "status": str(report.status),
         "value": report.monitored,
         "step": None if report.best is None else int(report.best["step"]),
-        "metrics": dict(report.metrics),
+        "metrics": {**report.metrics, **report.best_metrics},
         "seconds": float(report.wall_seconds),
         "peak_memory_mib": None if peak is None else float(peak),
         "error": covered(next(iter(error.strip().splitlines()), "")),

@@ -39,7 +39,7 @@ from exp.construct import (
 from exp.data.in_memory import EpochDependent, IndexedLoader
 from exp.data.loader import GlobalBatches, ShareSampler
 from exp.engine.checkpoint import AtomicCheckpointIO, State, read_checkpoint
-from exp.engine.checkpointing import POSITION
+from exp.engine.checkpointing import POSITION, note_metrics
 from exp.engine.datamodule import RunData
 from exp.engine.forward import forward_by_name
 from exp.engine.module import TrainingModule
@@ -471,6 +471,8 @@ class Stack:
             return
         member.write_stage(stage, values, member.step)
         member.metrics.update(values)
+        if stage == "val":
+            member.validated_at = member.step
 
     def _end_train_epoch(self, member: Member) -> None:
         metrics: dict[str, float] = {}
@@ -487,6 +489,8 @@ class Stack:
         member.metrics.update(metrics)
         if member.watches_training:
             self._try(member, member.compare)
+        if member.best is not None and member.best["epoch"] == member.epochs:
+            note_metrics(member.best, member.metrics, stage="train")
 
     def _end_fit(self) -> Iterator[Outcome]:
         """Save the last state of each member, and its best."""
@@ -775,7 +779,10 @@ class Stack:
                 self._take_best(member)
         found = self._evaluate("test")
         for member, values in zip(self._members, found, strict=True):
-            step = member.step if member.best is None else member.best["step"]
+            step = member.step
+            if member.best is not None:
+                step = member.best["step"]
+                note_metrics(member.best, values, stage="test")
             member.write_stage("test", values, step)
 
     def _take_best(self, member: Member) -> None:

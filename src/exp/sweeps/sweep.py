@@ -638,7 +638,7 @@ class Sweep:
             self._row(job, status=report.status),
             value=report.monitored if report.status in FINISHED else math.nan,
             step=None if report.best is None else report.best["step"],
-            metrics=report.metrics,
+            metrics={**report.metrics, **report.best_metrics},
             peak_memory_mib=report.peak_memory_mib,
             directory=os.path.relpath(report.directory, self.directory),
             error=error[0] if error else "",

@@ -24,7 +24,7 @@ from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
 from exp.output import NO_SPACE, tell_not_written
-from exp.shared_types import EPOCH_LOSS, STAGES, compared_tag, parted
+from exp.shared_types import EPOCH_LOSS, STAGES, best_scalars, compared_tag, parted
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -177,7 +177,7 @@ def _progress(parts: Parts) -> dict[str, Any]:
     trainer = parts.trainer
     steps = trainer.global_step
     return {
-        "metrics": dict(parts.recording.latest),
+        "metrics": {**parts.recording.latest, **best_scalars(parts.checkpointing.best)},
         **best_of(parts.checkpointing.best),
         "stage_steps": dict(parts.recording.stage_steps),
         "steps": steps,

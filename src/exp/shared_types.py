@@ -24,6 +24,8 @@ Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"
 Pruner = Literal["none", "median", "asha", "hyperband"]
 # The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
 EPOCH_LOSS = "loss/train_epoch"
+# The tags of the best value of `monitor`, and of its optimizer step.
+BEST_VALUE, BEST_STEP = "monitor/best", "monitor/best_step"
 # What samples may be, by torch's names without `torch.`.
 SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
@@ -59,6 +61,11 @@ def parted(tag: str) -> tuple[str, str]:
 def compared_tag(monitor: str) -> str:
     """The tag whose values a monitor compares."""
     return EPOCH_LOSS if monitor == "loss/train" else monitor
+
+
+def best_scalars(best: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the best value and its step by tag: the HParams page shows the last point of a tag."""
+    return {} if best is None else {BEST_VALUE: float(best["value"]), BEST_STEP: float(best["step"])}
 
 
 def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:

@@ -398,10 +398,17 @@ class Expected:
             self.state.validated = loss
         return place + count
 
-    def best_step(self) -> int:
+    def best_points(self) -> Points:
+        """Return each best value when it was found, and its step."""
         monitor = {"loss/train": "loss/train_epoch"}.get(self.settings["monitor"], self.settings["monitor"])
-        values = {step: value for step, value in self.points.get(monitor, {}).items() if math.isfinite(value)}
-        return min(values, key=lambda step: (values[step], step)) if values else self.index
+        best: dict[int, float] = {}
+        for step, value in sorted(self.points.get(monitor, {}).items()):
+            if math.isfinite(value) and value < min(best.values(), default=math.inf):
+                best[step] = value
+        return {"monitor/best": best, "monitor/best_step": {step: float(step) for step in best}}
+
+    def best_step(self) -> int:
+        return max(self.best_points()["monitor/best"], default=self.index)
 
     def add_terms(self, stage: str, means: dict[str, float], index: int) -> None:
         if len(self.terms) > 1:
@@ -471,6 +478,7 @@ def assert_tags_are_as_computed(seed: int, place: Path) -> None:
     settings = random_settings(seed)
     directory, expected = expected_points(settings, place)
     shown, computed = logged(directory), {tag: points for tag, points in expected.points.items() if points}
+    computed |= {tag: points for tag, points in expected.best_points().items() if points}
     assert shown.keys() == computed.keys(), seed
     is_double = settings["word"] == "fp64"
     for tag, values in computed.items():

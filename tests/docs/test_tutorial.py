@@ -107,7 +107,9 @@ def test_the_first_examples_of_readme(number: int, tmp_path: Path, commands: Any
         re.search(r"│ accuracy │ +│ \S+ │ (\S+) │$", README, re.MULTILINE)[1],
         re.search(r"accuracy on the test part (\d\.\d+)", README)[1],
     ][number]
-    assert report(tmp_path / "outputs" / "first")["best_metrics"]["accuracy/test"] == pytest.approx(float(told), abs=0.02)
+    assert report(tmp_path / "outputs" / "first")["best_metrics"]["accuracy/test"] == pytest.approx(
+        float(told), abs=0.02
+    )
     if number == 0:
         for line in re.findall(r"^    (best|results|dashboard)  ", README, re.MULTILINE):
             assert re.search(rf"^{line}  ", done.stdout, re.MULTILINE)

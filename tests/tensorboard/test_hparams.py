@@ -14,7 +14,9 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups, metadata
 from tensorboard.plugins.hparams.backend_context import Context
 
+from exp.check.stages import compose
 from exp.dashboard import runs_below
+from exp.run import fit
 from exp.sweeps.space import Axis
 from exp.tensorboard import hparams
 from exp.tensorboard.hparams import Domain, declaration, declare, declared_above, write_bad_end
@@ -145,6 +147,20 @@ def test_a_killed_job_failed_until_it_completes(tmp_path):
     assert status(page(tmp_path)[1]["0"]) == "SUCCESS"
 
 
+def test_the_first_columns_are_the_best_value_and_its_step(tmp_path):
+    """The learning rate grows 30 times in each epoch, so that the last value is not the best one."""
+    growing = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
+    words = ("+hooks=samples", "+hooks=confusion", "trainer.max_epochs=3", "data.batch_size=256", "model=mlp")
+    report = fit(compose([growing, *words, f"hydra.run.dir={tmp_path / '0'}"]))
+    columns, jobs = page(tmp_path)
+    assert [info.name.tag for info in columns.metric_infos][:3] == ["monitor/best", "monitor/best_step", "loss/val"]
+    shown = metrics(jobs["0"])
+    assert shown["monitor/best"] == pytest.approx(report.best["value"], rel=1e-6)
+    assert shown["monitor/best_step"] == report.best["step"]
+    assert shown["loss/val"] > 2 * shown["monitor/best"]
+    assert values(jobs["0"])["hooks"] == "samples, confusion"
+
+
 @pytest.mark.slow
 def test_the_page_of_a_grid(commands, tmp_path):
     shutil.copy(ENDS, tmp_path)
@@ -156,14 +172,17 @@ def test_the_page_of_a_grid(commands, tmp_path):
     columns, jobs = page(tmp_path / "outputs" / "s")
     assert domains(columns) == {"callbacks.ends.how": ["well", "raises", "killed"], "optimizer.lr": [0.001, 0.01]}
     assert [info.name for info in columns.hparam_infos][:2] == ["callbacks.ends.how", "optimizer.lr"]
-    assert [info.name.tag for info in columns.metric_infos] == ["loss/val", "accuracy/val", "accuracy/test"]
+    assert [info.name.tag for info in columns.metric_infos] == [
+        "monitor/best", "monitor/best_step", "loss/val", "accuracy/val", "accuracy/test",
+    ]  # fmt: skip
     assert sorted(jobs) == ["0", "1", "2", "3", "4", "5"]
     for number, group in enumerate(jobs[str(number)] for number in range(6)):
         how = ("well", "raises", "killed")[number // 2]
         assert values(group)["callbacks.ends.how"] == how
         assert values(group)["optimizer.lr"] == (0.001, 0.01)[number % 2]
         assert status(group) == ("SUCCESS" if how == "well" else "FAILURE")
-        assert set(metrics(group)) == ({"loss/val", "accuracy/val", "accuracy/test"} if how == "well" else set())
+        expected = {"monitor/best", "monitor/best_step", "loss/val", "accuracy/val", "accuracy/test"}
+        assert set(metrics(group)) == (expected if how == "well" else set())
 
 
 @pytest.mark.slow

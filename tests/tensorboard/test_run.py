@@ -19,7 +19,7 @@ TAGS = sorted([
     "gradients/norm/total", "gradients/update_ratio/total",
     "loss/test", "loss/train", "loss/train_epoch", "loss/val",
     "memory/activations_mib", "memory/gradients_mib", "memory/optimizer_mib", "memory/parameters_mib",
-    "optimizer/lr/default",
+    "monitor/best", "monitor/best_step", "optimizer/lr/default",
     "throughput/samples_per_second", "throughput/step_ms",
 ])  # fmt: skip
 

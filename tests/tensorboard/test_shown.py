@@ -143,6 +143,12 @@ def by_hand(dumps: list[dict[str, Any]], settings: dict[str, Any], *, tested: in
         add(f"loss/{stage}", index, loss(batches))
         if stage in settings["metric_stages"]:
             add(f"accuracy/{stage}", index, accuracy(batches))
+    best = math.inf
+    for index, value in sorted(found["loss/val"].items()):
+        if value < best:
+            best = value
+            add("monitor/best", index, value)
+            add("monitor/best_step", index, index)
     return found
 
 

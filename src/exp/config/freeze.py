@@ -32,7 +32,7 @@ from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
 from exp.redaction import covered
-from exp.shared_types import searched_tags
+from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 COMPOSITION = "_composition_"
 # In it, the keys at the top that are groups of the user's own.
@@ -343,7 +343,9 @@ def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> 
     """
     sweep = plain["sweep"]
     stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    tags = [plain["monitor"], *searched_tags(sweep["monitor"], mode=plain["mode"])]
+    monitor = plain["monitor"]
+    tags = [] if monitor is None or not plain["checkpoint"]["save_best"] else [BEST_VALUE, BEST_STEP]
+    tags += [monitor, *searched_tags(sweep["monitor"], mode=plain["mode"])]
     if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
         tags.append(PRUNED_TAG)
     tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]

@@ -31,7 +31,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
-from exp.shared_types import EPOCH_LOSS, Batch, Mode, Stage, parted
+from exp.shared_types import EPOCH_LOSS, Batch, Mode, Stage, best_scalars, parted
 from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -363,6 +363,8 @@ class Checkpointing(Callback):
             if self._validated_at == trainer.global_step:
                 note_metrics(self.best, trainer.callback_metrics, stage="val")
             self._is_better = True
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics(best_scalars(self.best), trainer.global_step)
         if self.keep > 1:
             entry = {"value": value, "step": trainer.global_step}
             others = [one for one in self.kept if one["step"] != entry["step"]]

@@ -34,7 +34,15 @@ from exp.engine.checkpoint import (
     on_host,
     read_checkpoint,
 )
-from exp.engine.checkpointing import BEST, BEST_KEYS, CONFIG, KEPT, POSITION, note_metrics, restored_best
+from exp.engine.checkpointing import (
+    BEST,
+    BEST_KEYS,
+    CONFIG,
+    KEPT,
+    POSITION,
+    note_metrics,
+    restored_best,
+)
 from exp.engine.module import TRAIN_LOSSES
 from exp.engine.non_finite import CURES, Kinds, broken_entries
 from exp.engine.progress import Position
@@ -47,7 +55,7 @@ from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
 from exp.run_report import Ongoing, Report, Status, best_of, write_report
-from exp.shared_types import EPOCH_LOSS, Stage
+from exp.shared_types import EPOCH_LOSS, Stage, best_scalars
 from exp.spelling import among
 
 log = logging.getLogger(__name__)
@@ -248,6 +256,8 @@ class Member:
             self.best |= {"epoch": self.epochs, "metrics": {}}
             if self.validated_at == self.step:
                 note_metrics(self.best, self.metrics, stage="val")
+            for logger in self._loggers:
+                logger.log_metrics(best_scalars(self.best), self.step)
             self._is_better = True
 
     # --- a search ---
@@ -410,7 +420,7 @@ class Member:
         ended = self.ongoing.ended(status, error=error)
         return dataclasses.replace(
             ended,
-            metrics=dict(self.latest),
+            metrics={**self.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self._stages),
             steps=self.step,

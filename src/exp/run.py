@@ -184,6 +184,8 @@ def run(
                 _tell_rewind(decided, lost, resume, rewinds)
                 parts = None  # nothing of what is lost stays
                 decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds, resume=resume)
+            if parts.stopping.ended_by is not None:
+                log.info("the training ended by %s", parts.stopping.ended_by)
             report = ongoing.ended("pruned" if _is_pruned(parts) else "completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)

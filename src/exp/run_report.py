@@ -56,6 +56,8 @@ class Report:
     best_metrics: the losses and metrics by tag of the weights in the best checkpoint. `loss/train` is the mean of its
         epoch. Empty if there is no best checkpoint.
     stage_steps: by stage, the optimizer step of the weights that its last values are of, such as {"train": 40}.
+    ended_by: what ended the training, such as `trainer.max_epochs=30`, or an EarlyStopping with its settings. None if
+        the run did not train to an end.
     steps: optimizer steps of the whole run, those before a resume included.
     wall_seconds: of the run itself, without the imports and the check before it.
     step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
@@ -72,6 +74,7 @@ class Report:
     best: Mapping[str, Any] | None = None
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     stage_steps: Mapping[str, int] = field(default_factory=dict)
+    ended_by: str | None = None
     steps: int = 0
     epochs: int = 0
     wall_seconds: float = 0.0
@@ -180,6 +183,7 @@ def _progress(parts: Parts) -> dict[str, Any]:
         "metrics": {**parts.recording.latest, **best_scalars(parts.checkpointing.best)},
         **best_of(parts.checkpointing.best),
         "stage_steps": dict(parts.recording.stage_steps),
+        "ended_by": parts.stopping.ended_by,
         "steps": steps,
         "epochs": trainer.current_epoch,
         "step_ms": 1000.0 * parts.stopping.seconds / steps if steps else None,
@@ -561,6 +565,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     shown = os.path.relpath(directory)
     return [
         ("best", best),
+        ("ended by", "" if report.ended_by is None or "max_epochs" in report.ended_by else report.ended_by),
         ("steps", f"{report.steps} in {report.epochs} epochs{speed}{memory}"),
         ("tags", ", ".join(map(str, report.tags))),
         ("parent", "" if report.parent is None else _parent(report.parent)),

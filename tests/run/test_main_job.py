@@ -12,8 +12,8 @@ RUN_FILES = {
     "table.csv", "pictures/loss.png", "pictures/metrics.png", "pictures/gradients.png",
 }  # fmt: skip
 REPORT_KEYS = {
-    "status", "metrics", "best", "best_metrics", "stage_steps", "steps", "epochs", "wall_seconds", "step_ms",
-    "peak_memory_mib", "world_size",
+    "status", "metrics", "best", "best_metrics", "stage_steps", "ended_by", "steps", "epochs",
+    "wall_seconds", "step_ms", "peak_memory_mib", "world_size",
     "precision", "strategy", "command", "versions", "error", "directory", "monitor", "tags",
     "parent", "not_written",
 }  # fmt: skip

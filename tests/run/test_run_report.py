@@ -144,3 +144,38 @@ def test_each_row_of_results_is_of_one_set_of_weights(changed, expected, tmp_pat
     assert rows(report, capsys) == expected
     text = as_markdown(report)
     assert all(f"| {row[0]} | loss |" in text for row in expected)
+
+
+SHORT = ("model=mlp", "hooks=[]", "logger=[]", "data.batch_size=256", "test=false", "trainer.max_epochs=4")
+EARLY = ("callbacks=[early_stopping]",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ended_by", "epochs"),
+    [
+        ([], "trainer.max_epochs=4", 4),
+        (["trainer.max_steps=3"], "trainer.max_steps=3", 0),
+        (["trainer.max_time=1e-6"], "trainer.max_time, 1e-06 s", 0),
+        (
+            [*EARLY, "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=50"],
+            "EarlyStopping (patience=1, min_delta=50): Monitored metric loss/val did not improve in the last 1 rec",
+            2,
+        ),
+        (
+            [*EARLY, "callbacks.early_stopping.stopping_threshold=100.0"],
+            "EarlyStopping (patience=10, min_delta=0): Stopping threshold reached: loss/val = ",
+            1,
+        ),
+    ],
+)
+def test_the_end_of_a_training_has_a_reason(overrides, ended_by, epochs, tmp_path, capsys):
+    directory = tmp_path / "run"
+    report = fit(compose([*SHORT, *overrides, f"hydra.run.dir={directory}"]))
+    assert report.status == "completed"
+    assert report.ended_by.startswith(ended_by)
+    assert report.epochs in (epochs, epochs + 1)
+    assert f"the training ended by {ended_by}" in (directory / "train.log").read_text()
+    is_shown = "max_epochs" not in ended_by
+    assert (f"- ended by: {ended_by}" in (directory / "report.md").read_text()) == is_shown
+    print_report(report)
+    assert ("ended by" in capsys.readouterr().out) == is_shown

@@ -7,7 +7,7 @@ import time
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 
 from exp.engine.checkpoint import State
 from exp.engine.checkpointing import Checkpointing
@@ -44,6 +44,8 @@ class Stopping(Callback):
         self._started: float | None = None
         self._countdown = self._interval = 1
         self._last_agreed = 0.0
+        # What ended the training; None without one.
+        self.ended_by: str | None = None
 
     # --- a limit ---
 
@@ -89,6 +91,23 @@ class Stopping(Callback):
         if limits.max_seconds is not None and self._seconds_before >= limits.max_seconds:
             trainer.should_stop = True
 
+    def reason(self, trainer: Trainer) -> str:
+        """Return what ended the training: a limit, or a callback with its settings."""
+        if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
+            return end_by_epochs(trainer.max_epochs)
+        limits = self.limits
+        if limits.max_steps is not None and trainer.global_step >= limits.max_steps:
+            return end_by_steps(limits.max_steps)
+        if limits.max_seconds is not None and self.seconds >= limits.max_seconds:
+            return f"trainer.max_time, {limits.max_seconds:g} s"
+        for callback in vars(trainer)["callbacks"]:
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message is not None:
+                settings = f"patience={callback.patience}, min_delta={abs(callback.min_delta):g}"
+                return (
+                    f"{type(callback).__name__} ({settings}): {callback.stopping_reason_message.split(' Signaling')[0]}"
+                )
+        return "a callback or the module, which set trainer.should_stop"
+
     @property
     def seconds(self) -> float:
         """Return the wall time of training so far, before a resume included."""
@@ -102,6 +121,8 @@ class Stopping(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._seconds_before = None, self.seconds
+        # Another callback's, such as EarlyStopping's, is made before.
+        self.ended_by = self.reason(trainer)
         self._countdown = 1
         self._look(trainer)
         if self._agreed:  # it came after the last batch; Checkpointing has saved
@@ -204,6 +225,14 @@ class Stopping(Callback):
         if trainer.state.fn == "fit" and STATE in checkpoint:
             self._seconds_before = checkpoint[STATE]
             self._restored_step = checkpoint["global_step"]
+
+
+def end_by_epochs(limit: int) -> str:
+    return f"trainer.max_epochs={limit}"
+
+
+def end_by_steps(limit: int) -> str:
+    return f"trainer.max_steps={limit}"
 
 
 def _take_averages_out(trainer: Trainer) -> None:

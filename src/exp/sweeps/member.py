@@ -48,6 +48,7 @@ from exp.engine.non_finite import CURES, Kinds, broken_entries
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown
 from exp.engine.stopping import STATE as SECONDS
+from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
@@ -423,11 +424,16 @@ class Member:
             metrics={**self.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self._stages),
+            ended_by=self._ended_by() if status == "completed" else None,
             steps=self.step,
             epochs=self.epochs,
             step_ms=1000.0 * self.seconds / self.step if self.step else None,
             peak_memory_mib=peak_of_run().so_far() / 2**20,
         )
+
+    def _ended_by(self) -> str:
+        limits = self.plain["trainer"]
+        return end_by_epochs(self.epochs) if self.epochs == limits["max_epochs"] else end_by_steps(limits["max_steps"])
 
     def _say_how(self, error: BaseException) -> None:
         last = self.checkpoints / "last.ckpt"

@@ -49,7 +49,6 @@ from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown
 from exp.engine.stopping import STATE as SECONDS
 from exp.engine.stopping import end_by_epochs, end_by_steps
-from exp.engine.trial_record import TrialOfJob
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
 from exp.hooks.panels import Panel
@@ -123,8 +122,6 @@ class Member:
         self._heat_maps = HeatMaps(directory, is_drawn=False)
         self._lines: list[str] = []
         self._is_better = False
-        self.is_pruned = False
-        self._trial: TrialOfJob | None = None
         self._hold = contextlib.ExitStack()
         # The state of the best, until its file is written.
         self._best_state: State | None = None
@@ -260,38 +257,6 @@ class Member:
             for logger in self._loggers:
                 logger.log_metrics(best_scalars(self.best), self.step)
             self._is_better = True
-
-    # --- a search ---
-
-    def ask_pruner(self, validation: int) -> None:
-        """Report the value of a validation, counted from 1, to the search: `is_pruned` is what it says."""
-        trial = self._trial_of_search()
-        value = self.metrics.get(str(self.monitor), math.nan)
-        if trial is not None and math.isfinite(value):
-            self.is_pruned = trial.report(value, step=validation)
-            if self.is_pruned:
-                pruner = self.plain["sweep"]["pruner"]
-                self.say(f"pruned by {pruner} at validation {validation}, with {self.monitor} {value:.6g}")
-
-    def was_pruned(self, validations: int) -> bool:
-        """Whether the search has given it up by then: it was killed between its pruning and its report."""
-        trial = self._trial_of_search()
-        return trial is not None and trial.pruned_at is not None and validations >= trial.pruned_at
-
-    def _trial_of_search(self) -> TrialOfJob | None:
-        sweep = self.plain["sweep"]
-        if sweep["trial"] is None or sweep["pruner"] == "none" or self.monitor is None:
-            return None
-        if self._trial is None:
-            trainer = self.plain["trainer"]
-            self._trial = TrialOfJob(
-                sweep["trial"]["number"],
-                directory=(self.directory / sweep["trial"]["sweep"]).resolve(),
-                storage=sweep["storage"],
-                pruner=sweep["pruner"],
-                epochs=trainer["max_epochs"] // trainer["check_val_every_n_epoch"],
-            )
-        return self._trial
 
     def hold_best(self, position: Position, loops: State, shared: Shared) -> None:
         """Keep the state of a best that has just been found, at the clean point behind it, until it is written."""

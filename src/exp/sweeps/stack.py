@@ -380,10 +380,6 @@ class Stack:
                 member.say(f"nothing is left to train: {member.step} steps are done", level=logging.WARNING)
                 member.pause()
             return
-        if not position.batch:
-            for member in self._members:
-                member.is_pruned = position.epoch > 0 and member.was_pruned(self._validations(position.epoch))
-            yield from self._leave_pruned(position, is_saved=True)
         for epoch in range(position.epoch, self._epochs):
             if not self._members:
                 return
@@ -399,9 +395,6 @@ class Stack:
                 break
             place = Position(epoch=epoch + 1, batch=0, step=self._step, batches=self._batches_done)
             self._hold_best(place)
-            yield from self._leave_pruned(place)
-            if not self._members:
-                return
             if self._flag.received is not None:
                 raise _Stopped(place)
             self._save_sometimes(place)
@@ -450,8 +443,6 @@ class Stack:
                 self._given(member, "val", values)
                 if not member.watches_training:
                     self._try(member, member.compare)
-                if member.place not in self._failed:
-                    self._try(member, functools.partial(member.ask_pruner, self._validations(epoch + 1)))
         for member in self._members:
             self._end_train_epoch(member)
         is_complete = self._batch == len(self._loader)
@@ -504,7 +495,6 @@ class Stack:
         self._hold_best(place)
         loops = self._loops(place)
         for member in self._members:
-            member.is_pruned = False  # it has done all that it was to do
             member.pause()
             self._try(member, functools.partial(member.save, place, loops, self._shared))
         yield from self._drop_failed()
@@ -661,26 +651,6 @@ class Stack:
             index = torch.tensor(stay)
             self._gradients = {name: one.index_select(0, index) for name, one in self._gradients.items()}
             self._sums = [one.index_select(0, index) for one in self._sums]
-
-    def _validations(self, epochs: int) -> int:
-        every: int = self._decided.plain["trainer"]["check_val_every_n_epoch"]
-        return epochs // every
-
-    def _leave_pruned(self, place: Position, *, is_saved: bool = False) -> Iterator[Outcome]:
-        """Members that a search has given up save, and leave; they are not tested."""
-        leaving = [member for member in self._members if member.is_pruned]
-        if not leaving:
-            return
-        loops = self._loops(place)
-        for member in leaving:
-            member.pause()
-            if not is_saved:
-                self._try(member, functools.partial(member.save, place, loops, self._shared))
-        yield from self._drop_failed()
-        leaving = [member for member in self._members if member.is_pruned]
-        self._keep([number for number, member in enumerate(self._members) if not member.is_pruned])
-        for member in leaving:
-            yield member.place, member.end("pruned")
 
     def _loops(self, place: Position) -> dict[str, Any]:
         """The states of Lightning's loops, which a run that goes on makes anew from the position."""

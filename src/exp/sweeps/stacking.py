@@ -64,6 +64,7 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.every_n_minutes": ((None,), "a stack saves at the ends of epochs"),
     "checkpoint.keep": ((1,), "a stack keeps one best checkpoint of each member"),
     "checkpoint.async": ((None, False), "it is a thread of one run"),
+    "sweep.pruner": (("none",), "a pruner compares a job with jobs that ended before it"),
     "runtime.deterministic": ((False,), "it is a switch of one run"),
     "runtime.cuda_blocking": ((False,), "it looks at the steps of one run"),
     "runtime.cuda_graph": ((False,), "a stack runs on a CPU"),

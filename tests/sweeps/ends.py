@@ -131,3 +131,30 @@ class Layer(torch.nn.Module):
 
     def well(self):
         pass
+
+
+class Running(torch.nn.Module):
+    """Subtracts a running mean, in a buffer that each step replaces, and counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean()
+            self.calls += 1
+        return (x - self.mean) / (1 + self.calls)
+
+
+class Counted(torch.nn.CrossEntropyLoss):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.steps += 1
+        return super().forward(output, target)

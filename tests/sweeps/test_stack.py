@@ -235,7 +235,15 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
         assert scalars(resumed[place], "loss").keys() == points.keys()
 
 
-def test_jobs_that_cannot_be_stacked_leave_no_directory():
-    with pytest.raises(Unstackable, match="something beside its dropouts draws random numbers"):
-        list(train(configs("noisy", ["model=noisy"], [["seed=1"], ["seed=2"]])))
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ("model=noisy", "something beside its dropouts draws random numbers"),
+        ("model=keeping", "model cannot be stacked: a step changes running.calls, running.mean"),
+        ("objective=keeping", "objective.keeping cannot be stacked: a step changes loss.steps"),
+    ],
+)
+def test_jobs_that_cannot_be_stacked_leave_no_directory(choice, reason):
+    with pytest.raises(Unstackable, match=reason):
+        list(train(configs("unstacked", [choice, "security.allow=[ends]"], [["seed=1"], ["seed=2"]])))
     assert not Path("outputs").exists()

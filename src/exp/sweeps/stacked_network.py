@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from exp.data.randomness import step_seed
 from exp.engine.forward import Forward, Values
+from exp.models.kept_state import KeptState
 from exp.nested import mapped
 from exp.objectives.objective import Objective, Term
 from exp.shared_types import Batch
@@ -335,15 +336,24 @@ class StackedNetwork:
 
 
 def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:
-    """Run a step's forward and backward of a network once, which leave no trace.
+    """Run a step's forward and backward, and forwards of training and evaluation, of a network that no job trains.
 
-    Raises: Unstackable where something else than a dropout draws random numbers, or a parameter gets no gradient.
+    Raises:
+        Unstackable: something besides a dropout draws random numbers, a parameter gets no gradient, or a step changes
+            more of the network than the numbers in its buffers. All members share the objects of one network.
     """
-    network.train()
+    kept = {f"objective.{name}": KeptState(term, with_buffers=True) for name, term in objective.terms.items()}
+    kept["model"] = KeptState(network.train())
+    with torch.no_grad():
+        run(network.eval(), batch.data)
+        run(network.train(), batch.data)
     state = torch.default_generator.get_state()
     loss = _watched(network, batch, run=run, objective=objective)[1]
     if not torch.equal(state, torch.default_generator.get_state()):
         raise Unstackable("model cannot be stacked: something beside its dropouts draws random numbers in a step")
+    for key, one in kept.items():
+        if changed := one.changes():
+            raise Unstackable(f"{key} cannot be stacked: a step changes {', '.join(changed)}, which jobs would share")
     named = {name: one for name, one in network.named_parameters() if one.requires_grad}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     for name, gradient in zip(named, gradients, strict=True):

@@ -1,0 +1,92 @@
+"""Finds what a forward changes in a network besides the numbers in its buffers: call counters, caches, parameters."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from io import BytesIO
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# The classes of these packages keep no state.
+LIBRARIES = ("torch", "builtins")
+
+
+class KeptState:
+    """What the modules of a network and their classes hold at one time, in any nesting.
+
+    A tensor is the same while its object, its memory and its version are.
+
+    Args:
+        with_buffers: Whether the version of a buffer counts, which most changes of its numbers raise.
+    """
+
+    def __init__(self, network: nn.Module, *, with_buffers: bool = False) -> None:
+        self._network, self._with_buffers = network, with_buffers
+        self._modules = set(network.modules())
+        self._buffers = set() if with_buffers else {id(buffer) for buffer in network.buffers()}
+        self._alive: list[object] = []  # an object that is alive keeps its id
+        self._prints = dict(self._named())
+
+    def changes(self) -> list[str]:
+        """Return the dotted names of what is another object, or holds something else, since this was made."""
+        now = KeptState(self._network, with_buffers=self._with_buffers)._prints
+        return [name for name in {**self._prints, **now} if self._prints.get(name) != now.get(name)]
+
+    def identity(self, value: object) -> object:
+        """Return what stands for a tensor, or for a module of the network; None for any other object."""
+        if isinstance(value, nn.Module) and value in self._modules:
+            return id(value)
+        if not isinstance(value, Tensor):
+            return None
+        storage = StorageWeakRef(value.untyped_storage())
+        self._alive += [value, storage]
+        return id(value), storage.cdata, None if id(value) in self._buffers else value._version
+
+    def _named(self) -> Iterator[tuple[str, bytes]]:
+        for path, module in self._network.named_modules():
+            kinds = [kind for kind in reversed(type(module).__mro__) if kind.__module__.split(".")[0] not in LIBRARIES]
+            held = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}
+            held |= vars(module)
+            held |= held.pop("_parameters") | held.pop("_buffers")
+            for name, value in held.items():
+                file = BytesIO()
+                _Pickler(file, self).dump(value)
+                yield f"{path}.{name}" if path else name, file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values only to compare them: what pickle refuses is its id and its attributes."""
+
+    def __init__(self, file: BytesIO, state: KeptState) -> None:
+        super().__init__(file)
+        self._state = state
+
+    def persistent_id(self, value: Any) -> object:
+        return self._state.identity(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        if value is _object:
+            return NotImplemented
+        if isinstance(value, type | BuiltinFunctionType):
+            return _object, (id(value),)
+        if isinstance(value, FunctionType):
+            return _object, (id(value),), [_content(cell) for cell in value.__closure__ or ()]
+        try:
+            value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        except Exception:  # an object of a user's may raise anything
+            return _object, (id(value),), getattr(value, "__dict__", None)
+        return NotImplemented
+
+
+def _object(identity: int) -> object: ...
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None

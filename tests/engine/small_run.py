@@ -242,6 +242,7 @@ class Small:
         strategy = DDP() if world_size > 1 else Single(name="single")
         arguments |= trainer_arguments(strategy, placement=placed, rank=own)
         precision = build_precision(word, device_type="cpu", enabled=word == "fp16", skips=skips)
+        precision.represent(self.module)
         arguments["plugins"] = [
             *arguments["plugins"],
             precision,

@@ -42,18 +42,18 @@ def copied(module: Any) -> dict[str, Tensor]:
 
 
 def by_hand(states: Sequence[dict[str, Tensor]], decays: Sequence[float]) -> dict[str, Tensor]:
-    """Compute the average in float64; of integers it is the last value."""
+    """Compute the average in float64; of buffers it is the last value."""
     average = {name: tensor.double() for name, tensor in states[0].items()}
     for state, decay in zip(states[1:], decays, strict=True):
         for name, tensor in state.items():
             kept = decay * average[name] + (1 - decay) * tensor.double()
-            average[name] = kept if tensor.is_floating_point() else tensor.double()
+            average[name] = kept if name.endswith(("weight", "bias")) else tensor.double()
     return average
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def close(found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     wide = {name: tensor.double() for name, tensor in found.items() if name in expected}
-    torch.testing.assert_close(wide, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(wide, expected, rtol=rtol, atol=atol)
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -73,14 +73,14 @@ def test_validation_sees_the_average_of_the_formula(tmp_path: Path, small_run: M
     average, weights, reference = ExponentialMovingAverage(decay=0.9, warmup=False), Weights(), Reference()
     small = small_run.Small(tmp_path / "average", max_epochs=2, callbacks=(reference, average, weights))
     small.fit()
-    close(dict(average.average), by_hand(weights.trained, [0.9] * 13))
+    close(copied(small.module), by_hand(weights.trained, [0.9] * 13))
     assert all(
         torch.equal(average.average[f"network.{name}"], one) for name, one in reference.model.module.named_parameters()
     )
     # Two validation batches an epoch; the second epoch trained on from the weights themselves.
     close(weights.validated[0], by_hand(weights.trained[:7], [0.9] * 6))
     assert equal(weights.validated[2], copied(small.module))
-    assert equal(dict(average.average), copied(small.module))
+    assert equal(copied(small.module), dict(average.average))
     plain = Weights()
     small_run.Small(tmp_path / "plain", max_epochs=2, callbacks=(plain,)).fit()
     assert all(equal(one, other) for one, other in zip(plain.trained, weights.trained, strict=True))
@@ -92,8 +92,51 @@ def test_warm_up_start_and_period_count_optimizer_steps(tmp_path: Path, small_ru
     used = weights.trained[6::7][2::2]
     decays = [min(0.5, (1 + n) / (10 + n)) for n in range(1, len(used))]
     expected = by_hand(used, decays)
-    # A batch norm's statistics change with each batch.
-    close(dict(average.average), {name: one for name, one in expected.items() if name.endswith(("weight", "bias"))})
+    close(dict(average.average), {name: expected[name] for name in average.average})
+
+
+class Masked(nn.Module):
+    """Holds infinite numbers in a buffer and in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 2)
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.frozen = nn.Parameter(torch.tensor([0.1, float("-inf")]), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + self.mask.softmax(1).sum(0) + self.frozen.exp()
+
+
+def test_infinite_buffers_and_frozen_parameters_are_copied(tmp_path: Path, small_run: ModuleType) -> None:
+    average, weights = ExponentialMovingAverage(decay=0.9, warmup=False), Weights()
+    small = small_run.Small(tmp_path, max_epochs=1, model=Masked(), callbacks=(average, weights))
+    small.fit()
+    expected = by_hand(weights.trained, [0.9] * 6) | {"network.frozen": weights.trained[0]["network.frozen"].double()}
+    close(copied(small.module), expected)
+
+
+@pytest.mark.parametrize(("word", "phases"), [("fp64", False), ("fp16", False), ("fp64", True)])
+def test_skipped_steps_do_not_move_the_average(tmp_path: Path, small_run: ModuleType, word: str, phases: bool) -> None:
+    class Poison(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (0, 3, 4):
+                batch.data[0].fill_(float("nan"))
+
+    average, weights = ExponentialMovingAverage(decay=0.9, every_n_steps=2), Weights()
+    settings = {"word": word, "non_finite": "skip", "phases": phases}
+    small_run.Small(tmp_path / "whole", max_epochs=2, callbacks=(Poison(), average, weights), **settings).fit()
+    states = [weights.trained[place] for place in (1, 2, 5, 6, 8, 9, 12, 13)]
+    expected = by_hand(states[::2], [min(0.9, (1 + n) / (10 + n)) for n in range(1, 4)])
+    tolerances = {"rtol": 0, "atol": 1e-12} if word == "fp64" else {}
+    close(dict(average.average), {name: expected[name] for name in average.average}, **tolerances)
+    resumed = ExponentialMovingAverage(decay=0.9, every_n_steps=2)
+    for steps in (5, 14):
+        small = small_run.Small(
+            tmp_path / "parts", max_epochs=2, max_steps=steps, callbacks=(Poison(), resumed), **settings
+        )
+        small.fit(resume=small.last if steps > 5 else None)
+    assert equal(dict(resumed.average), dict(average.average))
 
 
 def test_checkpoints_hold_the_average(tmp_path: Path, small_run: ModuleType) -> None:
@@ -114,7 +157,8 @@ def test_half_precision_is_averaged_in_float32(tmp_path: Path, small_run: Module
     average, weights = ExponentialMovingAverage(decay=0.999, warmup=False), Weights()
     small = small_run.Small(tmp_path, word="bf16_true", callbacks=(average, weights))
     small.fit()
-    close(dict(average.average), by_hand(weights.trained, [0.999] * 27))
+    expected = by_hand(weights.trained, [0.999] * 27)
+    close(dict(average.average), {name: expected[name] for name in average.average})
     saved = read_checkpoint(small.last)
     assert equal(saved["state_dict"], dict(average.average))
     assert saved[CURRENT]["network.0.weight"].dtype == torch.bfloat16

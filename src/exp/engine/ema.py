@@ -4,7 +4,7 @@ Lightning 2.6 has EMAWeightAveraging; with it `trainer.test(ckpt_path="best")` a
 averaged, it deep-copies the whole LightningModule with all that hooks hang on it, and it averages tensor by tensor.
 
 Private of torch (2.13), and tested: `_foreach_lerp_` and `_foreach_copy_`, many tensors by one call; where a module has
-its tensors: `_parameters`, `_buffers`, `_non_persistent_buffers_set`.
+its parameters: `_parameters`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from exp.engine.checkpoint import CURRENT, State
 from exp.lighter_imports import FSDPModule
+from exp.precision.plugin import ScaledPrecision
 from exp.strategies.whole_state import WholeState, local
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 class ExponentialMovingAverage(Callback):
     """An average of the weights: after every n-th optimizer step d average + (1 - d) weights; at first the weights.
 
-    Floating point buffers, such as BatchNorm's statistics, are averaged alike; integer ones are copied. The average of
+    Parameters that are frozen are copied. Buffers, such as BatchNorm's statistics or a mask, are those of the network.
+    A step that is skipped because a gradient is not finite does not count. The average of
     weights in half precision is float32: what one step adds is soon below the last place of bfloat16. Validation
     within fit, the checkpoints' `state_dict` and the module after fit have the averages; training goes on with, and a
     resumed run gets back, the weights themselves.
@@ -59,12 +61,13 @@ class ExponentialMovingAverage(Callback):
         self.warmup = warmup
         self._updates = 0
         self._latest_step = 0
+        self._skipped, self._taken = 0, 0
         self._average: dict[str, Tensor] = {}
         self._current: dict[str, Tensor] = {}
 
     @property
     def average(self) -> Mapping[str, Tensor]:
-        """Return the averaged values by the names of the module's state dict; empty before the first update."""
+        """Return the averages of the parameters by their names in the state dict; empty before the first update."""
         return self._average
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,12 +82,18 @@ class ExponentialMovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        # Between two optimizer steps of accumulated batches there is nothing new.
-        if step == self._latest_step or step < self.start_step or (step - self.start_step) % self.every_n_steps:
-            return
-        self._latest_step = step
-        self._update(_tensors(pl_module))
+        if trainer.global_step == self._latest_step:
+            return  # between two optimizer steps of accumulated batches
+        self._latest_step = trainer.global_step
+        precision = trainer.precision_plugin
+        if isinstance(precision, ScaledPrecision) and precision.skips:
+            before, self._taken = self._taken, int(precision.scaler.taken_steps)  # waits for the device
+            if self._taken == before:
+                self._skipped += 1
+                return
+        after = self._latest_step - self._skipped - self.start_step
+        if after >= 0 and after % self.every_n_steps == 0:
+            self._update(_tensors(pl_module))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -130,11 +139,12 @@ class ExponentialMovingAverage(Callback):
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self._updates, "latest_step": self._latest_step}
+        return {"updates": self._updates, "latest_step": self._latest_step, "skipped": self._skipped}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._updates = state_dict["updates"]
         self._latest_step = state_dict["latest_step"]
+        self._skipped = state_dict["skipped"]
 
     @torch.no_grad()
     def _update(self, own: Mapping[str, Tensor]) -> None:
@@ -143,14 +153,14 @@ class ExponentialMovingAverage(Callback):
             self._updates = 1
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
-        real = [name for name, tensor in own.items() if tensor.is_floating_point()]
+        trained = [name for name, tensor in own.items() if tensor.requires_grad]
         # Of DTensors the local parts: torch's kernels for many refuse lists that mix the two kinds.
-        averages = [local(self._average[name]) for name in real]
-        weights = [local(own[name]) for name in real]
+        averages = [local(self._average[name]) for name in trained]
+        weights = [local(own[name]) for name in trained]
         weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
-        for name in own.keys() - set(real):
-            self._average[name].copy_(own[name])
+        for name in own.keys() - set(trained):
+            local(self._average[name]).copy_(local(own[name]))
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
@@ -167,17 +177,16 @@ class ExponentialMovingAverage(Callback):
 
 
 def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield of parameters and persistent buffers the name in the state dict, and where it is held: mapping, key.
+    """Yield of parameters the name in the state dict, and where it is held: mapping, key.
 
     Not by `state_dict()`: hooks may have other tensors in it. Tied ones come under each name.
     """
     for prefix, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward may have left whole tensors in the place of the parts
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
-                if tensor is not None and key not in part._non_persistent_buffers_set:
-                    yield f"{prefix}.{key}" if prefix else key, held, key
+        for key, tensor in part._parameters.items():
+            if tensor is not None:
+                yield f"{prefix}.{key}" if prefix else key, part._parameters, key
 
 
 def _tensors(module: LightningModule) -> dict[str, Tensor]:

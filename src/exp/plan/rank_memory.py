@@ -246,7 +246,7 @@ def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
     count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
     if not count:
         return 0
-    copied = figures.buffers
+    copied = 0
     for name, one in place.held.items():
         itemsize: int = getattr(torch, figures.parameters[name].dtype).itemsize
         copied += one.stored * max(4, itemsize) // itemsize

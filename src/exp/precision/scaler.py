@@ -47,6 +47,7 @@ class CountingScaler(torch.amp.GradScaler):
         self._skips: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._skipped: Tensor | int = 0
+        self._taken: Tensor | int = 0
         self._group: ProcessGroup | None = None
 
     def agree_over(self, group: ProcessGroup | None) -> None:
@@ -93,6 +94,7 @@ class CountingScaler(torch.amp.GradScaler):
         skip = torch.stack([tensor.to(self._place()) for tensor in found]).amax()
         self._skips[optimizer] = skip
         self._skipped = self._skipped + skip
+        self._taken = self._taken + (1 - skip)
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
             # A fused SGD makes its momentum by empty_like and, skipped, leaves it unwritten (torch 2.13): the next step
             # would add what lay in that memory. Only at the step that makes the momentum, for it waits for the device.
@@ -117,6 +119,11 @@ class CountingScaler(torch.amp.GradScaler):
     def skipped_steps(self) -> Tensor | float:
         """Steps skipped so far, before a resume included: 0-d on the scaler's device, or a float before the first."""
         return self._skipped.detach() if isinstance(self._skipped, Tensor) else float(self._skipped)
+
+    @property
+    def taken_steps(self) -> Tensor | int:
+        """Steps in this process that were not skipped: 0-d on the scaler's device, or 0 before the first."""
+        return self._taken
 
     @property
     def loss_scale(self) -> Tensor | float:

@@ -155,7 +155,7 @@ class PhasedModule(TrainingModule):
         # Only exp's ddp may be told not to.
         strategy = self.trainer.strategy
         if not isinstance(strategy, ExpDDPStrategy) or strategy.broadcasts_buffers:
-            broadcast_buffers(self.network)
+            broadcast_buffers(self)
         precision = self._precision
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}

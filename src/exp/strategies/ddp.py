@@ -38,7 +38,7 @@ from exp.shared_types import Batch
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
-from exp.strategies.gradient_averaging import average_tensors, broadcast_state
+from exp.strategies.gradient_averaging import average_tensors, broadcast_buffers, broadcast_state
 from exp.strategies.layer_split import (
     MEETS,
     Layers,
@@ -105,7 +105,8 @@ class DDP(Strategy):
     find_unused_parameters: search the graph for parameters without a gradient at every step.
     gradient_as_bucket_view: gradients are views of the buckets that are sent, and take their memory once.
     static_graph: every step uses the same parameters in the same order.
-    broadcast_buffers: rank 0's buffers go to all ranks before each forward.
+    broadcast_buffers: rank 0's buffers go to all ranks before each forward; False: before each validation, checkpoint
+        and test.
     bucket_cap_mb: size of a bucket in MiB; None is torch's default.
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
     communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd, ring.
@@ -375,21 +376,29 @@ class ExpDDPStrategy(DDPStrategy):
         return output
 
     def on_validation_start(self) -> None:
-        self._meet()
+        self._agree()
+
+    def on_test_start(self) -> None:
+        self._agree()
 
     def on_train_end(self) -> None:
         self._meet()
         self._ring.tell()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All ranks' weights, the same in each: what a checkpoint holds. Every rank must call it."""
-        self._meet()
+        """All ranks' weights and buffers, the same in each: what a checkpoint holds. Every rank must call it."""
+        self._agree()
         return super().lightning_module_state_dict()
 
     def teardown(self) -> None:
         super().teardown()
         part_statistics(self._classes_before)
         self._classes_before = {}
+
+    def _agree(self) -> None:
+        """Makes weights and buffers one: local SGD averages them, and buffers are rank 0's otherwise."""
+        self._meet()
+        broadcast_buffers(module_of(self), are_saved_only=not self.broadcasts_buffers)
 
     def _meet(self) -> None:
         if self._local is not None:

@@ -59,11 +59,17 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
             piece.copy_(mean.view_as(piece))
 
 
-def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Gives all ranks of a process group its first rank's buffers, in place, as ddp does before each forward."""
+def broadcast_buffers(
+    module: nn.Module, *, group: dist.ProcessGroup | None = None, are_saved_only: bool = False
+) -> None:
+    """Gives all ranks of a process group its first rank's buffers, in place, as ddp does before each forward.
+
+    are_saved_only: leave out buffers that are not in the state dict, which may differ in shape between ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    _broadcast(module.buffers(), group)
+    saved = set(map(id, module.state_dict(keep_vars=True).values()))
+    _broadcast((one for one in module.buffers() if id(one) in saved or not are_saved_only), group)
 
 
 def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
@@ -76,7 +82,11 @@ def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None
 def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for tensor in tensors:
-        dist.broadcast(local(tensor).detach(), src=source, group=group)
+        own = local(tensor).detach()
+        sent = own.contiguous()
+        dist.broadcast(sent, src=source, group=group)
+        if sent is not own:
+            own.copy_(sent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ from torchmetrics import Metric
 
 from exp.errors import RunError
 from exp.lighter_imports import DTensor
+from exp.strategies.gradient_averaging import broadcast_buffers
 from exp.strategies.placement import Placement
-from exp.strategies.strategy import module_of, network_of, precision_of
+from exp.strategies.strategy import module_of, precision_of
 from exp.strategies.whole_state import Whole, WholeState, local
 
 # The network's place in the module: names in its state dict begin so.
@@ -164,7 +165,7 @@ class ModelParallel(WholeState):
         finally:
             self.is_last_backward = True
 
-    # --- evaluation ---
+    # --- evaluation and checkpoints ---
 
     def on_validation_start(self) -> None:
         self._agree_on_buffers()
@@ -172,12 +173,13 @@ class ModelParallel(WholeState):
     def on_test_start(self) -> None:
         self._agree_on_buffers()
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._agree_on_buffers()
+        return super().lightning_module_state_dict()
+
     def _agree_on_buffers(self) -> None:
-        """Running statistics are those of the first share, as in a checkpoint, whichever rank evaluates with them."""
-        if self.placement.data_ranks > 1:
-            source = dist.get_global_rank(self.data_group, 0)
-            for buffer in network_of(self).buffers():
-                dist.broadcast(local(buffer), src=source, group=self.data_group)
+        """Running statistics are those of the first share, whichever rank evaluates with them or resumes."""
+        broadcast_buffers(module_of(self), group=self.data_group, are_saved_only=True)
 
     # --- norms ---
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from exp.models.containers import path_of
 from exp.models.inference import network_call
+from exp.models.kept_state import KeptState
 from exp.nested import mapped, tensors_in
 
 # Functions that refuse a `dim` which the tensor does not have on every device but meta (torch 2.13, by its op_db).
@@ -83,6 +84,13 @@ class ForwardTrace:
             if call.module in paths:
                 found.setdefault(paths[call.module], []).append(call)
         return found
+
+    def changes(self) -> list[str]:
+        """Return the dotted names of what one more forward changes in the network besides its buffers."""
+        kept = KeptState(self.network)
+        with torch.device("meta"), torch.no_grad():
+            network_call(self.network, tuple(self.inputs))(self.network, self.inputs)
+        return kept.changes()
 
     @property
     def multiply_adds(self) -> Sequence[float]:

@@ -24,7 +24,7 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
-from exp.strategies.units import AUTO, checkpoint_activations, matched, uniform, units
+from exp.strategies.units import AUTO, checkpoint_activations, matched, recomputation_faults, uniform, units
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,7 +86,10 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         try:
-            matched(planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing")
+            recomputed = matched(
+                planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing"
+            )
+            faults += recomputation_faults(planned, recomputed)
         except ConfigError as error:
             faults += error.faults
         faults += _tied_faults(planned.network, chosen)

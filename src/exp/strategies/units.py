@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
-from exp.errors import ConfigError
+from exp.errors import ConfigError, Fault
 from exp.models.matching import matches, unmatched
+from exp.strategies.strategy import Blueprint
 
 AUTO = "auto"
 
@@ -115,16 +116,54 @@ def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
     """Lets each module keep its inputs alone, and compute its activations again in the backward.
 
     In place: names in the state dict stay what they are.
-    Random numbers are drawn again as they were (torch.utils.checkpoint keeps the generators' states).
+    Random numbers are drawn again as they were (torch.utils.checkpoint keeps the generators' states). The second
+    forward works on copies of the buffers that the first one began with.
     """
     for module in modules:
         # On the instance, which nn.Module calls, hooks around it as before.
-        module.forward = _checkpointed(module.forward)
+        module.forward = _checkpointed(module, module.forward)
 
 
-def _checkpointed(forward: Callable[..., object]) -> Callable[..., object]:
+def _checkpointed(module: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(forward)
     def checkpointed(*inputs: object, **named: Any) -> object:
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        before = {place: buffer.clone() for place, buffer in _buffers(module).items()}
+        is_again = False
+
+        def run(*inputs: object, **named: Any) -> object:
+            nonlocal is_again
+            if not is_again:
+                is_again = True
+                return forward(*inputs, **named)
+            own = _buffers(module)
+            try:
+                for (owner, name), buffer in before.items():
+                    setattr(owner, name, buffer.clone())
+                return forward(*inputs, **named)
+            finally:
+                for (owner, name), buffer in own.items():
+                    setattr(owner, name, buffer)
+
+        return checkpoint(run, *inputs, use_reentrant=False, **named)
 
     return checkpointed
+
+
+def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {(one, name): buffer for one in module.modules() for name, buffer in one.named_buffers(recurse=False)}
+
+
+def recomputation_faults(planned: Blueprint, recomputed: Mapping[str, nn.Module]) -> Iterator[Fault]:
+    """A fault for each module to recompute whose forward changes more than buffers: it would do so twice a step."""
+    changed = () if planned.trace is None else planned.trace.changes()
+    for path in recomputed:
+        found = [name for name in changed if name.startswith(f"{path}.")]
+        if found:
+            yield Fault(
+                key="strategy.activation_checkpointing",
+                got=f"{path}, whose forward changes {', '.join(found)}",
+                expected="modules whose forward changes nothing but buffers: it runs twice a step",
+                cure="Leave the module out of strategy.activation_checkpointing",
+            )

@@ -1,0 +1,75 @@
+"""Recomputed activations: gradients and buffers are those of one forward, and other state is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exp.models.forward_trace import Recorder
+from exp.strategies.units import checkpoint_activations, recomputation_faults
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, which `how` replaces or updates."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.line(x)
+        before = self.mean.clone()
+        if self.how == "replaces":
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+        elif self.how == "updates":
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        else:
+            self.calls += 1
+        return (x - before).tanh()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, momentum=None),
+        nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        nn.Sequential(Running("replaces"), nn.BatchNorm1d(4)),
+        Running("updates"),
+    ],
+)
+@pytest.mark.parametrize("patterns", [["1"], ["1", "1.0"]])
+def test_recomputed_layers_have_the_state_of_one_forward(layer: nn.Module, patterns: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 1)).double()
+    again = copy.deepcopy(plain)
+    checkpoint_activations(one for name, one in again.named_modules() if name in patterns)
+    for step in range(3):
+        inputs = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) for _ in "ab"]
+        for network in (plain, again):
+            network.zero_grad()
+            # Two micro-batches, of which the second runs before the backward of the first.
+            losses = [network(x).square().sum() for x in inputs]
+            sum(losses).backward()
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter -= 0.1 * parameter.grad
+        for (name, one), other in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=name)
+
+
+def test_other_state_in_a_recomputed_layer_is_refused() -> None:
+    with torch.device("meta"), Recorder() as recorder:
+        network = nn.Sequential(Running("counts"), Running("updates"))
+        planned = SimpleNamespace(trace=recorder.trace(network, {"input": torch.zeros(2, 4)}))
+    (fault,) = recomputation_faults(planned, dict(network.named_children()))
+    assert str(fault).startswith(
+        "strategy.activation_checkpointing: 0, whose forward changes 0.calls; expected modules"
+    )

@@ -132,6 +132,8 @@ NEEDS: Mapping[str, str] = {
     "whole_weights": "lora puts a sum in the place of a layer's weight",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "whole_module": "a LightningModule of the user's own runs its own training_step",
+    "lasting_writes": "the network's forward writes into parameters",
+    "same_writes": "the network's forward writes into parameters what varies with the batch or with random numbers",
     "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
 
@@ -236,6 +238,14 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "replicates_in_threads": "ddp, single or auto: replicas know a network's forward alone, and no training_step",
         "averages_between_steps": "ddp without local_sgd: its optimizers step as it likes",
     },
+    "lasting_writes": {
+        "shards_parameters": "ranks gather copies of weights, in which a write is lost",
+        "splits_tensors": "ranks hold parts of weights",
+        "splits_layers": "a step is several forwards, of micro-batches",
+        "replicates_in_threads": "replicas are copies, in which a write is lost",
+        "owns_step": "its engine keeps weights of its own, in which a write is lost",
+    },
+    "same_writes": {"ranks": "ranks write what their own shares of a batch say, and their weights drift apart"},
     "one_whole_network": {
         "phases": "several losses",
         **dict.fromkeys(("splits_tensors", "splits_layers", "splits_devices"), "a network in parts"),
@@ -404,10 +414,28 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
             without="false: it measures one network with one loss, whole, on one device",
             cure="Run it once with strategy=single and without phases",
         )
+    yield from _writing_parts(planned)
     for name, callback in planned.callbacks.items():
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
         yield from _optimizer_parts(kind)
+
+
+def _writing_parts(planned: Blueprint) -> Iterator[Part]:
+    present = conditions(planned)
+    needs = [need for need in ("lasting_writes", "same_writes") if not EXCLUDED[need].keys().isdisjoint(present)]
+    written = planned.trace.written_parameters() if planned.trace is not None and needs else {}
+    for need in needs:
+        names = [name for name, varies in written.items() if varies or need == "lasting_writes"]
+        if names:
+            yield Part(
+                key="strategy",
+                named=f"a forward that writes into {', '.join(names)}",
+                needs=frozenset({need}),
+                without="single, or a forward that leaves parameters alone: {reason}",
+                cure="Write strategy=single, or write into the parameters in a callback, after the optimizer's step",
+            )
+            return
 
 
 def _term_parts(planned: Blueprint, ddp: str) -> Iterator[Part]:

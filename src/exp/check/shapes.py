@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,8 @@ def examine_shapes(
         try:
             for name in (None, *named):
                 seen = network if name is None else with_forward(network, name)
-                traces[name] = _traced(recorder, seen, inputs)
+                rebuild = functools.partial(_begun, network_factory, prepare)
+                traces[name] = replace(_traced(recorder, seen, inputs), rebuild=rebuild if name is None else None)
             seen = network
             materialise(network, inputs)
             prepare(network)

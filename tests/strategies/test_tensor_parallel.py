@@ -10,6 +10,7 @@ from torch import nn
 
 from exp.errors import ConfigError
 from exp.shared_types import DataSpec
+from exp.strategies.tensor_comparison import difference
 from exp.strategies.tensor_plan import division_faults, make_plan
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
@@ -136,7 +137,7 @@ EXACT = {
     # The mask of the dropout is that of the whole network.
     "dropout of whole values": ("sequential", {"plan": {"hidden": "column_whole"}, "overrides": [DROPOUT]}),
 }
-# Only their numbers show that these plans change the network: docs/sharding.md asks users to compare with one process.
+# Only their numbers show that these plans change the network.
 INEXACT = {
     "half of the heads, twice as wide": ("transformer", {"plan": "auto", "divide": []}),
     "dropout of parts": ("sequential", {"plan": {"hidden": "column", "hidden2": "row"}, "overrides": [DROPOUT]}),
@@ -178,6 +179,40 @@ def test_a_divided_network_computes_what_the_whole_does(ranks):
     for found in ranks.call(differences, ranks=2):
         assert {name for name, difference in found.items() if difference < 1e-12} == {*EXACT}
         assert {name for name, difference in found.items() if difference > 1e-3} == {*INEXACT}
+
+
+COLUMNS = ("query", "key", "value", "expand")
+MEGATRON = {f"blocks.*.{name}": "column" for name in COLUMNS}
+MEGATRON |= {f"blocks.*.{name}": "row" for name in ("project", "contract")}
+SEQUENCE = {
+    pattern: {"column": "column_of_sequence", "row": "row_to_sequence"}[word] for pattern, word in MEGATRON.items()
+}
+SEQUENCE |= {"blocks.0": "split_sequence", "blocks.1": "gather_sequence"}
+HEADS = ["blocks.*.heads"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "divide", "expected"),
+    [
+        (MEGATRON, HEADS, None),
+        (SEQUENCE | {"blocks.*.norm?": "sequence"}, HEADS, None),
+        ({"blocks.*.expand": "column", "blocks.*.contract": "row"}, [], None),
+        ({"head": "column_whole"}, [], None),
+        (MEGATRON, ["heads"], "output"),
+        (MEGATRON, ["blocks.1.heads"], "output"),
+        (SEQUENCE, HEADS, "gradient of blocks.0.norm1.weight"),
+        ({"blocks.*.expand": "column"}, [], "raises RuntimeError: mat1 and mat2"),
+        ({"head": "column"}, [], "output"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plan_that_changes_the_function_is_found(build_model, plan, divide, expected, ranks):
+    def build():
+        return build_model("transformer", "model.constants.width=16", "model.constants.hidden=32")
+
+    made = make_plan(build(), plan, divide=divide, sequence=False, vocabulary=False)
+    found = difference(build, made, {"input": torch.zeros(2, 1, 8, 8)}, ranks=ranks)
+    assert found is None if expected is None else expected in found
 
 
 # --- runs ---

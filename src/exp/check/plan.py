@@ -773,6 +773,7 @@ class _Findings:
         self, objective: Objective | None, seen: ShapeExamination | None, network: nn.Module
     ) -> Blueprint | None:
         """What parts may know of the run; None where nobody knows where it goes."""
+        from exp.construct import build_network
         from exp.strategies.strategy import Blueprint, Strategy, traits_of
 
         if not self._is_placed:
@@ -781,6 +782,7 @@ class _Findings:
         return Blueprint(
             network=network,
             trace=None if seen is None else seen.traces.get(None),
+            build=None if seen is None else functools.partial(build_network, self.plain, self.decided.spec),
             placement=self.decided.placement,
             batch_size=self._batch_size,
             precision=self.plain["precision"]["word"],

@@ -115,7 +115,7 @@ class _Writes(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self._alive = [one.untyped_storage() for one in (*inputs, *parameters)]  # what is alive keeps its address
         self.varying = set(map(_storage, inputs))
         self.written: set[int] = set()
@@ -123,8 +123,9 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        result = func(*args, **kwargs)
         written = [named[one.name] for one in func._schema.arguments if one.is_write and one.name in named]
         targets = list(tensors_in([result, written]))
         self._alive += [one.untyped_storage() for one in targets]

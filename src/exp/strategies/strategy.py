@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -55,6 +55,7 @@ class Blueprint:
     callbacks, optimizers: classes: of the config's callbacks, by name, of its optimizers. hooks: by name.
     trace: its forward on a batch of the data's shape: what each module was given and returned; None where an operator
         cannot run without numbers.
+    build: makes the network on the CPU, with numbers; None where it is not exp's to make.
     config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
     """
 
@@ -67,6 +68,7 @@ class Blueprint:
     weighed: tuple[str, ...] = ()
     traits: frozenset[str] = frozenset()
     trace: ForwardTrace | None = None
+    build: Callable[[], nn.Module] | None = None
     meets: frozenset[str] = frozenset()
     callbacks: Mapping[str, type[Callback]] = field(default_factory=dict)
     optimizers: Sequence[type[Optimizer]] = ()

@@ -41,6 +41,9 @@ from exp.models.containers import ProgramModel
 from exp.strategies.tensor_plan import Plan, count_of
 
 Group = dist.ProcessGroup
+# torch 2.13 has new names, and warns of the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Of activations `[B, T, C]`.
 SEQUENCE = 1
 
@@ -55,7 +58,7 @@ def add_up(value: Tensor, group: Group) -> Tensor:
 
 def gather(value: Tensor, group: Group, *, dim: int, size: int | None = None) -> Tensor:
     """size: of the whole along dim; None where the ranks have equal parts."""
-    size = size or value.shape[dim] * dist.get_world_size(group)
+    size = size or value.shape[dim] * group.size()
     return _exchange(value, partial(join, group=group, dim=dim, size=size), partial(own, group=group, dim=dim))
 
 
@@ -67,7 +70,7 @@ def split(value: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def gather_partial(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    whole = partial(join, group=group, dim=dim, size=value.shape[dim] * dist.get_world_size(group))
+    whole = partial(join, group=group, dim=dim, size=value.shape[dim] * group.size())
     return _exchange(value, whole, partial(_sum_own, group=group, dim=dim))
 
 
@@ -79,24 +82,24 @@ def add_up_split(value: Tensor, group: Group, *, dim: int) -> Tensor:
 
 
 def require_even(size: int, group: Group, *, dim: int) -> None:
-    if size % dist.get_world_size(group):
+    if size % group.size():
         raise RunError(
-            f"dimension {dim} is {size}, which {dist.get_world_size(group)} ranks cannot share evenly; expected a "
+            f"dimension {dim} is {size}, which {group.size()} ranks cannot share evenly; expected a "
             "multiple. Write strategy.sequence=false, or another length"
         )
 
 
 def own(value: Tensor, group: Group, *, dim: int) -> Tensor:
     """This rank's part along dim. All have ceil(size / ranks) of it, but for the last ones, which may have less."""
-    size, ranks = value.shape[dim], dist.get_world_size(group)
+    size, ranks = value.shape[dim], group.size()
     each = -(-size // ranks)
-    first = min(dist.get_rank(group) * each, size)
+    first = min(group.rank() * each, size)
     return value.narrow(dim, first, min(each, size - first)).contiguous()
 
 
 def join(part: Tensor, group: Group, *, dim: int, size: int) -> Tensor:
     """The whole of which `own` is the part; size: of the whole along dim."""
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     each = -(-size // ranks)
     part = part.movedim(dim, 0)
     if part.shape[0] < each:
@@ -104,7 +107,7 @@ def join(part: Tensor, group: Group, *, dim: int, size: int) -> Tensor:
         part = torch.cat([part, part.new_zeros(each - part.shape[0], *part.shape[1:])])
     part = part.contiguous()
     whole = part.new_empty(ranks * each, *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part, group=group)
+    _gather_into(whole, part, group=group)
     return whole[:size].movedim(0, dim).contiguous()
 
 
@@ -120,8 +123,8 @@ def _sum(value: Tensor, group: Group) -> Tensor:
 
 def _sum_own(value: Tensor, group: Group, *, dim: int) -> Tensor:
     value = value.movedim(dim, 0).contiguous()
-    part = value.new_empty(value.shape[0] // dist.get_world_size(group), *value.shape[1:])
-    dist.reduce_scatter_tensor(part, value, group=group)
+    part = value.new_empty(value.shape[0] // group.size(), *value.shape[1:])
+    _scatter_from(part, value, group=group)
     return part.movedim(0, dim).contiguous()
 
 
@@ -254,7 +257,7 @@ def cut_vocabulary(layer: nn.Embedding, group: dist.ProcessGroup) -> dict[str, C
     """See cut_column."""
     words = layer.num_embeddings
     cuts = {"weight": Cut(dim=0, size=words)}
-    first = min(dist.get_rank(group) * -(-words // dist.get_world_size(group)), words)
+    first = min(group.rank() * -(-words // group.size()), words)
     _become(layer, VocabularyEmbedding, group, first=first)
     _keep_own(layer, cuts, group)
     return cuts

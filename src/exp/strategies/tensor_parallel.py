@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from exp.errors import ConfigError, Fault
 from exp.precision.words import WORDS
+from exp.spelling import among
 from exp.strategies.footprint import (
     Footprint,
     Held,
@@ -31,6 +32,7 @@ from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
+from exp.strategies.tensor_comparison import MOST_NUMBERS, difference
 from exp.strategies.tensor_layers import Cut, carry_out, join, own
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
@@ -71,7 +73,23 @@ class TensorOptions:
             plan = self.plan_of(network)
         except ConfigError as error:
             return [*faults, *error.faults]
-        return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
+        faults += [*division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
+        return faults or list(self._function_faults(planned, plan, ranks=ranks))
+
+    def _function_faults(self, planned: Blueprint, plan: Plan, *, ranks: int) -> Iterator[Fault]:
+        """A fault for a plan with which small networks compute something else than whole."""
+        numbers = sum(parameter.numel() for parameter in planned.network.parameters())
+        if planned.build is None or planned.trace is None or ranks == 1 or numbers > MOST_NUMBERS:
+            return
+        if found := difference(planned.build, plan, planned.trace.inputs, ranks=ranks):
+            divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
+            yield Fault(
+                key="strategy.plan",
+                got=f"a plan that changes what the network computes with {ranks} ranks: {found}",
+                expected="a column layer before each row layer, what is between them by parts, and each constant that "
+                f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
+                cure="Or write strategy=ddp",
+            )
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""

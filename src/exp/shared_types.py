@@ -140,6 +140,18 @@ def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpe
     return {name: TensorSpec(shape=tuple(one["shape"]), dtype=one["dtype"]) for name, one in inputs.items()}
 
 
+class StepWeights(NamedTuple):
+    """The divisors of an optimizer step over several micro-batches, as means over the micro-batches.
+
+    micro_batches: of the step. size: samples of one micro-batch, over all ranks.
+    divisors: by the name of each term that divides by weights: the divisor of one micro-batch, over all ranks; 0-d.
+    """
+
+    micro_batches: int
+    size: float
+    divisors: Mapping[str, Tensor]
+
+
 class Batch(NamedTuple):
     """This rank's share of one global batch.
 
@@ -148,14 +160,21 @@ class Batch(NamedTuple):
         smaller than the world, so that collectives still match.
     global_size: samples of the global batch, B, over all ranks.
     world_size: ranks that share it.
+    step: the divisors of the step, if the batch is one of its several micro-batches.
     """
 
     data: Sequence[Tensor] | Mapping[str, Tensor] | Any
     size: int
     global_size: int
     world_size: int
+    step: StepWeights | None = None
+
+    @property
+    def mean_size(self) -> float:
+        """The samples by which the step divides the sum over this batch."""
+        return self.global_size if self.step is None else self.step.size
 
     @property
     def weight(self) -> float:
-        """Factor on this rank's mean loss, so that the mean over ranks is the mean over samples."""
-        return self.size * self.world_size / self.global_size
+        """Factor on this rank's mean loss: the mean over ranks and micro-batches is then the mean over samples."""
+        return self.size * self.world_size / self.mean_size

@@ -291,10 +291,10 @@ class Expected:
         elif state.streak == settings["growth_interval"]:
             state.scale, state.streak = state.scale * 2.0, 0
         batches = [self.batch_of(one) for one in window]
-        size = sum(len(target) for _, target in batches)
-        means = {
-            name: sum(self.mean(name, *batch)[0] * len(batch[1]) for batch in batches) / size for name in self.terms
-        }
+        means = {}
+        for name in self.terms:
+            found = [self.mean(name, *batch) for batch in batches]
+            means[name] = sum(value * divisor for value, divisor in found) / (sum(one for _, one in found) or 1.0)
         loss = sum(self.terms[name]["weight"] * mean for name, mean in means.items())
         self.add("loss/train", self.index, loss)
         self.add_terms("train", means, self.index)

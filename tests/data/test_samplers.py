@@ -368,14 +368,7 @@ def test_ranks_and_resumed_runs_end_with_the_same_weights(place, ranks, words, s
     assert two.report["metrics"]["loss/test"] == pytest.approx(whole.report["metrics"]["loss/test"], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("trainer.accumulate_grad_batches=2", "samples of a smaller one would count for more"),
-        ("strategy=pipeline launch.devices=2", "a schedule is made for micro-batches of one size"),
-    ],
-)
-def test_features_with_equal_batches_refuse_batch_samplers(place, words, expected):
-    with pytest.raises(ConfigError) as caught:
-        exp.validate(exp.compose([*TOKENS, *RUN, *words.split()]))
-    assert any(fault.key == "data.batch_sampler" and expected in str(fault) for fault in caught.value.faults)
+def test_a_pipeline_refuses_batch_samplers(place):
+    with pytest.raises(ConfigError, match="a schedule is made for micro-batches of one size") as caught:
+        exp.validate(exp.compose([*TOKENS, *RUN, "strategy=pipeline", "launch.devices=2"]))
+    assert any(fault.key == "data.batch_sampler" for fault in caught.value.faults)

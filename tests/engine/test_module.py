@@ -38,10 +38,11 @@ def by_hand(
             if place % accumulate == 0:
                 optimizer.zero_grad()
                 window: list[tuple[float, int]] = []
+                count = min(accumulate, len(batches) - place)
             reseed(seed=0, rank=0, epoch=epoch, batch=place)
             inputs, target = batch.data
             loss = functional.cross_entropy(network(inputs), target)
-            (loss / accumulate).backward()
+            (loss / count).backward()
             window.append((float(loss.detach()), batch.global_size))
             if place % accumulate == accumulate - 1 or place == len(batches) - 1:
                 if clip is not None:

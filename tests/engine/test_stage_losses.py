@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.engine.phased_module import PhasedModule
-from exp.errors import RunError
+from exp.errors import ConfigError, RunError
 from exp.hooks.hook import Hook
 from exp.objectives.loss_inputs import Values
 from exp.objectives.objective import Objective, Term
@@ -125,6 +125,59 @@ def test_the_loss_of_phases_is_the_sum_of_their_means(tmp_path: Path, small_run:
     found = in_one_call(small, terms, "val")
     expected = found["loss/val"] + found["loss/val/ignored"]
     assert small.recording.metrics["loss/val"] == pytest.approx(expected, rel=1e-12)
+
+
+def trained(small_run: ModuleType, directory: Path, terms: dict[str, nn.Module], **settings: Any) -> Any:
+    """A run of two epochs in float64."""
+    small = small_run.Small(
+        directory, terms=copy.deepcopy(terms), max_epochs=2, word="fp64", plain_network=True, metrics={},
+        limit_val_batches=0, every_n_steps=None, **settings,
+    )  # fmt: skip
+    torch.nn.Module.double(small.module.objective)
+    small.fit()
+    return small
+
+
+# 105 samples: 7 batches of 16, of which the last step has 3, and the last batch 9 samples.
+@pytest.mark.parametrize("phased", [False, True])
+@pytest.mark.parametrize("case", ["equal", *CASES])
+def test_micro_batches_train_as_one_batch(tmp_path: Path, small_run: ModuleType, case: str, phased: bool) -> None:
+    terms = {"ce": CrossEntropy()} if case == "equal" else CASES[case]
+    settings: dict[str, Any] = {}
+    if phased:
+        sgd = Optimization(optimizer_factory=functools.partial(torch.optim.SGD, lr=0.1))
+        phases = [Phase(name="all", terms=[*terms], parameters=["*"], optimization=sgd)]
+        settings["module"] = functools.partial(PhasedModule, phases=phases)
+    whole = trained(small_run, tmp_path / "whole", terms, batch_size=64, **settings)
+    small = trained(small_run, tmp_path / "small", terms, batch_size=16, accumulate_grad_batches=4, **settings)
+    for name, tensor in whole.weights().items():
+        torch.testing.assert_close(small.weights()[name], tensor, rtol=1e-12, atol=1e-12)
+    assert small.values.seen == pytest.approx(whole.values.seen, rel=1e-12)
+
+
+def test_a_divisor_of_the_output_is_refused_under_accumulation(tmp_path: Path, small_run: ModuleType) -> None:
+    class Sure(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return output.sigmoid().square().sum() / output.sigmoid().sum()
+
+        def divisor(self, output: Tensor, target: Tensor) -> Tensor:
+            return output.sigmoid().sum()
+
+    with pytest.raises(ConfigError, match=r"objective.sure: a divisor that needs the network's output .* of the batch"):
+        trained(small_run, tmp_path, {"sure": Sure()}, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_accumulate_as_one_batch_of_one_process(
+    tmp_path: Path, elsewhere: Any, logged: Any, world_size: int
+) -> None:
+    settings = {"plain_network": True, "max_epochs": 1, "loss": {"class_weights": [1.0, 5.0]}}
+    whole = elsewhere.ranks(tmp_path / "whole", 1, batch_size=52, word="fp64", **settings)
+    small = elsewhere.ranks(
+        tmp_path / "small", world_size, batch_size=13, accumulate_grad_batches=4, word="fp64", **settings
+    )
+    assert [elsewhere.end(rank) for rank in [*whole, *small]] == [0] * (1 + world_size)
+    assert logged(tmp_path / "small") == pytest.approx(logged(tmp_path / "whole"), rel=1e-12)
 
 
 class Again(Hook):

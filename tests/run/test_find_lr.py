@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import exp
@@ -65,20 +65,20 @@ def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> l
     others = [one for one in network.parameters() if all(one is not other for other in head)]
     optimizer = torch.optim.SGD([{"params": others}, {"params": head}], lr=1.0, momentum=0.9)
     losses: list[float] = []
-    seen: list[float] = []
+    seen: list[Tensor] = []
     for epoch, place, is_last, batch in batches_of(run):
         inputs, target = batch.data
         reseed(seed=0, rank=0, epoch=epoch, batch=place)
-        loss = cross_entropy(network(inputs.double()), target)
-        (loss / window).backward()
-        seen.append(float(loss))
+        seen.append(cross_entropy(network(inputs.double()), target))
         if not is_last and (place + 1) % window:
             continue
+        loss = sum(seen) / len(seen)
+        loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), clip)
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = rates[len(losses)], rates[len(losses)] / 4
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(seen) / len(seen))
+        losses.append(float(loss))
         seen.clear()
         if len(losses) == len(rates):
             return losses
@@ -266,7 +266,7 @@ OWN = """
 import os, signal
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from exp.strategies.single import Single
 
 class Fixed(torch.optim.SGD):

@@ -82,8 +82,8 @@ def assert_close(one, other):
 @pytest.mark.any_processor
 def test_stacked_jobs_equal_single_ones_in_float64():
     shared = [
-        *("model=normed", "precision=fp64", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=3"),
-        *("data.batch_size=128", "hooks=[]", "scheduler=cosine"),
+        *("model=normed", "precision=fp64", "trainer.max_epochs=3"),
+        *("data.batch_size=384", "hooks=[]", "scheduler=cosine"),
     ]
     smoothed = "objective.cross_entropy.loss.label_smoothing"
     own = [

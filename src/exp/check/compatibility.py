@@ -184,7 +184,6 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "mean_over_samples": {"splits_layers": "means over samples, which micro-batches add up to"},
     "several_sizes": {
         "splits_layers": "null: a schedule is made for micro-batches of one size",
-        "accumulation": "null: a step takes its micro-batches alike, and samples of a smaller one would count for more",
     },
     "several_backwards": {
         **dict.fromkeys(_SHARDS, "gradients of parts are put together once a step"),

@@ -19,7 +19,7 @@ from exp.config.slots import nodes_in
 from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.faults import SampleError
-from exp.engine.forward import Forward, forward_by_name
+from exp.engine.forward import Forward, forward_by_name, named_values
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import mapped, named_parts, tensors_in
@@ -58,6 +58,7 @@ class Subject:
     objective: Objective
     measures: Mapping[str, Measure]
     metric_stages: Sequence[str]
+    accumulates: bool = False
 
 
 @dataclass(kw_only=True)
@@ -96,6 +97,8 @@ def look_at_samples(subject: Subject, stages: Sequence[Stage]) -> Findings:
                     trace = subject.traces[forward]
                     unnamed = list(name_faults(term_names(part), trace, batch, data.spec))
                     found.faults += unnamed or _term_faults(part, trace, batch, data.spec, stage)
+                    if subject.accumulates and not unnamed:
+                        part.known_divisors(named_values(batch))
             _look_at_metrics(subject, batch, stage, found)
         except SampleError as error:
             found.faults.append(error.fault)
@@ -116,7 +119,10 @@ def look_at_names(subject: Subject) -> Findings:
         return found
     for forward, part in objectives_by_forward(subject.phases, subject.objective).items():
         if forward in subject.traces:
-            found.faults += name_faults(term_names(part), subject.traces[forward], batch, data.spec)
+            unnamed = list(name_faults(term_names(part), subject.traces[forward], batch, data.spec))
+            found.faults += unnamed
+            if subject.accumulates and not unnamed:
+                part.known_divisors(named_values(batch))
     _look_at_metrics(subject, batch, stage, found)
     return found
 

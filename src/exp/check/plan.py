@@ -536,6 +536,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             "test": plain["test"],
         }
         stages = [stage for stage in data.stages if at_work[stage]]
+        accumulates = plain["trainer"]["accumulate_grad_batches"] > 1
         subject = Subject(
             data=data,
             traces=decided.shapes.traces,
@@ -543,10 +544,11 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             objective=decided.objective,
             measures=decided.metrics,
             metric_stages=[stage for stage in stages if stage in plain["metric_stages"]],
+            accumulates=accumulates,
         )
         if not is_shipped(plain["data"]):
             found = look_at_samples(subject, stages)
-        elif decided.metrics or _reads_other_names(decided):
+        elif decided.metrics or _reads_other_names(decided) or (accumulates and decided.objective.weighed):
             found = look_at_names(subject)
         else:
             return ()

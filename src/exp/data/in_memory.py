@@ -151,6 +151,8 @@ class IndexedLoader(Loader):
     vectorised kernels may differ in the last bit with the alignment of their operands.
     """
 
+    sampler: ShareSampler
+
     def __init__(
         self,
         *,

@@ -19,7 +19,11 @@ class Loader(ABC):
 
     The first pass is epoch 0, the next one epoch 1, and so on. A loader for evaluation stays at epoch 0: what is
     random in it is the same each time.
+
+    sampler: an attribute, which samples each batch takes; None of a stream.
     """
+
+    sampler: ShareSampler | None = None
 
     def __init__(self, *, stage: Stage) -> None:
         self.stage = stage

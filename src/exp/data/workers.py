@@ -236,22 +236,24 @@ class SampleSource(Dataset["Sample | ExpError"]):
 class WorkerLoader(Loader):
     """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
 
+    sampler: ShareSampler
+
     def __init__(
         self, *, stage: Stage, source: SampleSource, sampler: ShareSampler, options: FetchOptions, assembly: Assembly
     ) -> None:
         super().__init__(stage=stage)
-        self._source, self._sampler, self._options, self._assembly = source, sampler, options, assembly
+        self._source, self.sampler, self._options, self._assembly = source, sampler, options, assembly
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[object]:
         # One for all epochs, so that workers can persist.
-        return self._options.dataloader(self._source, batch_sampler=self._sampler, collate_fn=self._assembly)
+        return self._options.dataloader(self._source, batch_sampler=self.sampler, collate_fn=self._assembly)
 
     def _length(self) -> int:
-        return len(self._sampler.batches)
+        return len(self.sampler.batches)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        sampler = self._sampler
+        sampler = self.sampler
         sampler.epoch, sampler.start = epoch, start
         fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
         for data, (size, mine) in zip(fetched, sampler.sizes(epoch, start), strict=False):

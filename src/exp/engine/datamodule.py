@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,10 @@ class StagedData(LightningDataModule):
 
     rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
     seconds_waited: an attribute, for how long training has waited for its batches, in this process.
+    ahead: an attribute, the iterator that gave the last training batch.
     """
+
+    ahead: Ahead
 
     # Of Lightning, without its None before there is one: it is there whenever a loader is asked for.
     trainer: Trainer
@@ -176,7 +181,8 @@ class Batches:
             return self._transformed(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
         self.loader.set_position(*position)
-        return self._transformed(_Waiting(iter(self.loader), self._module), position)
+        batches = self._transformed(_Waiting(iter(self.loader), self._module), position)
+        return Ahead(batches, self.loader, self._module, position)
 
     def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
         """The batches from a position, (epoch, batch), on, transformed on the device where transforms ask for that."""
@@ -215,6 +221,39 @@ class PlainBatches(Batches):
                 module.shares.pop(number - 2, None)
                 module.shares[number] = batch._replace(data=None)
             yield batch.data
+
+
+class Ahead(Iterator[Batch]):
+    """The training batches from a position on, which a step over several micro-batches can read in advance."""
+
+    def __init__(self, batches: Iterator[Batch], loader: Loader, module: StagedData, position: tuple[int, int]) -> None:
+        self._batches, self._module, self._sampler = batches, module, loader.sampler
+        self._epoch, self._next = position
+        # The batches from number `_first` on: those that were read and not given, and those that a step may ask for.
+        self._read: deque[Batch] = deque()
+        self._first = self._next
+
+    def __next__(self) -> Batch:
+        self._module.ahead = self
+        # Of a stream, Lightning itself reads one batch in advance.
+        while self._read and self._first < self._next - (self._sampler is None):
+            self._read.popleft()
+            self._first += 1
+        if self._next == self._first + len(self._read):
+            self._read.append(next(self._batches))
+        self._next += 1
+        return self._read[self._next - 1 - self._first]
+
+    def micro_batches(self, start: int, stop: int, *, with_data: bool) -> Sequence[Batch]:
+        """Return this rank's shares of the batches from `start` to before `stop`, or to the end of the data.
+
+        start: the number of the batch that training is at. with_data: whether their data is read.
+        """
+        if self._sampler is not None and not with_data:
+            ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)
+            return [Batch(None, mine.size, size, ranks) for size, mine in islice(sizes, stop - start)]
+        self._read.extend(islice(self._batches, max(0, stop - self._first - len(self._read))))
+        return list(islice(self._read, start - self._first, stop - self._first))
 
 
 class _Waiting(Iterator[Batch]):

@@ -40,7 +40,7 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
             output = call(run_network, data)
             values = dict(data)
         else:
-            values = _named(data)
+            values = named_values(data)
             output = run_network(values["input"])
         values["output"] = output
         if type(output) is not Tensor:
@@ -50,8 +50,10 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
     return forward
 
 
-def _named(data: Any) -> dict[str, Any]:
+def named_values(data: Any) -> dict[str, Any]:
     """Name the values of a batch: input and target, or input alone where the data set has no targets."""
+    if isinstance(data, Mapping):
+        return dict(data)
     if type(data) in (tuple, list) and len(data) == 2:
         return {"input": data[0], "target": data[1]}
     if isinstance(data, Tensor):

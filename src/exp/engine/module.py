@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,18 +24,19 @@ from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
-from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, needing
+from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, named_values, needing
 from exp.engine.non_finite import Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
 from exp.hooks.step import Window
+from exp.nested import moved
 from exp.objectives.measures import Measure, as_measure, as_scored
 from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
-from exp.shared_types import INPUT, STAGES, Batch, Stage
+from exp.shared_types import INPUT, STAGES, Batch, Stage, StepWeights
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
 
@@ -43,6 +45,17 @@ if TYPE_CHECKING:
 
 TRAIN_METRICS = "exp_train_metrics"
 TRAIN_LOSSES = "exp_train_losses"
+
+
+@dataclass(frozen=True, slots=True)
+class _Micro:
+    """The micro-batches of a step: from number `start` of an epoch to before `stop`, of an accumulation of `count`."""
+
+    epoch: int
+    start: int
+    stop: int
+    count: int
+    weights: StepWeights
 
 
 class TrainingModule(LightningModule):
@@ -115,6 +128,7 @@ class TrainingModule(LightningModule):
         self._run = forward_by_name(network, self.inputs)
         self._needs = objective.needs
         self._is_weighed = bool(objective.weighed)
+        self._micro: _Micro | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the hook under way forty times a step; nn.Module would look for parameters in it.
@@ -140,10 +154,12 @@ class TrainingModule(LightningModule):
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the objective of this rank's share of a batch, 0-d."""
+        """Compute the objective of this rank's share of a batch, 0-d, as Lightning divides it by the accumulation."""
+        count = self._trainer.accumulate_grad_batches
+        batch = self.in_step(batch, batch_idx)
         values, loss, parts = self._share(batch, batch_idx)
         if self._is_weighed:
-            self._train_values.add(self.objective.shared_means(parts, batch))
+            self._train_values.add(self.objective.own_means(batch))
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.measures and batch.size:
@@ -152,7 +168,42 @@ class TrainingModule(LightningModule):
                 self._train_values.update_metrics(seen)
             else:
                 self.halving.seen.append(seen)
-        return loss
+        # Of a short last step Lightning divides by too much.
+        own = count if batch.step is None else batch.step.micro_batches
+        return loss if own == count else loss * (count / own)
+
+    def in_step(self, batch: Batch, batch_idx: int) -> Batch:
+        """Return a micro-batch with the divisors of its step. Every rank must call it at the first one of a step."""
+        trainer, micro = self._trainer, self._micro
+        count = trainer.accumulate_grad_batches
+        if count == 1:
+            return batch
+        epoch = trainer.current_epoch
+        if micro is None or (micro.epoch, micro.count) != (epoch, count) or not micro.start <= batch_idx < micro.stop:
+            stop = int(min(batch_idx - batch_idx % count + count, trainer.num_training_batches))
+            found = trainer.datamodule.ahead.micro_batches(batch_idx, stop, with_data=self._is_weighed)
+            weights = self._step_weights(found)
+            micro = _Micro(epoch, batch_idx, batch_idx + weights.micro_batches, count, weights)
+            self.__dict__["_micro"] = micro
+        return batch._replace(step=micro.weights)
+
+    def in_window(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
+        """Return all micro-batches of a step with its divisors. Every rank must call it."""
+        if len(window) == 1:
+            return window
+        weights = self._step_weights([batch for batch, _ in window])
+        return [(batch._replace(step=weights), batch_idx) for batch, batch_idx in window]
+
+    def _step_weights(self, batches: Sequence[Batch]) -> StepWeights:
+        names = [self.objective.terms[name].names.values() for name in self.objective.weighed]
+        read = {name for some in names for name in some} if all(names) else None
+
+        def named(data: Any) -> Values:
+            values = {one: value for one, value in named_values(data).items() if read is None or one in read}
+            converted: Values = self._trainer.precision_plugin.convert_input(values)
+            return moved(converted, self.device)
+
+        return self.objective.step_weights(batches, named, device=self.device)
 
     def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """Compute the values by name, the objective and its terms; nothing is counted."""
@@ -240,6 +291,7 @@ class TrainingModule(LightningModule):
             scheduler.step()
 
     def setup(self, stage: str) -> None:
+        self._micro = None
         if stage == "fit":
             self._by_design = kinds_by_design(self)
 
@@ -280,8 +332,8 @@ class TrainingModule(LightningModule):
         """Compute again what the backward of the micro-batch at this place began with, 0-d, with its graph."""
         trainer = self._trainer
         with trainer.precision_plugin.train_step_context():
-            loss = self._share(*window.batches[place])[1]
-        loss = loss / trainer.accumulate_grad_batches
+            loss = self._share(*self.in_window(window.batches)[place])[1]
+        loss = loss / len(window.batches)
         precision = trainer.precision_plugin
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 

@@ -106,7 +106,7 @@ class PhasedModule(TrainingModule):
         """Run the phases over the window's micro-batches."""
         if optimizer_closure is not None:
             optimizer_closure()
-        window, self._window = self._window, []
+        window, self._window = self.in_window(self._window), []
         together = self.trainer.optimizers[0]
         assert isinstance(together, PhaseOptimizers)
         self._run_phases(window, together)
@@ -193,17 +193,15 @@ class PhasedModule(TrainingModule):
         self, group: Sequence[Phase], window: Sequence[tuple[Batch, int]], *, turns: Sequence[Turn]
     ) -> list[StepResult]:
         """Compute the gradients of simultaneous phases, or of one, over a window; return the loss and terms of each."""
-        size = sum(batch.global_size for batch, _ in window)
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
         with self._training_only([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
                 values, shares = self._shares_of(group, batch, batch_idx, turns[0].places)
                 self._update_metrics(group[0], batch, values)
-                for phase, turn, (_, parts) in zip(group, turns, shares, strict=True):
-                    self._count(phase, batch, parts, is_last=turn.is_recorded)
-                # As many equal ones divide by their number, as Lightning does.
-                count = size / batch.global_size
-                if count != 1.0:
+                for phase, turn in zip(group, turns, strict=True):
+                    self._count(phase, batch, is_last=turn.is_recorded)
+                count = len(window)
+                if count != 1:
                     shares = [
                         (loss / count, {name: part / count for name, part in parts.items()}) for loss, parts in shares
                     ]
@@ -252,18 +250,17 @@ class PhasedModule(TrainingModule):
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(self._train_values.read(values))
 
-    def _count(self, phase: Phase, batch: Batch, parts: Mapping[str, Tensor], *, is_last: bool) -> None:
+    def _count(self, phase: Phase, batch: Batch, *, is_last: bool) -> None:
         """Add a micro-batch to the epoch's losses. is_last: of the phase's repeats."""
         if self._is_weighed and is_last:
-            means = self._objectives[phase.name].shared_means(parts, batch)
+            means = self._objectives[phase.name].own_means(batch)
             self._train_values.add(means, first=self._places[phase.name])
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
         phase = next(phase for phase in self.phases if phase.name == window.phase)
-        size = sum(batch.global_size for batch, _ in window.batches)
-        batch, batch_idx = window.batches[place]
-        loss = self._shares_of([phase], batch, batch_idx, window.turn)[1][0][0]
-        return self._precision.scale(loss / (size / batch.global_size))
+        batches = self.in_window(window.batches)
+        loss = self._shares_of([phase], *batches[place], window.turn)[1][0][0]
+        return self._precision.scale(loss / len(batches))
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
         phase = next(phase for phase in self.phases if phase.name == window.phase)

@@ -56,18 +56,16 @@ class PipelinedModule(TrainingModule):
         trainer = self._trainer
         # Dropout of two stages must not be alike: each rank has a stream of its own.
         reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
-        self._batch = batch
+        self._batch = self.in_step(batch, batch_idx)
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run forward and backward of the batch that training_step kept."""
         batch, self._batch = self._batch, None
         assert batch is not None
-        precision, trainer = self._trainer.precision_plugin, self._trainer
+        precision = self._trainer.precision_plugin
         assert isinstance(precision, RunPrecision)
-        # What Lightning does to the loss that it has.
-        one = torch.ones((), device=self.device)
-        factor = precision.scale(one / trainer.accumulate_grad_batches)
+        count = 1 if batch.step is None else batch.step.micro_batches
         size = max(batch.size, 1)
         micro = micro_batches(batch.data, size=size, count=self._count)
         train_values = self._train_values
@@ -82,7 +80,7 @@ class PipelinedModule(TrainingModule):
             weight = batch.weight * piece.size / size
             seen = train_values.read(values) if train_values.measures and batch.size else None
             weighted = {name: part.detach() * weight for name, part in parts.items()}
-            return loss * weight * factor, (loss.detach() * weight, weighted, seen)
+            return precision.scale(loss * weight / count), (loss.detach() * weight, weighted, seen)
 
         observer = self.observer
         with observer.around_forward(batch.data) if observer.watches_forward else nullcontext():

@@ -188,6 +188,7 @@ class Recording(StepRecording):
         # What each phase behind the first gave.
         self._later: list[Found] = []
         self._losses: list[Tensor] = []
+        self._micro_batches = 0
         # What the learning rates of each phase's optimizer were last.
         self._rates: dict[str | None, list[float]] = {}
 
@@ -275,11 +276,12 @@ class Recording(StepRecording):
         several = len(parts) > 1 or (module.phases and len(module.objective.terms) > 1)
         losses = [loss, *parts.values()] if several else [loss]
         if values is None or self._losses:
-            losses = self._accumulated(losses, batch.global_size)
+            losses = [a + b for a, b in zip(self._losses, losses, strict=True)] if self._losses else losses
+            self._micro_batches += 1
             if values is None:
                 self._losses = losses
                 return
-            losses = [loss / self._size for loss in losses]
+            losses = [loss / self._micro_batches for loss in losses]
         index = self._index + 1
         for found in self._later:
             values.update(found)
@@ -288,13 +290,9 @@ class Recording(StepRecording):
         self._index = index
         self._values, self._size = None, 0
         if self._losses or self._later:
-            self._losses, self._later = [], []
+            self._losses, self._later, self._micro_batches = [], [], 0
         if self._is_flush(index):
             self.flush(trainer)
-
-    def _accumulated(self, losses: list[Tensor], size: int) -> list[Tensor]:
-        weighted = [loss * size for loss in losses]
-        return [a + b for a, b in zip(self._losses, weighted, strict=True)] if self._losses else weighted
 
     # --- what leaves the device ---
 

@@ -116,8 +116,7 @@ def _plain(data: object) -> Any:
 
 
 def _batch(entry: Mapping[str, Any]) -> Batch:
-    counts = {name: int(entry[name]) for name in ("size", "global_size", "world_size")}
-    return Batch(data=entry["data"], **counts)
+    return Batch(entry["data"], int(entry["size"]), int(entry["global_size"]), int(entry["world_size"]))
 
 
 # A large buffer is a mask or a queue, and a copy of it at every step would cost.

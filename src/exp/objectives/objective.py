@@ -8,7 +8,7 @@ the batches of a stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from exp.functions.at_least_float32 import summing_dtype
 from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
-from exp.shared_types import Batch
+from exp.shared_types import Batch, StepWeights
 from exp.spelling import nearest
 
 if TYPE_CHECKING:
@@ -87,13 +87,15 @@ class Term(AbstractTerm):
     def divisor(self, values: Values) -> Tensor | float | None:
         """What the loss says by its own method `divisor`, called as the loss is, and what torch's losses divide by."""
         if self.inputs is not None:
-            return self._divisor_by_name(self._by_name(values))
+            is_whole = all(name in values for name in self.inputs.values())
+            return self._divisor_by_name(self._by_name(values) if is_whole else self._known_by_name(values))
         module, target = self.loss, pick(values, self.target, "target")
         if self._is_by_weight:
             return total_weight(cast(ByWeight, module), target)
         if self._is_weighed:
-            divisor = cast("Callable[[Tensor, Tensor], Tensor | float]", module.divisor)
-            return divisor(full(pick(values, self.output, "output")), full(target))
+            divisor = cast("Callable[[Tensor | None, Tensor], Tensor | float]", module.divisor)
+            # Before the forward of a step there is no output.
+            return divisor(full(pick(values, self.output, "output")) if self.output in values else None, full(target))
         # Batches of texts may differ in their lengths.
         is_by_number = isinstance(module, (*ELEMENTWISE, CrossEntropy, NLL)) and module.reduction == "mean"
         return float(target.numel()) if is_by_number else None
@@ -135,7 +137,12 @@ class Term(AbstractTerm):
             found["target"] = match_target(self.loss, found["input"], found["target"])
         return found
 
-    def _divisor_by_name(self, given: Mapping[str, Tensor]) -> Tensor | float | None:
+    def _known_by_name(self, values: Values) -> dict[str, Tensor | None]:
+        """The same before the forward of a step, with None for what the network gives."""
+        assert self.inputs is not None
+        return {one: full(values[name]) if name in values else None for one, name in self.inputs.items()}
+
+    def _divisor_by_name(self, given: Mapping[str, Any]) -> Tensor | float | None:
         if self._is_weighed:
             return cast("Callable[..., Tensor | float]", self.loss.divisor)(**given)
         return float(given["input"].numel()) if self._is_elementwise and "input" in given else None
@@ -182,7 +189,8 @@ class Objective(nn.Module):
                 )
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
-        # By what the weighed terms of the last call divided, over all ranks.
+        # Of the last call, this rank's mean of each term, and the divisor of each weighed one.
+        self._own: dict[str, Tensor] = {}
         self._divisors: dict[str, Tensor | float] = {}
         compared = [term for term in self.terms.values() if isinstance(term, Term)]
         self._output = next((next(iter(term.names.values())) for term in compared), None)
@@ -212,13 +220,51 @@ class Objective(nn.Module):
             found.append((parts[name], size if divisor is None else divisor))
         return found
 
-    def shared_means(self, parts: Mapping[str, Tensor], batch: Batch) -> list[Mean]:
-        """This rank's parts of each term's mean over a batch that ranks share, of which all together are the whole.
+    def own_means(self, batch: Batch) -> list[Mean]:
+        """Each term's mean over this rank's share of a batch, of the last call; a stand-in counts for nothing."""
+        if not batch.size:
+            return [(torch.zeros_like(mean), 0.0) for mean in self._own.values()]
+        return [(mean, self._divisors.get(name, batch.size)) for name, mean in self._own.items()]
 
-        parts: of the last call, times the batch's weight.
+    def step_weights(
+        self, batches: Sequence[Batch], named: Callable[[Any], Values], *, device: torch.device
+    ) -> StepWeights:
+        """The divisors of a step over micro-batches, before its first forward. Every rank must call it.
+
+        named: gives the values of a batch's data by name, on the device. Asked for where there are weighed terms.
+        Raises: ConfigError for a divisor that needs what the network gives.
         """
-        ranks = batch.world_size
-        return [(parts[name], self._divisors.get(name, batch.global_size) / ranks) for name in self.terms]
+        size = sum(batch.global_size for batch in batches) / len(batches)
+        if not self._weighed:
+            return StepWeights(len(batches), size, {})
+        names, dtype = self.weighed, summing_dtype(device)
+        total = torch.zeros(len(names), dtype=dtype, device=device)
+        for batch in batches:
+            found = self.known_divisors(named(batch.data))
+            if batch.size:
+                total += torch.stack([torch.as_tensor(found[name], dtype=dtype, device=device) for name in names])
+        means = over_ranks(total, batches[0]) / len(batches)
+        return StepWeights(len(batches), size, dict(zip(names, means.unbind(), strict=True)))
+
+    def known_divisors(self, values: Values) -> dict[str, Tensor | float | None]:
+        """The divisors of the weighed terms, of the values of a batch alone.
+
+        Raises: ConfigError for a divisor that needs what the network gives.
+        """
+        found: dict[str, Tensor | float | None] = {}
+        for name in self.weighed:
+            try:
+                found[name] = detached(self.terms[name].divisor(values))
+            except Exception as error:
+                fault = Fault(
+                    key=f"objective.{name}",
+                    got=f"a divisor that needs the network's output ({type(error).__name__}: {error})",
+                    expected="a divisor of the batch alone, which a step over several micro-batches takes before it "
+                    "runs the network",
+                    cure="Write trainer.accumulate_grad_batches=1",
+                )
+                raise ConfigError([fault]) from error
+        return found
 
     def only(self, names: Collection[str]) -> Objective:
         """The sum of some of the terms, in this one's order: the same modules, not copies.
@@ -266,10 +312,15 @@ class Objective(nn.Module):
         for name, term in self.terms.items():
             given = passes if self._needs[name] else None
             if name in self._weighed:
-                loss, self._divisors[name] = shared_mean(*term.weighed(values, batch, given), batch)
+                whole = None if batch is None or batch.step is None else batch.step.divisors[name]
+                own, divisor = term.weighed(values, batch, given)
+                self._divisors[name] = detached(divisor)
+                loss = shared_mean(own, self._divisors[name], batch, whole)
             else:
-                loss = term(values, batch) if given is None else term(values, batch, given)
+                own = loss = term(values, batch) if given is None else term(values, batch, given)
             parts[name] = loss.detach()
+            if self._weighed:
+                self._own[name] = parts[name] if own is loss else own.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted
         assert total is not None
@@ -319,27 +370,37 @@ def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor
     return total / weight.to(total.dtype).clamp_min(torch.finfo(torch.float32).tiny), weight
 
 
-def shared_mean(loss: Tensor, divisor: Tensor | float | None, batch: Batch | None) -> tuple[Tensor, Tensor | float]:
-    """A rank's loss such that the mean over ranks, weighted by samples, is that of the batch; and the batch's divisor.
+def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whole: Tensor | None = None) -> Tensor:
+    """A rank's loss such that the mean over ranks, weighted by samples, is that of the batch, 0-d.
 
-    One sum over the ranks, of one number. 0-d.
+    One sum over the ranks, of one number. whole: the batch's divisor, if the step knows it already.
     """
+    if batch is None or (batch.world_size == 1 and whole is None):
+        return loss
+    held = torch.as_tensor(divisor, dtype=summing_dtype(loss.device), device=loss.device)
+    if whole is None:
+        # A stand-in takes part in the sum, and adds nothing to it.
+        whole = over_ranks(held.clone() if batch.size else torch.zeros_like(held), batch)
+    if not batch.size:
+        return loss * 0.0
+    share = (held / whole.where(whole > 0, 1.0)).to(loss.dtype)
+    return loss * share * (batch.mean_size / batch.size)
+
+
+def detached(divisor: Tensor | float | None) -> Tensor | float:
+    """A term's divisor, without a gradient. Raises: RunError where it is None."""
     if divisor is None:
         raise RunError("a term's divisor is None; expected a number, or a tensor 0-d: by what its mean divided")
-    if isinstance(divisor, Tensor) and divisor.requires_grad:
-        divisor = divisor.detach()
-    if batch is None or batch.world_size == 1:
-        return loss, divisor
-    held = torch.as_tensor(divisor, dtype=summing_dtype(loss.device), device=loss.device)
-    # A stand-in takes part in the sum, and adds nothing to it.
-    whole = held.clone() if batch.size else torch.zeros_like(held)
-    torch.distributed.all_reduce(whole)
+    return divisor.detach() if isinstance(divisor, Tensor) and divisor.requires_grad else divisor
+
+
+def over_ranks(total: Tensor, batch: Batch) -> Tensor:
+    """The sum over the ranks that share a batch; it may overwrite `total`. Every rank must call it."""
+    if batch.world_size == 1:
+        return total
+    torch.distributed.all_reduce(total)
     # Several ranks hold each share where a model is split over ranks.
-    whole = whole * (batch.world_size / torch.distributed.get_world_size())
-    if not batch.size:
-        return loss * 0.0, whole
-    share = (held / whole.where(whole > 0, 1.0)).to(loss.dtype)
-    return loss * share * (batch.global_size / batch.size), whole
+    return total * (batch.world_size / torch.distributed.get_world_size())
 
 
 def total_weight(loss: ByWeight, target: Tensor) -> Tensor:

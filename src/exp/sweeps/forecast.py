@@ -130,7 +130,7 @@ def _times(decided: Plan, *, members: int) -> tuple[float, float]:
         optimizer.step()
 
     def together() -> None:
-        stack.gradients(batch, is_shared=True, epoch=0, index=0, window=1)
+        stack.gradients(batch, is_shared=True, epoch=0, index=0)
         for _ in range(members):
             optimizer.step()
 

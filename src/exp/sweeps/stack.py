@@ -241,12 +241,11 @@ class Stack:
         trainer = plain["trainer"]
         self._epochs: int = trainer["max_epochs"]
         self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
-        self._window: int = trainer["accumulate_grad_batches"]
         self._log_every: int = trainer["log_every_n_steps"] or 50
         self._seeds = [member.plain["seed"] for member in members]
         self._precision = build_run_precision(plain, device_type="cpu")
         self._loader = self._loader_of(decided.data.seed)
-        steps = -(-len(self._loader) // self._window) * self._epochs
+        steps = len(self._loader) * self._epochs
         self._total_steps = min(steps, self._max_steps) if self._max_steps else steps
         self._is_shuffled = decided.data.shuffle
         self._objectives = objectives = [build_objective(member.plain) for member in members]
@@ -289,9 +288,6 @@ class Stack:
         )
         self._waiting: list[_Step] = []
         self._step = self._first = self._batches_done = 0
-        self._size = 0
-        self._sums: list[Tensor] = []
-        self._gradients: dict[str, Tensor] = {}
         self._failed: dict[int, ExpError] = {}
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
 
@@ -411,12 +407,12 @@ class Stack:
         waited = time.perf_counter()
         for index, (batch, is_shared) in enumerate(self._batches(epoch, start), start):
             self._hooks.seconds_waited += time.perf_counter() - waited
-            if self._flag.received is not None and index % self._window == 0:
+            if self._flag.received is not None:
                 self._flush()
                 yield from self._drop_failed()
                 raise _Stopped(self._position(index))
             is_last = index + 1 == batches
-            self._do_batch(batch, is_shared, epoch, index, is_last=is_last)
+            self._do_batch(batch, is_shared, epoch, index)
             self._batch = index + 1
             if is_last:
                 self._move_schedules("epoch")
@@ -488,9 +484,9 @@ class Stack:
         complete = self._batch == len(self._loader)
         place = Position(
             epoch=self._epoch + complete,
-            batch=0 if complete else self._batch - self._batch % self._window,
+            batch=0 if complete else self._batch,
             step=self._step,
-            batches=self._batches_done - (0 if complete else self._batch % self._window),
+            batches=self._batches_done,
         )
         self._hold_best(place)
         loops = self._loops(place)
@@ -501,42 +497,26 @@ class Stack:
 
     # --- a step ---
 
-    def _do_batch(self, batch: Batch, is_shared: bool, epoch: int, index: int, *, is_last: bool) -> None:
+    def _do_batch(self, batch: Batch, is_shared: bool, epoch: int, index: int) -> None:
+        """One step of each member's optimizer."""
         one = batch if is_shared else batch._replace(data=mapped(batch.data, lambda tensor: tensor[0]))
-        self._size += batch.global_size
         self._hooks.start_batch(one, index=self._step + 1, epoch=epoch, batch_idx=index)
-        gradients, losses = self._network.gradients(
-            batch, is_shared=is_shared, epoch=epoch, index=index, window=self._window
-        )
+        gradients, losses = self._network.gradients(batch, is_shared=is_shared, epoch=epoch, index=index)
         self._batches_done += 1
         self._add_train_values(losses, batch)
-        if self._gradients:
-            torch._foreach_add_(list(self._gradients.values()), [gradients[name] for name in self._gradients])
-        else:
-            self._gradients = gradients
-        accumulates = not is_last and (index + 1) % self._window != 0
-        is_alone = not accumulates and not self._sums
         found = [losses.total, *losses.parts.values()] if len(losses.parts) > 1 else [losses.total]
-        if not is_alone:
-            weighted = [loss * batch.global_size for loss in found]
-            self._sums = [a + b for a, b in zip(self._sums, weighted, strict=True)] if self._sums else weighted
-        if accumulates:
-            return
-        if not is_alone:
-            found = [total / self._size for total in self._sums]
-        self._update(torch.stack(found))
+        self._update(gradients, torch.stack(found), size=batch.global_size)
 
-    def _update(self, losses: Tensor) -> None:
-        """One step of each member's optimizer, with the gradients of its window."""
+    def _update(self, gradients: Mapping[str, Tensor], losses: Tensor, *, size: int) -> None:
         names, members, hooks = self._network.trained, self._members, self._hooks
-        rows = list(zip(*(self._gradients[name].unbind(0) for name in names), strict=True))
+        rows = list(zip(*(gradients[name].unbind(0) for name in names), strict=True))
         hooks.after_backward()
         clipped = [place for place, member in enumerate(members) if member.clip_value]
         for place in range(len(members)) if hooks.need_gradients() else clipped:
             for parameter, gradient in zip(members[place].parameters, rows[place], strict=True):
                 parameter.grad = gradient
         index = self._step + 1
-        values = hooks.before_update(self._gradients)
+        values = hooks.before_update(gradients)
         is_flush = self._is_flush(index)
         for member, found in zip(members, values, strict=True):
             if is_flush or member.schedule is not None or member.rates is None:
@@ -551,8 +531,7 @@ class Stack:
         hooks.after_step(values)
         self._step = index
         self._move_schedules("step")
-        self._waiting.append(_Step(index, self._size, losses, values))
-        self._gradients, self._sums, self._size = {}, [], 0
+        self._waiting.append(_Step(index, size, losses, values))
         if is_flush:
             self._flush()
 
@@ -648,9 +627,6 @@ class Stack:
             self._optimizers.keep(stay)
             self._objectives = [self._objectives[place] for place in stay]
             self._seeds = [self._seeds[place] for place in stay]
-            index = torch.tensor(stay)
-            self._gradients = {name: one.index_select(0, index) for name, one in self._gradients.items()}
-            self._sums = [one.index_select(0, index) for one in self._sums]
 
     def _loops(self, place: Position) -> dict[str, Any]:
         """The states of Lightning's loops, which a run that goes on makes anew from the position."""

@@ -153,7 +153,7 @@ class StackedNetwork:
     ) -> None:
         self.networks, self.seeds, self._compiled = list(networks), list(seeds), compiled
         # By what is no tensor in a batch: one function each, or torch would compile each step's anew.
-        self._steps: dict[tuple[Batch, bool, int], Step] = {}
+        self._steps: dict[tuple[Batch, bool], Step] = {}
         self._template, self._run, self._autocast = networks[0], run, autocast
         self._objective = objectives[0]
         self._weights = {
@@ -206,10 +206,8 @@ class StackedNetwork:
 
     # --- a step ---
 
-    def gradients(
-        self, batch: Batch, *, is_shared: bool, epoch: int, index: int, window: int
-    ) -> tuple[Tensors, Losses]:
-        """The gradient of each trained parameter `[M, ...]`, of the objective over `window`, and the losses.
+    def gradients(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> tuple[Tensors, Losses]:
+        """The gradient of each trained parameter `[M, ...]`, and the losses.
 
         batch: with data `[M, B, ...]`, or `[B, ...]` where all members have the same one, which `is_shared`.
         epoch, index: of the batch: what is random in it is a function of them.
@@ -219,17 +217,17 @@ class StackedNetwork:
         trained = {name: tensors.pop(name) for name in self._trained}
         masks = self._masks(batch, is_shared=is_shared, epoch=epoch, index=index)
         given = (masks, self._weights_as(trained), self._smoothing)
-        step = self._step(batch._replace(data=None), is_shared=is_shared, window=window)
+        step = self._step(batch._replace(data=None), is_shared=is_shared)
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             gradients, losses = step(trained, tensors, given, batch.data)
         return {name: _like(gradients[name], trained[name]) for name in self._trained}, losses
 
-    def _step(self, sizes: Batch, *, is_shared: bool, window: int) -> Step:
+    def _step(self, sizes: Batch, *, is_shared: bool) -> Step:
         """The function of a step: of trained and other tensors, what each member is given, and the data.
 
         sizes: a batch without its data, which all are given by itself.
         """
-        key = (sizes, is_shared, window)
+        key = (sizes, is_shared)
         if key in self._steps:
             return self._steps[key]
 
@@ -240,7 +238,7 @@ class StackedNetwork:
                 total, parts, divisors = self._losses(values, sizes, weights, smoothing)
             plain.update({name: divisor for name, divisor in divisors.items() if not isinstance(divisor, Tensor)})
             taken = {name: divisor for name, divisor in divisors.items() if isinstance(divisor, Tensor)}
-            return (total if window == 1 else total / window), (total.detach(), parts, taken)
+            return total, (total.detach(), parts, taken)
 
         # A transform gives nothing but tensors back.
         plain: dict[str, float | None] = {}

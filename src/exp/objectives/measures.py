@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, classification
 
 from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, said, shortened
+from exp.functions.at_least_float32 import summing_dtype
 from exp.nested import mapped
 from exp.objectives.loss_inputs import Values, full
-from exp.objectives.metrics import AUROC
+from exp.objectives.metrics import AUROC, in_order
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.spelling import nearest
@@ -39,6 +41,17 @@ OF_ANSWERS = (
 SCORES = (
     *((OF_CLASSES, loss) for loss in (CrossEntropy, NLL, nn.CrossEntropyLoss, nn.NLLLoss)),
     *((OF_ANSWERS, loss) for loss in (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)),
+)
+# Of these, what depends on the order of the probabilities alone.
+OF_CLASSES_BY_ORDER = (
+    *(classification.MulticlassAUROC, classification.MulticlassAveragePrecision, classification.MulticlassLogAUC),
+    classification.MulticlassEER,
+)
+OF_ANSWERS_BY_ORDER = (
+    *(classification.BinaryAUROC, classification.BinaryAveragePrecision, classification.BinaryLogAUC),
+    *(classification.MultilabelAUROC, classification.MultilabelAveragePrecision, classification.MultilabelLogAUC),
+    *(classification.BinaryEER, classification.MultilabelEER, classification.MultilabelCoverageError),
+    *(classification.MultilabelRankingAveragePrecision, classification.MultilabelRankingLoss),
 )
 # A state of a metric: a tensor, or one of each batch.
 State = Tensor | list[Tensor]
@@ -124,12 +137,17 @@ class Measure:
         )
 
     def update(self, read: Mapping[str, Any]) -> None:
-        """Add a batch, in full precision whatever the network runs in. read: as `read` gives it, by name.
+        """Add a batch, whatever the precision of the network: torchmetrics' sums are float64.
+
+        read: by name, as `read` gives it.
 
         Raises: RunError where the metric refuses the values; UserCodeError where a metric of one's own fails.
         """
-        given = {name: mapped(read[name], full) for name in self.names.values()}
+        given = {name: mapped(read[name], _double if self.is_doubled else full) for name in self.names.values()}
         device = _device_type(given)
+        dtype = summing_dtype(torch.device(device))
+        if self.is_doubled and any(part.dtype != dtype for _, part in self.parts):
+            self.metric.to(dtype)
         with _blame(self, "update"):
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
@@ -142,7 +160,13 @@ class Measure:
             output, target = given[self.output], given[self.target]
             if isinstance(self.metric, classification.MulticlassHingeLoss) and self._counts_none(target):
                 return
-            self.metric.update(self._probabilities(output) if self.are_scores else output, target)
+            if isinstance(self.metric, AUROC):
+                self.metric.update(output, target, are_scores=self.are_scores)
+            elif self._ranks is not None:
+                axis = 1 if self._ranks is OF_CLASSES_BY_ORDER else None
+                self.metric.update(in_order(output, axis=axis, are_scores=self.are_scores), target)
+            else:
+                self.metric.update(self._probabilities(output) if self.are_scores else output, target)
         else:
             self.metric.update(**{parameter: given[name] for parameter, name in self.inputs.items()})
 
@@ -154,7 +178,24 @@ class Measure:
     def _probabilities(self, output: Tensor) -> Tensor:
         if any(isinstance(part, OF_ANSWERS) for _, part in self.parts):
             return output.sigmoid()
-        return output.softmax(-1 if isinstance(self.metric, AUROC) else 1)
+        return output.softmax(1)
+
+    @cached_property
+    def is_doubled(self) -> bool:
+        """Whether it is given float64: metrics of torchmetrics that sum or sort, and do not only count classes."""
+        held = [state for _, part in self.parts for state in part.metric_state.values()]
+        sums = any(isinstance(state, list) or state.is_floating_point() for state in held)
+        is_theirs = all(type(part).__module__.startswith("torchmetrics") for _, part in self.parts)
+        return self.is_known and is_theirs and (sums or any(isinstance(part, OF_ANSWERS) for _, part in self.parts))
+
+    @cached_property
+    def _ranks(self) -> tuple[type[Metric], ...] | None:
+        """The kinds of which all of it is, if it looks at the order of the outputs alone."""
+        kinds = [part for _, part in self.parts if isinstance(part, (*OF_CLASSES, *OF_ANSWERS))]
+        for ranked in (OF_CLASSES_BY_ORDER, OF_ANSWERS_BY_ORDER):
+            if kinds and all(isinstance(part, ranked) and getattr(part, "thresholds", None) is None for part in kinds):
+                return ranked
+        return None
 
     def compute(self) -> dict[str, Tensor]:
         """The numbers over all ranks, 0-d, each by the name of its entry; of one number alone that is empty.
@@ -318,6 +359,10 @@ def _blame(measure: Measure, doing: str) -> Iterator[None]:
     except StopIteration as error:  # which Lightning would take for the end of the data
         name = type(measure.metric).__name__
         raise UserCodeError.of(error, what=f"metric {name}, in {doing},") from error
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.to(summing_dtype(tensor.device)) if tensor.is_floating_point() else tensor
 
 
 def _device_type(given: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from exp.functions.at_least_float32 import at_least_float32
+from exp.functions.at_least_float32 import at_least_float32, summing_dtype
 from exp.objectives.loss_inputs import require_classes_last
 
 
@@ -32,12 +32,75 @@ class F1(MulticlassF1Score):
 class AUROC(MulticlassAUROC):
     """torchmetrics' MulticlassAUROC, of scores or probabilities `[..., V]` against class numbers `[...]`.
 
-    thresholds: None is exact, and keeps 4 * (V + 2) bytes of each sample until the stage ends; a number approximates by
+    thresholds: None is exact, and keeps 8 * (V + 1) bytes of each sample until the stage ends; a number approximates by
         so many thresholds, in constant memory.
     """
 
+    def update(self, output: Tensor, target: Tensor, *, are_scores: bool = False) -> None:
+        """Adds a batch. are_scores: else outputs that all lie between 0 and 1 are probabilities."""
+        rows, classes = _rows(self, output, target)
+        if self.thresholds is None:
+            rows = in_order(rows, axis=-1, are_scores=are_scores)
+        super().update(rows.softmax(-1) if are_scores and self.thresholds is not None else rows, classes)
+
+
+class R2(Metric):
+    """Coefficient of determination, of outputs and targets `[B]` or `[B, D]`.
+
+    The sums are of deviations from one of the targets, in float64: squares of large targets lose the deviations.
+
+    multioutput: of several outputs the mean of their values, the mean weighted by variances, or all.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = True
+
+    moments: Tensor
+
+    def __init__(
+        self,
+        *,
+        multioutput: Literal["uniform_average", "variance_weighted", "raw_values"] = "uniform_average",
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.multioutput = multioutput
+        # Number, origin, deviations from the origin and their squares, squared residuals: `[5, D]`.
+        self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_joined_moments)
+
     def update(self, output: Tensor, target: Tensor) -> None:
-        super().update(*_rows(self, output, target))
+        """Adds a batch. Raises: ValueError for other shapes."""
+        if output.shape != target.shape or output.dim() not in (1, 2):
+            raise ValueError(f"R2 takes [B] or [B, D] of both, and got {list(output.shape)} and {list(target.shape)}")
+        dtype = summing_dtype(target.device)
+        output, target = (values.reshape(len(values), -1).to(dtype) for values in (output, target))
+        origin, away = target[0], target - target[0]
+        sums = away.sum(0), away.square().sum(0), (target - output).square().sum(0)
+        batch = torch.stack([torch.full_like(origin, len(target)), origin, *sums])
+        self.moments = _joined_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
+
+    def compute(self) -> Tensor:
+        """0-d, or `[D]` of raw_values; 1 and 0 where all targets are equal, of right and of wrong outputs."""
+        count, _, first, second, residual = self.moments
+        if count[0] < 2:
+            raise ValueError("R2 needs two samples or more")
+        total = second - first.square() / count
+        values = torch.where(total > 0, 1 - residual / total, (residual == 0).to(total.dtype))
+        if self.multioutput == "raw_values":
+            return values
+        weights = total if self.multioutput == "variance_weighted" and total.sum() > 0 else torch.ones_like(total)
+        return (values * weights).sum() / weights.sum()
+
+
+def _joined_moments(moments: Tensor) -> Tensor:
+    """The moments of R2 over several sets of samples, `[5, D]`, of those of each, `[R, 5, D]`."""
+    counts, origins, firsts, seconds, residuals = moments.unbind(1)
+    origin = origins[counts[:, 0].argmax()]
+    away = torch.where(counts > 0, origins - origin, 0.0)
+    first = (firsts + counts * away).sum(0)
+    second = (seconds + 2 * away * firsts + counts * away.square()).sum(0)
+    return torch.stack([counts.sum(0), origin, first, second, residuals.sum(0)])
 
 
 class BitsPerCharacter(Metric):
@@ -62,7 +125,8 @@ class BitsPerCharacter(Metric):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Adds the characters of a batch."""
         scores, classes = _rows(self, output, target)
-        self.nats += functional.cross_entropy(scores, classes, ignore_index=self.ignore_index, reduction="sum")
+        each = functional.cross_entropy(scores, classes, ignore_index=self.ignore_index, reduction="none")
+        self.nats = self.nats + each.sum(dtype=summing_dtype(each.device))
         self.count += (classes != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
@@ -82,3 +146,28 @@ def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tenso
     require_classes_last(metric, output, target)
     # AUROC sorts and cross entropy sums: both lose digits in half precision.
     return output.flatten(end_dim=-2).to(at_least_float32(output.dtype)), target.flatten()
+
+
+def in_order(output: Tensor, *, axis: int | None, are_scores: bool = False) -> Tensor:
+    """Numbers between 0 and 1 in the order of the probabilities, of scores of any size: a softmax or sigmoid saturates.
+
+    axis: of classes that share a softmax; None is a sigmoid each.
+    are_scores: else outputs that all lie between 0 and 1 are probabilities, as torchmetrics takes them.
+    """
+    values = output.to(summing_dtype(output.device))
+    odds = values if axis is None else values - _log_of_others(values, axis)
+    if not are_scores:
+        odds = torch.where(((values >= 0) & (values <= 1)).all(), values.logit(), odds)
+    # The bits of floats, read as whole numbers, have the order of the floats.
+    bits = odds.view(torch.int64 if odds.dtype == torch.float64 else torch.int32)
+    sizes = bits & torch.iinfo(bits.dtype).max
+    return 0.5 + torch.where(bits < 0, -sizes, sizes).to(odds.dtype) / 2.0 ** (8 * bits.element_size())
+
+
+def _log_of_others(scores: Tensor, axis: int) -> Tensor:
+    """Of each class, the logarithm of the sum of the exponentials of the other classes' scores."""
+    scores = scores.movedim(axis, -1)
+    nothing = torch.full_like(scores[..., :1], -math.inf)
+    before = torch.cat([nothing, scores[..., :-1].logcumsumexp(-1)], -1)
+    behind = torch.cat([scores[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), nothing], -1)
+    return torch.logaddexp(before, behind).movedim(-1, axis)

@@ -111,6 +111,15 @@ def test_patterns_are_applied_once_the_shapes_are_known() -> None:
     assert network.head.weight.all()  # not initialised a second time
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("pattern", ["*", "table", "head.weight"])
+def test_the_row_of_padding_idx_stays(kind: type[nn.Module], pattern: str) -> None:
+    network = nn.ModuleDict({"table": kind(5, 3, padding_idx=-2), "head": nn.Linear(3, 5, bias=False)})
+    network["head"].weight = network["table"].weight  # tied
+    initialise(network, {pattern: {"name": "constant", "val": 2.0}})
+    assert network["table"].weight.tolist() == [[2.0] * 3] * 3 + [[0.0] * 3] + [[2.0] * 3]
+
+
 def test_the_outer_models_pattern_has_the_last_word() -> None:
     inner = SequentialModel(layers={"linear": nn.LazyLinear(5)}, initialisation={"linear.weight": "ones"})
     outer = SequentialModel(layers={"flatten": nn.Flatten(), "inner": inner}, initialisation={"inner.*": "zeros"})

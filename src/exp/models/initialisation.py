@@ -38,6 +38,8 @@ Scheme = str | Mapping[str, object]
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
     """Fill the parameters that a pattern means; of several patterns that mean one, the last one counts.
 
+    The row of an embedding's padding_idx keeps the values that the layer gave it.
+
     patterns: pattern (see `parameters_meant`) to a scheme: a name of SCHEMES, or a mapping with `name` and the scheme's
         own parameters, those of torch.nn.init.
 
@@ -48,8 +50,14 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
     for pattern in patterns:
         meant = parameters_meant(network, pattern, key=f"initialisation.{pattern}")
         chosen.update({parameters[name]: pattern for name in meant})
+    tables = [module for module in network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    padding = {table.weight: table.padding_idx for table in tables if table.padding_idx is not None}
     for parameter, pattern in chosen.items():
+        row = padding.get(parameter)
+        kept = None if row is None else parameter[row].detach().clone()
         fill(parameter, patterns[pattern], key=f"initialisation.{pattern}")
+        if kept is not None:
+            parameter.data[row] = kept
 
 
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv)
     if is_question(arguments):
@@ -55,7 +56,12 @@ def _command(argv: Sequence[str]) -> int:
     refuse_ranks("exp.train")
     # What a run says is no reason to end it, whoever has stopped reading.
     with outliving_output():
-        return _sweep(arguments) if arguments.multirun else _run(arguments)
+        if arguments.multirun:
+            return _sweep(arguments)
+        try:
+            return _run(arguments)
+        except SweepAskedError:
+            return _sweep(arguments)
 
 
 def refuse_ranks(command: str) -> None:
@@ -145,7 +151,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     # Said at once, for it is what the seconds before the first step are.
     with loading_torch():
-        config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+        config = compose(
+            arguments.overrides,
+            config_dir=arguments.config_dir,
+            config_name=arguments.config_name,
+            may_sweep=not arguments.run,
+        )
         _leave_where_cold_is_wanted(config)
         refuse_early(config)
         _refuse_sweep_settings(arguments.overrides)

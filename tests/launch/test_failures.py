@@ -8,6 +8,7 @@ import pytest
 
 from exp.errors import ConfigError, RankError, RunError
 from exp.launch.launcher import launch
+from exp.launch.supervision import end_of
 from exp.strategies.placement import Machine, placement
 
 
@@ -21,6 +22,16 @@ def failing(launched):
         return caught.value
 
     return failing
+
+
+def test_the_cause_of_an_abort_stands_before_a_deep_stack(tmp_path):
+    frames = [f'  File "torch/{number}.py", line {number} in forward' for number in range(60)]
+    said = ["terminate called after throwing an instance of 'gloo::EnforceNotMet'", "  what():  96 vs 72"]
+    log = tmp_path / "train.rank1.log"
+    log.write_text("\n".join([*said, "Fatal Python error: Aborted", "", *frames, "", "Extension modules: numpy._core"]))
+    lines = end_of(log).splitlines()
+    assert lines[1:4] == [*said, "Fatal Python error: Aborted"]
+    assert lines[5:] == frames[:5]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ _args_: [{_target_: torch.nn.Linear, in_features: 4, out_features: 3}]
 """
 SMALL = ("model=linear", "data=rows", "hooks=[]", "callbacks=[]", "logger=[]", "test=false", "metrics=[]")
 TORCHS = ("~objective.cross_entropy", "+objective.ce={_target_: torch.nn.CrossEntropyLoss}")
+WEIGHTED = ("~objective.cross_entropy", "+objective.ce={_target_: torch.nn.CrossEntropyLoss, weight: [1, 5, 2]}")
+DOUBLE = ("+data.dataset.input=double", "data.input_dtype=float64", "precision=fp64")
 ANSWERS = ("data.num_classes=null", "objective=[bce_with_logits]")
 GATHERED = "data.dataset._target_=own_rows.Gathered"
 STREAM = ("data.dataset=null", "data.parts=null")
@@ -94,6 +96,7 @@ def test_a_later_wrong_label_ends_the_run(overrides, sample):
         (row(target="uint8"), ()),
         ((*row(target="void"), "+objective.cross_entropy.loss.ignore_index=255"), (*row(target="ignored"), *TORCHS)),
         ((*row(target="many"), *ANSWERS), (*row(target="many_floats"), *ANSWERS)),
+        ((*DOUBLE, "objective.cross_entropy.loss.class_weights=[1,5,2]"), (*DOUBLE, *WEIGHTED)),
     ],
 )
 def test_equivalent_targets_train_the_same(overrides, same):

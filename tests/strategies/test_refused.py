@@ -58,6 +58,15 @@ class Layer(torch.nn.Module):
 class Functional(Layer):
     def forward(self, x):
         return self.head(functional.dropout(self.hidden(x.flatten(1)), training=self.training))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(64, 10), torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.layer(x.flatten(1)) * self.scale
 """
 
 
@@ -119,6 +128,21 @@ def test_ranks_that_clamp_a_parameter_train_as_one(writing, ranks):
         for name, count in (("single", 1), ("ddp", 2))
     )
     torch.testing.assert_close(two.checkpoint()["state_dict"], one.checkpoint()["state_dict"], rtol=0, atol=1e-12)
+
+
+def test_a_parameter_without_an_axis_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "scaled.yaml").write_text("# A scale: model=scaled\n_target_: scaled_nets.Scaled\n")
+    (tmp_path / "scaled_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for strategy in ("fsdp", "hybrid strategy.data=shard strategy.tensor=2 launch.devices=4"):
+        faults = faults_of(
+            "model=scaled", "launch.accelerator=cpu", "launch.devices=2", *f"strategy={strategy}".split()
+        )
+        assert any("the parameter scale of shape []" in str(fault) and fault.key == "model" for fault in faults)
+    for strategy in ("strategy=ddp", "strategy=fsdp"):
+        devices = "launch.devices=2" if strategy == "strategy=ddp" else "launch.devices=1"
+        assert not faults_of("model=scaled", "launch.accelerator=cpu", strategy, devices)
 
 
 def test_functional_dropout_of_a_user_is_refused(tmp_path, monkeypatch, capsys):

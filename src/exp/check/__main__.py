@@ -31,14 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv, program=PROGRAM)
     if is_question(arguments):
         answer_question(arguments)
-    elif arguments.multirun:
-        print(f"ok: {_checked_sweep(arguments)} jobs")
     else:
-        print(_checked_run(arguments))
+        try:
+            told = f"ok: {_checked_sweep(arguments)} jobs" if arguments.multirun else _checked_run(arguments)
+        except SweepAskedError:
+            told = f"ok: {_checked_sweep(arguments)} jobs"
+        print(told)
     return 0
 
 
@@ -50,6 +53,7 @@ def _checked_run(arguments: argparse.Namespace) -> str:
         config_dir=arguments.config_dir,
         config_name=arguments.config_name,
         everything=arguments.all,
+        may_sweep=not arguments.run,
     )
     if not arguments.all:
         refuse_early(config)

@@ -6,6 +6,7 @@ What lies beyond the first samples the run tells, as it reads them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -221,6 +222,8 @@ def _term_faults(
     if drawn is None:
         return
     values, whole = drawn.values(), drawn.values(batch=batch)
+    if any(tensor.dtype == torch.float64 for tensor in tensors_in(drawn.output)):
+        objective = copy.deepcopy(objective).double()  # as precision=fp64 has it, with its class weights
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):

@@ -253,7 +253,8 @@ VALUES: dict[str, Any] = {
     "metrics.*.output": Text,
     "metrics.*.target": Text,
     "metrics.*.inputs": Annotated[dict[str, Text], "a mapping of parameters to names of values"] | None,
-    "objective.*.weight": Number,
+    # A loss of torch has weights of its classes there.
+    "objective.*.weight": Number | list[Number],
     "hooks.*.every_n_steps": Literal["auto"] | Count,
     "hooks.*.heat_map_every_n_steps": Literal["auto"] | Count | None,
     "hooks.*.histogram_every_n_steps": Literal["auto"] | Count | None,

@@ -33,16 +33,20 @@ def compose(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     everything: bool = False,
+    may_sweep: bool = False,
 ) -> DictConfig:
     """The config of one job, as `python -m exp.train OVERRIDES` composes it.
 
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
     The reserved node `_composition_` says where it came from: overrides, directory, layers.
     everything: where overrides have faults, look for those of targets, too, which takes seconds for torch.
+    may_sweep: as of exp.config.compose.composition_of.
     Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
     """
     check = config_faults if everything else early_faults
-    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=check))
+    return job_config(
+        composition_of(overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=check)
+    )
 
 
 def config_faults(config: DictConfig) -> list[Fault]:

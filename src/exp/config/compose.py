@@ -51,6 +51,10 @@ class Composition:
     config_dir: str | None
 
 
+class SweepAskedError(Exception):
+    """A file of a config says `hydra.mode: MULTIRUN`, and the command has no flag -m."""
+
+
 @secrets_kept()
 def composition_of(
     overrides: Sequence[str],
@@ -58,14 +62,17 @@ def composition_of(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     multirun: bool = False,
+    may_sweep: bool = False,
     check: Callable[[DictConfig], Sequence[Fault]] | None = None,
 ) -> Composition:
     """Compose, with the hydra node kept.
 
     multirun: overrides may hold several values, which are then left out.
+    may_sweep: whether a file that says `hydra.mode: MULTIRUN` is heeded.
     check: where overrides have faults, finds those of the rest of the config, so that all come back at once.
-    Raises: ConfigError with every fault of the overrides and of the composition.
+    Raises: ConfigError with every fault of the overrides and of the composition; SweepAskedError.
     """
+    may_sweep = may_sweep and named_run(overrides)[0] is None  # which is one run
     overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
@@ -86,6 +93,8 @@ def composition_of(
             use_resolvers(config, allow=sorted(packages_allowed_by(overrides)))
     if config is None:
         raise ConfigError(faults)
+    if may_sweep and config.hydra.mode is not None and config.hydra.mode.name == "MULTIRUN":
+        raise SweepAskedError
     composition = Composition(
         config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
     )  # fmt: skip

@@ -129,7 +129,8 @@ def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
     known = dict(settings_of(own, ()))
     faults: dict[str, Fault] = {}
     for key, value in settings_of(content, package):
-        fault = None if key in known and known[key] == value else hydra_key_fault(key, value, lambda _: [])
+        is_known = key == "hydra.mode" or (key in known and known[key] == value)
+        fault = None if is_known else hydra_key_fault(key, value, lambda _: [])
         if fault is not None:
             short = ".".join(key.split(".")[:3])
             faults.setdefault(short, replace(fault, key=short))
@@ -168,9 +169,6 @@ def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]
     if hydra.callbacks:
         got, expected = REFUSED["hydra.callbacks"]
         faults += [_fault(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
-    if hydra.mode is not None and hydra.mode.name == "MULTIRUN" and not multirun:
-        cure = "Write hydra.mode=MULTIRUN on the command line, or -m"
-        faults.append(_fault("hydra.mode", "MULTIRUN in a file", "it on the command line", cure))
     if hydra.job.chdir:
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
     for name in ("sweeper", "launcher"):

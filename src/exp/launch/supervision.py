@@ -22,6 +22,8 @@ SETTLE_SECONDS = 0.5
 COMPLAINT_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
 LOG_TAIL_LINES = 20
+# Of a stack that faulthandler writes, the innermost frames; a line that names the cause comes before them.
+STACK_FRAMES = 5
 
 
 class _Collector:
@@ -242,5 +244,14 @@ def end_of(log: Path | None) -> str:
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 20_000))
-        lines = file.read().decode("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:]
+        lines = _shortened_stacks(file.read().decode("utf-8", "replace").splitlines())[-LOG_TAIL_LINES:]
     return "\n".join([f"the end of {log}:", *lines]) if lines else ""
+
+
+def _shortened_stacks(lines: Sequence[str]) -> list[str]:
+    kept, frames = [], 0
+    for line in lines:
+        frames = frames + 1 if line.startswith('  File "') else 0
+        if frames <= STACK_FRAMES and not line.startswith("Extension modules: "):
+            kept.append(line)
+    return kept

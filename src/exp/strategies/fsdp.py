@@ -24,7 +24,15 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
-from exp.strategies.units import AUTO, checkpoint_activations, matched, recomputation_faults, uniform, units
+from exp.strategies.units import (
+    AUTO,
+    checkpoint_activations,
+    matched,
+    recomputation_faults,
+    scalar_faults,
+    uniform,
+    units,
+)
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,6 +101,8 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         faults += _tied_faults(planned.network, chosen)
+        if planned.placement.world_size > 1 or self.demand.group:
+            faults += scalar_faults(planned.network)
         unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
         if planned.config["optimizer"].get("fused") is True and unfused:
             faults.append(

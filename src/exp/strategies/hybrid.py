@@ -19,6 +19,7 @@ from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy
 from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
 from exp.strategies.tensor_plan import AUTO
+from exp.strategies.units import scalar_faults
 
 
 class Hybrid(Strategy):
@@ -95,7 +96,8 @@ class Hybrid(Strategy):
         """What cannot be cut so."""
         if self.pipeline is not None:
             return self.pipeline.faults(planned)
-        return self.tensor.faults(planned, ranks=self.dimensions.tensor)
+        scalars = scalar_faults(planned.network) if self.shards_parameters else []
+        return [*scalars, *self.tensor.faults(planned, ranks=self.dimensions.tensor)]
 
     def footprint(self, load: Load) -> Footprint:
         """That of the axis that is used."""

@@ -39,6 +39,20 @@ def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int
     return _large_enough(chosen, min_parameters)
 
 
+def scalar_faults(network: nn.Module) -> list[Fault]:
+    """Return an error for each parameter without an axis: torch's fully_shard cannot divide it."""
+    return [
+        Fault(
+            key="model",
+            got=f"the parameter {name} of shape [], and a strategy that shards parameters",
+            expected="parameters with an axis or more",
+            cure="Give it the shape [1], or write strategy=ddp",
+        )
+        for name, parameter in network.named_parameters()
+        if not parameter.dim()
+    ]
+
+
 def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the same units, and one for each layer whose parameters have another dtype than the unit around it.
 

@@ -26,8 +26,9 @@ from exp.construct import (
     build_starting_network,
     construct,
 )
+from exp.engine.before_others import BeforeOthers
 from exp.engine.checkpoint import LARGEST_COPY, AtomicCheckpointIO, ThreadedCheckpointIO
-from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
+from exp.engine.checkpointing import Checkpointing
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
@@ -112,7 +113,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         callbacks=[
             recording,
             *_guards(plan, lower_rates, network),
-            BeforeTheEnd(checkpointing),
+            BeforeOthers(checkpointing, stopping),
             *own,
             checkpointing,
             stopping,

@@ -153,7 +153,9 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
             # The time it took is another; as a limit it leaves the number of steps open, and so does this one.
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
-        config.callbacks.verified_state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
+        # Before the others, as the callback that saves last.ckpt is.
+        state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
+        config.callbacks = {"verified_state": state, **config.callbacks}
         config[COMPOSITION] = OmegaConf.create(
             {
                 "directory": str(directory),

@@ -23,8 +23,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
+from exp.engine.before_others import BeforeOthers
 from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, read_checkpoint
-from exp.engine.checkpointing import BeforeTheEnd, Checkpointing
+from exp.engine.checkpointing import Checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once
@@ -252,7 +253,7 @@ class Small:
             **arguments,
             callbacks=[
                 self.recording,
-                BeforeTheEnd(self.checkpointing),
+                BeforeOthers(self.checkpointing, self.stopping),
                 *([UndoneForward()] if skips else []),
                 *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
                 self.checkpointing,

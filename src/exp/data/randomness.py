@@ -59,6 +59,11 @@ def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
     _seed_generators(seed_for(seed, "sampler", stage, epoch))
 
 
+def reseed_epoch(*, seed: int, rank: int, epoch: int) -> None:
+    """Set the same generators to the stream of the hooks at an epoch's start; epoch -1 is the start of training."""
+    _seed_generators(seed_for(seed, "epoch", rank, epoch))
+
+
 def initialisation(seed: int) -> None:
     """Sets the same generators to the stream that a model's first weights are drawn from."""
     _seed_generators(seed_for(seed, "initialisation"))

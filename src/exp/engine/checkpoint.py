@@ -418,6 +418,15 @@ def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of s
     )
 
 
+def is_plain(value: object) -> bool:
+    """Return whether a checkpoint can hold the value."""
+    try:
+        require_plain(value)
+    except RunError:
+        return False
+    return True
+
+
 def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
     """Lay the state of a checkpoint's optimizers out as the network is that it will be loaded for.
 

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from exp.engine.module import TrainingModule
 from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
-from exp.shared_types import EPOCH_LOSS, Batch, Mode, Stage, best_scalars, parted
+from exp.shared_types import EPOCH_LOSS, Mode, Stage, best_scalars, parted
 from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,12 @@ log = logging.getLogger(__name__)
 POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_config"
 # What a checkpoint keeps of the best.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
+# Of a checkpoint within an epoch: of each rank, what others set since the epoch started.
+AT_START = "exp_at_start"
 # Of a best.ckpt whose state_dict is what was scored, and whose run had other weights when it was written.
 SCORED = "exp_scored"
+# By object and attribute.
+Values = dict[str, dict[str, Any]]
 
 
 class Checkpointing(Callback):
@@ -48,6 +52,7 @@ class Checkpointing(Callback):
 
     Both are written just before a training batch, or at the end of fit: there an optimizer step, its schedules, the
     validation behind it and its callbacks are all done, so that the state is one that a run passes through.
+    BeforeOthers calls `start_batch` before the hooks of other callbacks, which a resumed run calls again.
 
     directory: the run directory.
     every_n_steps, every_n_minutes: optimizer steps, or time, between two last.ckpt within an epoch; None for both is at
@@ -113,6 +118,10 @@ class Checkpointing(Callback):
         self._home: os.stat_result | None = None
         self._saved_step = 0
         self._position: Position | None = None
+        # Of BeforeOthers: where a resumed run begins, and what others had set since that epoch started, and have now.
+        self.resumed: Position | None = None
+        self.restored_values: Values = {}
+        self.values_at_start: Callable[[], Values | None] = lambda: None
 
     @property
     def last_path(self) -> Path:
@@ -226,7 +235,8 @@ class Checkpointing(Callback):
             self._bring_best(trainer)
             self._bring_kept(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+    def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        """Write what is due before a batch, of an epoch's first one as the epoch starts. Every rank must call it."""
         step = trainer.global_step
         if step == self._saved_step and not (self._is_better or self._is_kept):
             return
@@ -239,10 +249,14 @@ class Checkpointing(Callback):
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end(trainer, after_fit(trainer))
+
+    def end(self, trainer: Trainer, position: Position) -> None:
+        """Write the last state, unless it is written, and wait for all that is not. Every rank must call it."""
         self.settle(trainer)  # what is not written yet cannot be missed
         self._notice_losses(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._is_kept or self._owes_last:
-            self._write(trainer, after_fit(trainer), is_due=True)
+            self._write(trainer, position, is_due=True)
         self.settle(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -332,6 +346,8 @@ class Checkpointing(Callback):
 
     @property
     def watches_training(self) -> bool:
+        if not self.is_saving_best:
+            return False
         if self._is_compared is not None:
             return self._is_compared == "train"
         return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
@@ -424,6 +440,8 @@ class Checkpointing(Callback):
         if self._position is None:
             return  # a callback of the user's saves: good to evaluate, not to go on from
         checkpoint[POSITION] = dataclasses.asdict(self._position)
+        if self._position.batch and (values := self.values_at_start()) is not None:
+            checkpoint[AT_START] = _of_ranks(values, trainer)
         # Without the path: one that comes out of a file is not followed.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         checkpoint[KEPT] = [dict(entry) for entry in self.kept]
@@ -455,7 +473,10 @@ class Checkpointing(Callback):
         )
         if SCORED in checkpoint:
             pl_module.load_state_dict(checkpoint[CURRENT])
-        self._is_restored = True
+        self._is_restored, self.resumed = True, position
+        of_ranks = checkpoint.get(AT_START, [])
+        # With another number of ranks no rank has values of its own.
+        self.restored_values = of_ranks[trainer.global_rank] if len(of_ranks) == trainer.world_size else {}
         self._tell(trainer, f"{trainer.ckpt_path} is of step {position.step}, and good")
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
@@ -473,27 +494,13 @@ class Checkpointing(Callback):
             self.best = None
 
 
-class BeforeTheEnd(Callback):
-    """Acts for Checkpointing before other callbacks do: stands before them in the Trainer's list.
-
-    Holds the weights that were validated, and saves the last state before the others end the training. Some put other
-    weights into the module then, as Lightning's WeightAveraging does, and a longer run would go on from these.
-    """
-
-    def __init__(self, checkpointing: Checkpointing) -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not (trainer.sanity_checking or self.checkpointing.watches_training):
-            self.checkpointing.hold(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.checkpointing.watches_training:
-            self.checkpointing.hold(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.checkpointing.on_train_end(trainer, pl_module)
+def _of_ranks(values: Values, trainer: Trainer) -> list[Values]:
+    """Return what every rank holds. Every rank must call it."""
+    if trainer.world_size == 1:
+        return [values]
+    found: list[Values] = [{}] * trainer.world_size
+    torch.distributed.all_gather_object(found, values)
+    return found
 
 
 def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:

@@ -298,10 +298,24 @@ class TrainingModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: State) -> None:
         # Behind those of all callbacks, whoever saves.
         self.require_finite(checkpoint)
+        checkpoint.update(self.epoch_state())
+
+    def epoch_state(self) -> State:
+        """Return what training has summed in the epoch under way, over all ranks. Every rank must call it."""
+        state: State = {}
         if self._train_values.measures:
-            checkpoint[TRAIN_METRICS] = self._train_values.metric_states()
+            state[TRAIN_METRICS] = self._train_values.metric_states()
         if self._is_weighed:
-            checkpoint[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
+            state[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
+        return state
+
+    def restore_epoch(self, state: State) -> None:
+        """Go on from `epoch_state`. The ranks of one share of the data take what it summed, the others start empty."""
+        if TRAIN_METRICS in state:
+            ranks = self._trainer.datamodule.world_size
+            self._train_values.restore_metrics(state[TRAIN_METRICS], rank=self.rank, ranks=ranks)
+        if TRAIN_LOSSES in state and self.rank == 0:
+            self._train_values.restore_losses(state[TRAIN_LOSSES].to(self.trainer.strategy.root_device))
 
     def require_finite(self, state: State) -> None:
         """Check what a checkpoint holds, or a state dict alone. Every rank must call it.
@@ -312,12 +326,8 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)
-        # The states of all shares of the data together: the ranks of one share take them, the others start empty.
-        if self.trainer.state.fn == "fit" and TRAIN_METRICS in checkpoint:
-            ranks = self._trainer.datamodule.world_size
-            self._train_values.restore_metrics(checkpoint[TRAIN_METRICS], rank=self.rank, ranks=ranks)
-        if self.trainer.state.fn == "fit" and TRAIN_LOSSES in checkpoint and self.rank == 0:
-            self._train_values.restore_losses(checkpoint[TRAIN_LOSSES].to(self.trainer.strategy.root_device))
+        if self.trainer.state.fn == "fit":
+            self.restore_epoch(checkpoint)
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
         """Compute the objective of a batch's data, 0-d and not weighted, with something else in the network's place.

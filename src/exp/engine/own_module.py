@@ -29,12 +29,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from exp.data.randomness import reseed
-from exp.engine.checkpoint import State, lay_out_optimizer_states, require_plain
+from exp.engine.checkpoint import State, is_plain, lay_out_optimizer_states, require_plain
 from exp.engine.non_finite import OWN_CURES, Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.own_data import OwnBatches
 from exp.engine.progress import Limits, total_epochs, total_steps
-from exp.errors import RunError, UserCodeError
+from exp.errors import UserCodeError
 from exp.optim.phase import Phase
 from exp.shared_types import Stage
 from exp.spelling import among
@@ -210,7 +210,7 @@ class OwnModule:
 
     def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Hyperparameters without layers, optimizers and other objects, which would be code in a checkpoint."""
-        kept = {name: value for name, value in values.items() if _is_plain(value)}
+        kept = {name: value for name, value in values.items() if is_plain(value)}
         left = [name for name in values if name not in kept]
         if left and not self._is_told:
             self._is_told = True
@@ -230,14 +230,6 @@ def _loss_of(output: Any) -> Tensor | None:
     """The loss of a training step, 0-d and detached; None where it gave none."""
     loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
     return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        require_plain(value)
-    except RunError:
-        return False
-    return True
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -47,6 +47,8 @@ class OwnRecording(StepRecording):
     chooses_threads: whether the first batch says how many threads its operators take, for nothing else knows its size.
     """
 
+    _module: OwnModule
+
     def __init__(
         self,
         *,
@@ -84,6 +86,7 @@ class OwnRecording(StepRecording):
         self._first = self._index
         self._values, self._size, self._rates = None, 0, {}
         self._begin_writing(self._index)
+        self._reseed(-1)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)

@@ -150,7 +150,7 @@ class Position:
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
-    """Return the position in on_train_batch_start: nothing of batch `batch_idx` is done yet.
+    """Return the position in on_train_batch_start, or, for batch 0, in on_train_epoch_start: the batch is not done yet.
 
     Between accumulated batches it is the first of them: the parameters have not changed since, and doing the others
     again gives the same gradients.
@@ -160,7 +160,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
         epoch=trainer.current_epoch,
         batch=batch_idx - again,
         step=trainer.global_step,
-        batches=trainer.fit_loop.total_batch_idx - again,
+        batches=trainer.fit_loop.epoch_loop.batch_progress.total.completed - again,
     )
 
 
@@ -207,10 +207,9 @@ def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = Fa
     """
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
-    # Inside an epoch: it has started and is not processed, so no on_train_epoch_start. At its start: nothing is open,
-    # and Lightning does not count it as a restart at all.
-    started = position.epoch + inside
-    epochs = {"ready": started, "started": started, "processed": position.epoch, "completed": position.epoch}
+    # Inside an epoch: it is ready and not started, so that Lightning calls on_train_epoch_start again. At its start:
+    # nothing is open, and Lightning does not count it as a restart at all.
+    epochs = _counts(position.epoch, position.epoch) | {"ready": position.epoch + inside}
     state["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
     # One batch processed but not completed is the end of a batch, whose validation counts as done; all completed is
     # behind it, and a validation loop that stands inside a batch is run again from its start.

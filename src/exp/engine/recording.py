@@ -23,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from exp.data.randomness import reseed_epoch
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
 from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
@@ -30,6 +31,8 @@ from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import refuse_lost
 from exp.engine.overhead import lighten
+from exp.engine.own_module import OwnModule
+from exp.engine.progress import is_epoch_complete
 from exp.engine.step_hooks import Found, StepHooks
 from exp.errors import Interrupted, RunError
 from exp.hooks.hook import Hook
@@ -56,6 +59,7 @@ class StepRecording(Callback):
     """
 
     _trainer: RunTrainer
+    _module: TrainingModule | OwnModule
 
     def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
         super().__init__()
@@ -72,6 +76,13 @@ class StepRecording(Callback):
         self.stage_steps: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reseed(trainer.current_epoch)
+
+    def _reseed(self, epoch: int) -> None:
+        """Set the generators for the hooks of an epoch's start; -1 is the start of training."""
+        reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
 
     def shown(self) -> dict[str, float]:
         """What the console shows of the last points: a stage's loss and metrics, and not the terms of a loss."""
@@ -219,6 +230,7 @@ class Recording(StepRecording):
         self._first_steps = FirstSteps(self._trainer, self._module)
         trainer.callback_metrics.update(_tensors(self.metrics))
         self._begin_writing(self._index + 1)
+        self._reseed(-1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_steps.end()
@@ -338,6 +350,9 @@ class Recording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")
+        # A limit may end the run within an epoch, whose sums a longer run goes on with.
+        sums = self._epoch_sum, self._epoch_size
+        state = None if is_epoch_complete(trainer) else self._module.epoch_state()
         # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
         weighed = self._module.objective.weighed
         found = values.finish(trainer.strategy) if values.measures or weighed else {}
@@ -347,6 +362,9 @@ class Recording(StepRecording):
         elif self._epoch_has_loss and not weighed:
             metrics[EPOCH_LOSS] = self._epoch_sum / self._epoch_size if self._epoch_size else math.nan
         self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
+        if state is not None:
+            self._epoch_sum, self._epoch_size = sums
+            self._module.restore_epoch(state)
         self._write_stage("train", metrics)
         if EPOCH_LOSS in metrics:
             metrics = {**metrics, "loss/train": metrics[EPOCH_LOSS]}

@@ -27,6 +27,9 @@ class StateAt(Callback):
         super().__init__()
         self.position = position
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, before_batch(trainer, 0))
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self._save(trainer, before_batch(trainer, batch_idx))
 

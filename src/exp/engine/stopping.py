@@ -115,7 +115,8 @@ class Stopping(Callback):
 
     # --- a signal ---
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+    def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        """Leave after a signal, as far as a window of accumulated batches begins. Every rank must call it."""
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
             self._leave(trainer, before_batch(trainer, batch_idx))
 

@@ -1,0 +1,190 @@
+"""The callback that acts before other callbacks do: saves before their hooks, and restores what a resume calls again.
+
+A resumed run calls the hooks of a start again: on_train_start, and within an epoch on_train_epoch_start. In the
+unbroken run they were called once. What they set must be there, and the saved state must not change twice:
+
+    on_train_start of the others            the saved state is put back: weights, optimizers, schedules, callbacks
+    on_train_epoch_start of the others      at an epoch's start: as in the unbroken run. Within an epoch: the saved
+                                            state is put back, and attributes get the values that they had when the
+                                            checkpoint was written
+
+Where there is such a hook, a checkpoint within an epoch holds the attributes of the module and the callbacks that were
+set since the epoch started, and those of layers that the hooks set, if they are plain values. Other objects, such as a
+loss, are what the hooks set when they are called again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from exp.engine.checkpoint import State, is_plain
+from exp.engine.checkpointing import Checkpointing, Values
+from exp.engine.datamodule import RunTrainer
+from exp.engine.lean_loop import is_own
+from exp.engine.overhead import overridden
+from exp.engine.progress import before_batch, is_epoch_complete
+from exp.engine.stopping import Stopping
+from exp.nested import moved, tensors_in
+from exp.shared_types import Batch
+
+MODULE, LAYER = "module", "module."
+START_HOOKS = ("on_train_start", "on_train_epoch_start")
+
+
+class BeforeOthers(Callback):
+    """Acts for Checkpointing and Stopping before the user's callbacks do: stands before them in the Trainer's list.
+
+    Saves before their hooks of a batch and of an epoch. Holds the weights that were validated, and saves the last state
+    before the others end the training. Some put other weights into the module then, as Lightning's WeightAveraging
+    does, and a longer run would go on from these.
+    """
+
+    _trainer: RunTrainer
+
+    def __init__(self, checkpointing: Checkpointing, stopping: Stopping) -> None:
+        super().__init__()
+        self.checkpointing, self.stopping = checkpointing, stopping
+        checkpointing.values_at_start = self._values
+        self._put_back: Callable[[], None] | None = None
+        # What others held before their hooks of the epoch under way; of layers what the hooks set alone.
+        self._before: Values = {}
+        self._is_starting = self._has_hooks = False
+
+    # --- the start ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trainer = cast(RunTrainer, trainer)
+        if self.checkpointing.resumed is not None and any(_others(self._trainer, START_HOOKS)):
+            self._put_back = _way_back(self._trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._put_back is None:
+            self._start_batch(trainer, 0)
+        else:
+            self._put_back()
+        self._is_starting = self._has_hooks = any(_others(self._trainer, START_HOOKS[1:]))
+        self._before = _attributes(self._trainer) if self._has_hooks else {}
+
+    def _epoch_has_started(self) -> None:
+        """See what the hooks did at the start of the epoch; after a resume, put the saved state back."""
+        self._is_starting = False
+        now = _attributes(self._trainer) if self._has_hooks else {}
+        for key in now:
+            if key.startswith(LAYER):  # whose forward may hold values of each batch, such as its outputs
+                before = self._before.get(key, {})
+                self._before[key] = {
+                    name: before.get(name, self) for name, one in now[key].items() if before.get(name, self) is not one
+                }
+        if self._put_back is not None:
+            if self.checkpointing.resumed is not None and self.checkpointing.resumed.batch:
+                self._put_back()
+                self._restore()
+            self._put_back = None
+        self.checkpointing.resumed = None
+
+    def _restore(self) -> None:
+        owners = _owners(self._trainer)
+        for key, values in self.checkpointing.restored_values.items():
+            for name, value in values.items() if key in owners else ():
+                first = next(tensors_in(getattr(owners[key], name, None)), None)
+                device = self._trainer.strategy.root_device if first is None else first.device
+                setattr(owners[key], name, moved(value, device))
+
+    def _values(self) -> Values | None:
+        """What others have set since the epoch started, its hooks included, if it is plain; None without such hooks."""
+        if not self._has_hooks:
+            return None
+        found: Values = {}
+        for key, values in _attributes(self._trainer).items():
+            before = self._before.get(key, {})
+            names = [name for name in values if name in before or not key.startswith(LAYER)]
+            changed = [name for name in names if values[name] is not before.get(name, self)]
+            if plain := {name: values[name] for name in changed if is_plain(values[name])}:
+                found[key] = plain
+        return found
+
+    # --- before other callbacks ---
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        if self._is_starting or self._put_back is not None:
+            self._epoch_has_started()
+        self._start_batch(trainer, batch_idx)
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        self.checkpointing.start_batch(trainer, batch_idx)
+        self.stopping.start_batch(trainer, batch_idx)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_starting or self._put_back is not None:
+            self._epoch_has_started()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not (trainer.sanity_checking or self.checkpointing.watches_training):
+            self.checkpointing.hold(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.checkpointing.watches_training:
+            self.checkpointing.hold(trainer)
+        elif not is_epoch_complete(trainer):
+            # A limit ends the run within an epoch, and the others may act as at its end, which a longer run has later.
+            self.checkpointing.end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpointing.on_train_end(trainer, pl_module)
+
+
+def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
+    """Yield the callbacks and the module, those of exp left out, that give one of the hooks a body."""
+    owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
+    for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
+        if not is_own(owner) and any(overridden(owner, base, hook) for hook in hooks):
+            yield owner
+
+
+def _owners(trainer: RunTrainer) -> dict[str, object]:
+    """Return by name the module, its layers and the callbacks; not those of exp and Lightning, which keep their own."""
+    parts = {LAYER + name if name else MODULE: part for name, part in trainer.lightning_module.named_modules()}
+    owners: dict[str, object] = {**parts, **{callback.state_key: callback for callback in trainer.callbacks}}
+    return {
+        key: one for key, one in owners.items() if type(one).__module__.partition(".")[0] not in ("exp", "lightning")
+    }
+
+
+def _attributes(trainer: RunTrainer) -> Values:
+    """Return what `_owners` hold, what torch and Lightning keep with every module left out."""
+    known = vars(LightningModule()).keys()
+    return {
+        key: {name: value for name, value in vars(owner).items() if name not in known}
+        for key, owner in _owners(trainer).items()
+    }
+
+
+def _way_back(trainer: RunTrainer) -> Callable[[], None]:
+    """Copy the state that a checkpoint holds; return what puts it back, any number of times."""
+    held: list[tuple[Callable[[Any], object], State]] = []
+
+    def hold(load: Callable[[Any], object], state: State) -> None:
+        held.append((load, copy.deepcopy(state)))
+
+    module = trainer.lightning_module
+    hold(lambda state: nn.Module.load_state_dict(module, state, strict=False), module.state_dict())
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, Optimizer):  # those of deepspeed hold theirs elsewhere
+            hold(optimizer.load_state_dict, optimizer.state_dict())
+    for config in trainer.lr_scheduler_configs:
+        hold(config.scheduler.load_state_dict, dict(config.scheduler.state_dict()))
+    for callback in trainer.callbacks:
+        if not is_own(callback) and (state := callback.state_dict()):
+            hold(callback.load_state_dict, state)
+
+    def put_back() -> None:
+        for load, state in held:
+            load(copy.deepcopy(state))
+
+    return put_back

@@ -1,0 +1,140 @@
+"""What hooks of the user set and change as training or an epoch starts is the same after a resume."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from exp.engine.checkpoint import read_checkpoint
+from exp.engine.checkpointing import AT_START
+
+
+class ByEpoch(Callback):
+    """Sets a layer's dropout to a function of the epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[3].p = 0.2 * trainer.current_epoch
+
+
+class ByCount(Callback):
+    """Sets a layer's dropout to a function of a number that the callback saves, and counts the epochs."""
+
+    count = batches = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[3].p = 0.2 * self.count
+        self.count += 1
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count, "batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count, self.batches = state["count"], state["batches"]
+
+
+class ByChance(Callback):
+    """Draws a layer's dropout, and as training starts a factor of the gradients that is not saved."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.factor = torch.rand(())
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[3].p = float(torch.rand(()))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad *= self.factor
+
+
+class Changes(Callback):
+    """Changes weights, a statistic, the rate and the momenta, as training and as each epoch starts."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.nn.init.zeros_(pl_module.network[4].weight)
+
+    @torch.no_grad()
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[0].weight *= 0.9
+        pl_module.network[1].running_mean = pl_module.network[1].running_mean / 2
+        trainer.optimizers[0].param_groups[0]["lr"] *= 0.7
+        trainer.optimizers[0].state.clear()
+
+
+class Freezes(Callback):
+    """Trains the first layer in every second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[0].requires_grad_(trainer.current_epoch % 2 == 1)
+
+
+class Remembers(Callback):
+    """Holds the weights to those that the epoch started with, and collects losses that its end acts upon."""
+
+    batches = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.batches = 0
+        self.anchor = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        self.losses: list[Any] = []
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.batches += 1
+        self.losses.append(pl_module.last.loss.clone())
+        for parameter, anchor in zip(pl_module.parameters(), self.anchor, strict=True):
+            parameter.lerp_(anchor, 0.1)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.network[4].bias += torch.stack(self.losses).mean() / self.batches
+
+
+ACTING: dict[str, Any] = {
+    "by_epoch": ByEpoch,
+    "by_count": ByCount,
+    "by_chance": ByChance,
+    "changes": Changes,
+    "freezes": Freezes,
+    "remembers": Remembers,
+    "accumulates": lambda: GradientAccumulationScheduler(scheduling={0: 3, 2: 1}),
+}
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_start_hooks_act_once_in_a_resumed_run(tmp_path: Path, small_run: ModuleType, name: str) -> None:
+    def run(directory: str, *more: Any) -> Any:
+        callbacks = (ACTING[name](), *more)
+        return small_run.Small(
+            tmp_path / directory, callbacks=callbacks, max_epochs=3, every_n_steps=2, schedule="steps"
+        )
+
+    whole = run("whole")
+    whole.fit()
+    # Within the first epoch, behind its last batch, and within the second and the third.
+    for hook, count in (("on_train_batch_end", 5), ("on_train_epoch_end", 1), ("on_train_batch_end", 5), ("", 0)):
+        part = run("parts", *([small_run.At(hook, count)] if hook else []))
+        with contextlib.suppress(small_run.Killed):
+            part.fit(resume=part.last if part.last.is_file() else None)
+    found, expected = small_run.saved(part.last), small_run.saved(whole.last)
+    assert found == expected
+
+
+def test_a_checkpoint_holds_what_epoch_hooks_set(tmp_path: Path, small_run: ModuleType) -> None:
+    run = small_run.Small(tmp_path, callbacks=(ByCount(),), max_steps=10)
+    run.fit()
+    assert read_checkpoint(run.last)[AT_START] == [
+        {"module.network.3": {"p": 0.2}, "ByCount": {"count": 2, "batches": 10}}
+    ]
+    run = small_run.Small(tmp_path / "plain", max_steps=10)
+    run.fit()
+    assert AT_START not in read_checkpoint(run.last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -233,6 +234,18 @@ def test_a_complete_run_resumes_with_more_epochs(
     whole.fit()
     assert all(torch.equal(tensor, whole.weights()[name]) for name, tensor in longer.weights().items())
     assert small_run.saved(longer.last) == small_run.saved(whole.last)
+
+
+@pytest.mark.parametrize("phases", [False, True])
+def test_a_longer_run_has_the_rates_of_its_length(tmp_path: Path, small_run: ModuleType, phases: bool) -> None:
+    small_run.Small(tmp_path, schedule="cosine", max_epochs=2, phases=phases).fit()
+    longer = small_run.Small(tmp_path, schedule="cosine", max_epochs=4, phases=phases)
+    longer.fit(resume=longer.last)
+    tag = "optimizer/lr/" + ("head" if phases else "default")
+    found = {step: value for (name, step), value in longer.values.seen.items() if name == tag}
+    # Half a cosine over 28 steps behind 3 of warm-up; a phase repeats its step and not its schedule's.
+    expected = {step: 1e-2 * (1 + math.cos(math.pi * (step - 4) / 25)) / 2 for step in range(15, 29)}
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_run_without_its_directory_saves_its_state(tmp_path: Path, small_run: ModuleType) -> None:

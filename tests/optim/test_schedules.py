@@ -18,8 +18,9 @@ from torch.optim import lr_scheduler
 
 import exp
 from exp.errors import ConfigError
+from exp.optim import schedules
 from exp.optim.optimizer import Optimization
-from exp.optim.schedules import Constant, Cosine, OneCycle
+from exp.optim.schedules import Constant, Cosine, OneCycle, ScheduleState, take_length
 
 pytestmark = pytest.mark.numeric
 
@@ -244,3 +245,69 @@ def test_nested_schedules_resume_exactly(tmp_path, monkeypatch) -> None:
     assert again["optimizer_states"][0]["param_groups"] == whole["optimizer_states"][0]["param_groups"]
     for name, tensor in whole["state_dict"].items():
         assert torch.equal(again["state_dict"][name], tensor)
+
+
+OF_A_LENGTH: dict[str, Any] = {
+    "cosine": lambda optimizer, total: Cosine(optimizer, total_steps=total, warmup_fraction=0.25),
+    "one_cycle": lambda optimizer, total: OneCycle(optimizer, total_steps=total),
+    "torch": lambda optimizer, total: lr_scheduler.CosineAnnealingLR(optimizer, T_max=total),
+    "polynomial": lambda optimizer, total: lr_scheduler.PolynomialLR(optimizer, total_iters=total, power=2.0),
+    "function": lambda optimizer, total: lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / total),
+    "sequence": lambda optimizer, total: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, total_iters=2),
+            lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / total),
+        ],
+        milestones=[2],
+    ),
+    "chain": lambda optimizer, total: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)]
+    ),
+}
+
+
+@pytest.mark.parametrize("lowered", [1.0, 0.5])
+@pytest.mark.parametrize("name", OF_A_LENGTH)
+def test_a_restored_schedule_takes_the_new_length(name: str, lowered: float) -> None:
+    short = OF_A_LENGTH[name](sgd(), 12)
+    rates(short, 9)
+    longer = OF_A_LENGTH[name](sgd(), 24)
+    expected = rates(longer, 24)[9:]
+    again = OF_A_LENGTH[name](sgd(), 24)
+    fresh = ScheduleState.of(again)
+    kept = ScheduleState.of(short)
+    for group in kept.groups:  # as exp.engine.non_finite.LowerRates does
+        group.update({key: group[key] * lowered for key in ("lr", "initial_lr", "max_lr", "min_lr") if key in group})
+    ScheduleState(schedules.lowered(kept.state, lowered), kept.groups).put_into(again)
+    assert take_length(again, fresh)
+    assert again.optimizer.param_groups[0]["momentum"] == (
+        0.9 if name != "one_cycle" else pytest.approx(0.85, abs=0.01)
+    )
+    if lowered == 1.0:
+        close(rates(again, 15), expected)
+    elif name != "one_cycle":  # whose lowest rate is not lowered
+        close(rates(again, 15), [tuple(lowered * one for one in step) for step in expected])
+
+
+@pytest.mark.parametrize("name", [*OF_A_LENGTH, "steps"])
+def test_a_schedule_of_the_same_length_stays_as_it_was(name: str) -> None:
+    make = {**OF_A_LENGTH, "steps": lambda optimizer, _: lr_scheduler.StepLR(optimizer, 2)}[name]
+    before = make(sgd(), 12)
+    rates(before, 9)
+    before.optimizer.param_groups[0]["lr"] *= 0.7  # a hook's
+    again = make(sgd(), 12)
+    fresh = ScheduleState.of(again)
+    ScheduleState.of(before).put_into(again)
+    assert not take_length(again, fresh)
+    assert ScheduleState.of(again) == ScheduleState.of(before)
+
+
+def test_a_rate_set_by_hand_refuses_another_length() -> None:
+    before, again = (Cosine(sgd(), total_steps=total) for total in (12, 24))
+    rates(before, 9)
+    before.optimizer.param_groups[0]["lr"] *= 0.7
+    fresh = ScheduleState.of(again)
+    ScheduleState.of(before).put_into(again)
+    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: another length, and .* of 0\.0102513 where"):
+        take_length(again, fresh)

@@ -16,12 +16,14 @@ loss, are what the hooks set when they are called again.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from exp.engine.checkpoint import State, is_plain
 from exp.engine.checkpointing import Checkpointing, Values
@@ -31,7 +33,11 @@ from exp.engine.overhead import overridden
 from exp.engine.progress import before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
 from exp.nested import moved, tensors_in
+from exp.optim.phase import PhaseSchedule
+from exp.optim.schedules import ScheduleState, take_length
 from exp.shared_types import Batch
+
+log = logging.getLogger(__name__)
 
 MODULE, LAYER = "module", "module."
 START_HOOKS = ("on_train_start", "on_train_epoch_start")
@@ -55,11 +61,25 @@ class BeforeOthers(Callback):
         # What others held before their hooks of the epoch under way; of layers what the hooks set alone.
         self._before: Values = {}
         self._is_starting = self._has_hooks = False
+        self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
 
     # --- the start ---
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Nothing of a checkpoint is in optimizers and schedules yet.
+        self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
+
+    def _take_lengths(self) -> None:
+        there = list(_schedules(self._trainer))  # without those that a callback has replaced
+        for schedule, fresh in self._fresh:
+            if schedule in there and take_length(schedule, fresh) and self._trainer.is_global_zero:
+                name = type(schedule).__name__
+                log.info("the schedule %s has another length than before: its rates are those of the new one", name)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = cast(RunTrainer, trainer)
+        if self.checkpointing.resumed is not None:
+            self._take_lengths()
         if self.checkpointing.resumed is not None and any(_others(self._trainer, START_HOOKS)):
             self._put_back = _way_back(self._trainer)
 
@@ -137,6 +157,14 @@ class BeforeOthers(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpointing.on_train_end(trainer, pl_module)
+
+
+def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
+    """Yield the schedules that count steps; those on plateau look at values."""
+    for config in trainer.lr_scheduler_configs:
+        schedule = config.scheduler.schedule if isinstance(config.scheduler, PhaseSchedule) else config.scheduler
+        if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
+            yield schedule
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:

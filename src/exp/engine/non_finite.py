@@ -19,6 +19,7 @@ from exp.engine.checkpoint import CURRENT, State
 from exp.errors import NonFiniteError
 from exp.nested import tensors_in
 from exp.optim.phase import each_optimizer
+from exp.optim.schedules import RATES_OF_GROUPS, lowered
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import Batch
 from exp.spelling import among
@@ -28,10 +29,6 @@ from exp.strategies.whole_state import local
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
 REWINDS = "exp_rewinds"
-# Where torch's optimizers and schedules hold rates, and the schedules that another one runs.
-RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
-RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
-NESTED = "_schedulers"
 CURES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
     "names the layer and keeps the step; or write runtime.non_finite=skip or rewind"
@@ -155,15 +152,7 @@ class LowerRates(Callback):
             for group in optimizer.param_groups:
                 group.update({key: group[key] * factor for key in RATES_OF_GROUPS if key in group})
         for config in trainer.lr_scheduler_configs:
-            config.scheduler.load_state_dict(_lowered(config.scheduler.state_dict(), factor))
-
-
-def _lowered(state: State, factor: float) -> State:
-    """Return a schedule's state with lower rates, those of schedules in it included."""
-    changed: State = {key: [rate * factor for rate in state[key]] for key in RATES_OF_SCHEDULES if key in state}
-    if NESTED in state:
-        changed[NESTED] = [_lowered(one, factor) for one in state[NESTED]]
-    return {**state, **changed}
+            config.scheduler.load_state_dict(lowered(config.scheduler.state_dict(), factor))
 
 
 def _skipped_steps(trainer: Trainer) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
@@ -137,6 +139,112 @@ def build_schedule(
         known = inspect.signature(_function(factory)).parameters
         tried = None if "schedulers" in _given(factory) else make
         raise ConfigError([refusal(error, key=key, known=known, got=got, make=tried)]) from error
+
+
+# Where torch's optimizers and schedules hold rates, the schedules that another one runs, and what each step changes.
+RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
+RATES_OF_SCHEDULES = ("base_lrs", "max_lrs", "_last_lr")
+NESTED = "_schedulers"
+PROGRESS = ("last_epoch", "_step_count", NESTED, *RATES_OF_SCHEDULES)
+
+
+@dataclass(frozen=True)
+class ScheduleState:
+    """What a schedule and the groups of its optimizer hold, without the parameters."""
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, schedule: LRScheduler) -> ScheduleState:
+        groups = [{key: one for key, one in group.items() if key != "params"} for group in _groups(schedule)]
+        return cls(copy.deepcopy(schedule.state_dict()), copy.deepcopy(groups))
+
+    def put_into(self, schedule: LRScheduler) -> None:
+        schedule.load_state_dict(copy.deepcopy(self.state))
+        for group, own in zip(_groups(schedule), self.groups, strict=True):
+            group.update(copy.deepcopy(own))
+
+
+def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
+    """Have a restored schedule go on as one of the present length does; torch restores the old length and rate.
+
+    fresh: what the schedule held before its state was restored, from which its steps are done again.
+    Returns: whether the length is another one. One that does not show in the state or the rates is the same.
+    Raises: ConfigError if something else than the schedule set the rates, which the steps would lose.
+    """
+    saved = ScheduleState.of(schedule)
+    if not _may_be_other(schedule, fresh.state, saved.state):
+        return False
+    # Rates may have been lowered since: runtime.non_finite=rewind.
+    factor = float(saved.groups[0]["initial_lr"] / fresh.groups[0]["initial_lr"])
+    groups = [
+        {key: one * factor if key in RATES_OF_GROUPS else one for key, one in own.items()} for own in fresh.groups
+    ]
+    ScheduleState(lowered(fresh.state, factor), groups).put_into(schedule)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(_steps_done(saved.state)):
+            schedule.step()
+    moved = ScheduleState.of(schedule)
+    constant = [key for key, one in fresh.state.items() if key not in PROGRESS and moved.state[key] == one]
+    is_other = any(saved.state.get(key) != fresh.state[key] for key in constant)
+    if not is_other and _are_close(moved.state["_last_lr"], saved.state["_last_lr"]):
+        saved.put_into(schedule)
+        return False
+    rates = [float(group["lr"]) for group in saved.groups]
+    if not _are_close(rates, saved.state["_last_lr"]):
+        given = float(saved.state["_last_lr"][0])
+        raise ConfigError(
+            [
+                Fault(
+                    key="trainer.max_epochs",
+                    got=f"another length, and a learning rate of {rates[0]:g} where the schedule had set {given:g}",
+                    expected="the length before: a schedule of another length knows nothing of what else set the rate",
+                    cure="Or give the schedule a length of its own",
+                )
+            ]
+        )
+    for group, own, start in zip(_groups(schedule), saved.groups, groups, strict=True):
+        # What the schedule leaves alone stays as it was saved.
+        group.update(
+            {key: one for key, one in own.items() if key not in RATES_OF_GROUPS and group.get(key) == start.get(key)}
+        )
+    return True
+
+
+def lowered(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return a schedule's state with lower rates, those of schedules in it included."""
+    changed: dict[str, Any] = {
+        key: [rate * factor for rate in state[key]] for key in RATES_OF_SCHEDULES if key in state
+    }
+    if NESTED in state:
+        changed[NESTED] = [lowered(one, factor) for one in state[NESTED]]
+    return {**state, **changed}
+
+
+def _may_be_other(schedule: LRScheduler, fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a schedule may have another length than the one whose state it was given; the answer costs no step."""
+    if isinstance(schedule, LambdaLR):  # whose length is in functions
+        rates = [
+            base * own(schedule.last_epoch) for base, own in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        return not _are_close(rates, saved["_last_lr"])
+    parts = zip(vars(schedule).get(NESTED, ()), fresh.get(NESTED, ()), saved.get(NESTED, ()), strict=True)
+    is_other = any(saved.get(key) != one for key, one in fresh.items() if key not in PROGRESS)
+    return is_other or any(_may_be_other(*part) for part in parts)
+
+
+def _steps_done(state: Mapping[str, Any]) -> int:
+    return int(state["last_epoch"]) if "last_epoch" in state else _steps_done(state[NESTED][0])
+
+
+def _are_close(rates: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(rates, others, strict=True))
+
+
+def _groups(schedule: LRScheduler) -> list[dict[str, Any]]:
+    return schedule.optimizer.param_groups
 
 
 # In which torch's OneCycleLR may be told its length, too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from exp.construct import (
 )
 from exp.engine.before_others import BeforeOthers
 from exp.engine.checkpoint import LARGEST_COPY, AtomicCheckpointIO, ThreadedCheckpointIO
-from exp.engine.checkpointing import Checkpointing
+from exp.engine.checkpointing import Checkpointing, position_in
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
@@ -38,7 +38,7 @@ from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
 from exp.engine.own_module import OwnModule
 from exp.engine.own_recording import OwnRecording
 from exp.engine.predictions import Predictions
-from exp.engine.progress import Limits, take_limits
+from exp.engine.progress import Limits, in_batches, take_limits
 from exp.engine.recording import Recording, StepRecording
 from exp.engine.runtime import deterministic, switch_on
 from exp.engine.stopping import Stopping
@@ -157,6 +157,10 @@ def _trained(
     """The module of exp's own model, its network, its data, and the callback that records it."""
     plain = plan.plain
     kind, more = _module_kind(plan)
+    data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
+    start = resume or plain["resume"]
+    if plain["train"] and start is not None and (position := position_in(start)) is not None:
+        limits = replace(limits, resumed=in_batches(position, data, batches=data.batches("train")))
     module = kind(
         network=_network(plan, resume),
         objective=plan.objective,
@@ -169,7 +173,6 @@ def _trained(
         inputs=tuple(plan.spec.inputs),
         **more,
     )
-    data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
     recording = Recording(hooks=plan.hooks, directory=directory, skips=plain["runtime"]["non_finite"] == "skip")
     return module, module.network, data, recording
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.data.randomness import reseed
-from exp.engine.progress import Limits, total_steps
+from exp.engine.progress import Limits, Position, total_steps
 from exp.errors import ExpError, RunError
 from exp.models.inference import network_call
 from exp.objectives.objective import Term
@@ -200,6 +200,17 @@ def test_the_length_of_a_run(tmp_path: Path, small_run: ModuleType) -> None:
     for arguments, max_steps, batches, expected in LENGTHS:
         trainer = small_run.Small(tmp_path, **arguments).trainer
         assert total_steps(trainer, Limits(max_steps=max_steps), batches) == expected, arguments
+
+
+def test_a_run_resumed_with_other_batches_ends_behind_those_that_are_left(
+    tmp_path: Path, small_run: ModuleType
+) -> None:
+    trainer = small_run.Small(tmp_path, max_epochs=4, accumulate_grad_batches=2).trainer
+    done = Position(epoch=1, batch=4, step=9, batches=20)
+    # In windows of two: two of the seven batches of epoch 1, and four in each of two epochs.
+    assert total_steps(trainer, Limits(resumed=done), 7) == 9 + 2 + 8
+    done = Position(epoch=1, batch=7, step=9, batches=20, validation_due=True, epoch_complete=True)
+    assert total_steps(trainer, Limits(resumed=done), 7) == 9 + 8
 
 
 def test_a_schedule_ends_with_the_run(tmp_path: Path, small_run: ModuleType) -> None:

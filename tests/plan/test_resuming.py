@@ -5,6 +5,7 @@ import torch
 
 import exp
 from exp.check.plan import plan, resolve
+from exp.engine.checkpoint import read_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,25 @@ def test_only_what_changes_steps_is_noted(finished):
     assert "trainer.gradient_clip_val was None and is 1" in note
     # Evaluation takes no step.
     assert not notes(f"resume={finished}", "model=lenet", "train=false", "precision=bf16")
+
+
+def test_other_batches_within_an_epoch_need_their_samples(finished, tmp_path):
+    """Batches of a sampler's are not known by a number of samples, nor are those of an older checkpoint."""
+    same = ["model=lenet", "hooks=[]", "trainer.max_epochs=4"]
+    within = exp.fit(exp.compose([*same, "test=false", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/run"]))
+    last = f"{within.directory}/checkpoints/last.ckpt"
+    buckets = "data.batch_sampler={_target_: exp.data.batch_samplers.LengthBuckets, buckets: 2}"
+    told = faults(f"resume={last}", *same, "data.batch_size=32", buckets)["resume"]
+    assert (
+        "a checkpoint within epoch 0, whose other batches are not known by their samples: data.batch_size was" in told
+    )
+    exp.validate(exp.compose([f"resume={last}", *same, "data.batch_size=32"]))
+    exp.validate(exp.compose([f"resume={finished}", *same, "data.batch_size=32", buckets]))
+    state = read_checkpoint(last)
+    del state["exp_manifest"], state["exp_position"]["samples"]
+    torch.save(state, tmp_path / "older.ckpt")
+    assert "data.batch_size was" in faults(f"resume={tmp_path}/older.ckpt", *same, "data.batch_size=32")["resume"]
+    exp.validate(exp.compose([f"resume={tmp_path}/older.ckpt", *same]))
 
 
 def test_a_run_resumes_in_another_precision(finished, caplog):

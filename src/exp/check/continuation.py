@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from exp.check.phase_rules import whole_phase
 from exp.check.signature import with_defaults
 from exp.config.freeze import read_overrides
+from exp.config.module_key import brings_data
 from exp.config.plain_tree import are_same
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
@@ -71,6 +72,9 @@ NUMERIC = (
     "trainer.gradient_clip_algorithm",
     "trainer.limit_train_batches",
 )
+# How batches are loaded, whatever is in them; and which samples are in a batch.
+LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
 # What must be the same too, for it says what an optimizer holds; as it is in a config that does not use it.
 NOTHING: Mapping[str, Any] = {
     "phases": {},
@@ -125,6 +129,7 @@ def examine_resume(
         for node in NOTHING:
             faults += _other_values(before, config, node, path)
         faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
+        faults += _other_batches(before, config, checkpoint[POSITION])
         faults += _newer(checkpoint, path)
     if network is not None and not faults:
         faults += _other_weights(checkpoint["state_dict"], network, path, prefix=prefix)
@@ -242,6 +247,23 @@ def _epochs(trainer: Mapping[str, Any], *, done: int) -> list[Fault]:
             cure=f"It counts the whole run: trainer.max_epochs={done + most} does {most} more",
         )
     ]
+
+
+def _other_batches(before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]) -> list[Fault]:
+    """The batches of an epoch that has begun, if they are others and it is not known which samples were in them."""
+    is_counted = position.get("samples") is not None
+    is_chosen = any(one["data"].get("batch_sampler") is not None for one in (before, config))
+    if not position.get("batch") or (is_counted and not is_chosen):
+        return []
+    saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
+    # Of loaders of the user's own any argument may be a batch's size.
+    own = [key for key in {**saved, **now} if key.rpartition(".")[2] not in LOADING]
+    told = _differences(saved, now, own if brings_data(config) else BATCHES)
+    if not told:
+        return []
+    got = f"a checkpoint within epoch {position['epoch']}, whose other batches are not known by their samples: {told}"
+    cure = "A checkpoint of an epoch's end goes on with other batches"
+    return [Fault(key="resume", got=got, expected="the batches that the epoch began with", cure=cure)]
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class BeforeOthers(Callback):
                     name: before.get(name, self) for name, one in now[key].items() if before.get(name, self) is not one
                 }
         if self._put_back is not None:
-            if self.checkpointing.resumed is not None and self.checkpointing.resumed.batch:
+            if self.checkpointing.resumed is not None and self.checkpointing.resumed.is_inside:
                 self._put_back()
                 self._restore()
             self._put_back = None

@@ -27,8 +27,17 @@ from exp.engine.checkpoint import (
     on_host,
     read_checkpoint,
 )
+from exp.engine.datamodule import StagedData
 from exp.engine.module import TrainingModule
-from exp.engine.progress import Position, after_fit, before_batch, fit_loop_state, forget_restart
+from exp.engine.progress import (
+    Position,
+    after_fit,
+    before_batch,
+    epoch_batches,
+    fit_loop_state,
+    forget_restart,
+    in_batches,
+)
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
 from exp.shared_types import EPOCH_LOSS, Mode, Stage, best_scalars, parted
@@ -440,7 +449,7 @@ class Checkpointing(Callback):
         if self._position is None:
             return  # a callback of the user's saves: good to evaluate, not to go on from
         checkpoint[POSITION] = dataclasses.asdict(self._position)
-        if self._position.batch and (values := self.values_at_start()) is not None:
+        if self._position.is_inside and (values := self.values_at_start()) is not None:
             checkpoint[AT_START] = _of_ranks(values, trainer)
         # Without the path: one that comes out of a file is not followed.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
@@ -467,7 +476,9 @@ class Checkpointing(Callback):
                 f"{trainer.ckpt_path} says nothing of its position in the data, so no run can go on from it exactly; "
                 "expected a last.ckpt or best.ckpt of exp. It can be evaluated: train=false test=true"
             )
-        position = Position(**checkpoint[POSITION])
+        position, data = Position(**checkpoint[POSITION]), vars(trainer)["datamodule"]
+        if isinstance(data, StagedData):
+            position = in_batches(position, data, batches=epoch_batches(trainer, data.batches("train")))
         checkpoint["loops"]["fit_loop"] = fit_loop_state(
             trainer, position, is_manual=not pl_module.automatic_optimization
         )
@@ -492,6 +503,12 @@ class Checkpointing(Callback):
         # A best that was seen and not yet written is not there.
         if self._is_better and not self.best_path.is_file():
             self.best = None
+
+
+def position_in(path: Path | str) -> Position | None:
+    """Return the position in a checkpoint that was looked at before; None if it holds none."""
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return Position(**state[POSITION]) if POSITION in state else None
 
 
 def _of_ranks(values: Values, trainer: Trainer) -> list[Values]:

@@ -52,6 +52,8 @@ class StagedData(LightningDataModule):
         self.rank, self.world_size = rank, world_size
         self._all: list[Batches] = []
         self.seconds_waited = 0.0
+        # The epoch that a run resumes in, and the shift of its batches: see Loader.set_position.
+        self._resumed, self._shift = -1, 0
 
     def setup(self, stage: str) -> None:
         """Leave validation out where the data has no val part; Lightning would ask for its loader."""
@@ -64,6 +66,19 @@ class StagedData(LightningDataModule):
             return len(self._loader(stage))
         except TypeError:
             return None
+
+    def resume_at(self, epoch: int, samples: int) -> int:
+        """Begin the pass of an epoch behind so many of its samples. Return the number of its first batch."""
+        batch, self._shift = self.data.place_of(samples, epoch=epoch)
+        self._resumed = epoch
+        return batch
+
+    def shift_in(self, epoch: int) -> int:
+        """Return by how many samples the batches of an epoch of training begin later than by their numbers."""
+        return self._shift if epoch == self._resumed else 0
+
+    def samples_before(self, epoch: int, batch: int) -> int:
+        return self.data.samples_before(batch, epoch=epoch, shift=self.shift_in(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """What the training part told, which Lightning keeps in checkpoints under this class's name."""
@@ -180,7 +195,7 @@ class Batches:
         if self._stage != "train":
             return self._transformed(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
-        self.loader.set_position(*position)
+        self.loader.set_position(*position, self._module.shift_in(position[0]))
         batches = self._transformed(_Waiting(iter(self.loader), self._module), position)
         return Ahead(batches, self.loader, self._module, position)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 
@@ -27,10 +27,12 @@ class Limits:
 
     max_steps: optimizer steps of the whole run, those before a resume included; None is no limit.
     max_seconds: wall time of training, likewise.
+    resumed: where the run goes on; None begins it.
     """
 
     max_steps: int | None = None
     max_seconds: float | None = None
+    resumed: Position | None = None
 
 
 def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
@@ -128,7 +130,12 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
     epochs = total_epochs(trainer)
     known = [steps for steps in (limits.max_steps, trainer.max_steps) if steps is not None and steps >= 0]
     if batches is not None and epochs is not None:
-        known.append(math.ceil(batches / trainer.accumulate_grad_batches) * epochs)
+        # Batches may have had another size before a resume: its steps, and those of the batches that are left.
+        done = limits.resumed or Position(epoch=0, batch=0, step=0, batches=0)
+        window = trainer.accumulate_grad_batches
+        steps = math.ceil(batches / window)
+        passed = done.batch // window if done.batch < batches else steps
+        known.append(done.step - passed + steps * (epochs - done.epoch))
     return min(known) if known else None
 
 
@@ -137,6 +144,8 @@ class Position:
     """How much of a run is done: what comes next is batch `batch` of epoch `epoch`, both counted from 0.
 
     step: optimizer steps done. batches: training batches done, over all epochs.
+    samples: those of the epoch before the batch, by which a run goes on with batches of another size; None if they are
+        not known, of loaders of the user's own.
     validation_due: the validation behind batch `batch - 1` comes first.
     epoch_complete: that batch was the last one of its epoch, so that nothing but the validation is left of it.
     """
@@ -147,6 +156,37 @@ class Position:
     batches: int
     validation_due: bool = False
     epoch_complete: bool = False
+    samples: int | None = field(default=None, compare=False)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the epoch has begun."""
+        return bool(self.batch or self.samples)
+
+
+@runtime_checkable
+class CountsSamples(Protocol):
+    """Data that know which samples the batches of training have."""
+
+    def samples_before(self, epoch: int, batch: int) -> int: ...
+
+    def resume_at(self, epoch: int, samples: int) -> int: ...
+
+
+def in_batches(position: Position, data: object, *, batches: int | None) -> Position:
+    """Return a position in the batches that the data give now, which may have another size than before.
+
+    batches: of an epoch; None if they are not known.
+    """
+    if position.samples is None or not isinstance(data, CountsSamples):
+        return position
+    batch = data.resume_at(position.epoch, position.samples)
+    if batch == position.batch:
+        return position
+    if batches is not None and (position.epoch_complete or batch >= batches):
+        # Too few samples are left for a batch: what is left of the epoch is its end.
+        return replace(position, batch=batches, validation_due=True, epoch_complete=True)
+    return replace(position, batch=batch)
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
@@ -156,7 +196,8 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
     again gives the same gradients.
     """
     again = batch_idx % trainer.accumulate_grad_batches
-    return Position(
+    return _with_samples(
+        trainer,
         epoch=trainer.current_epoch,
         batch=batch_idx - again,
         step=trainer.global_step,
@@ -169,7 +210,8 @@ def in_validation(trainer: Trainer) -> Position:
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
-    return Position(
+    return _with_samples(
+        trainer,
         epoch=trainer.current_epoch,
         batch=batch - again,
         step=trainer.global_step,
@@ -185,9 +227,19 @@ def after_fit(trainer: Trainer) -> Position:
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
     again = batch % trainer.accumulate_grad_batches
-    return Position(
-        epoch=trainer.current_epoch - 1, batch=batch - again, step=trainer.global_step, batches=batches - again
+    return _with_samples(
+        trainer,
+        epoch=trainer.current_epoch - 1,
+        batch=batch - again,
+        step=trainer.global_step,
+        batches=batches - again,
     )
+
+
+def _with_samples(trainer: Trainer, *, epoch: int, batch: int, **more: Any) -> Position:
+    data = vars(trainer).get("datamodule")
+    samples = data.samples_before(epoch, batch) if isinstance(data, CountsSamples) else None
+    return Position(epoch=epoch, batch=batch, samples=samples, **more)
 
 
 def is_epoch_complete(trainer: Trainer) -> bool:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import Identity
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from exp.data.data import Data
 from exp.data.digits import Digits
 from exp.data.workers import as_batch
-from exp.errors import RunError
+from exp.errors import ConfigError, RunError
 
 SAMPLES = 23
 
@@ -169,6 +169,63 @@ def test_batches_of_another_size_go_on_behind_the_samples(kind, workers):
             cut = [sorted(order[first : first + size]) for first in range(done, done + size * len(rows), size)]
             assert rows == cut
             assert len(samples(loader)) == (SAMPLES - SAMPLES % size if drop_last else SAMPLES) or world_size > 1
+
+
+class Curriculum(Dataset):
+    """Says of each sample the epoch that it was told, and what it drew then."""
+
+    epoch, noise = -1, 0.0
+
+    def set_epoch(self, epoch):
+        self.epoch, self.noise = epoch, float(torch.rand(()))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor([index * 2.0, self.epoch, self.noise]), torch.tensor(0)
+
+
+class Gathered(Curriculum):
+    def gather(self, indices):
+        rows = [self[index][0] for index in indices.tolist()]
+        return torch.stack(rows), torch.zeros(len(rows), dtype=torch.int64)
+
+
+class Growing(Curriculum):
+    def __len__(self):
+        return SAMPLES + max(0, self.epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "kind", [Curriculum, Gathered, lambda: ConcatDataset([Curriculum()]), lambda: Subset(Curriculum(), range(SAMPLES))]
+)
+def test_a_data_set_is_told_its_epoch(kind, workers):
+    """Training has the run's epoch, also behind an evaluation of the same data within it, which has epoch 0."""
+    parts = {"train": 13, "val": 10}
+    settings = {"num_classes": 1, "batch_size": 4, "seed": 7, "num_workers": workers, "parts": parts}
+    made = Data(dataset=kind(), **settings)
+    train, val = made.loader("train"), made.loader("val")
+    seen = []
+    for epoch in range(3):
+        batches = iter(train)
+        rows = [row for batch in (next(batches), *val, *batches) for row in batch.data[0].tolist()]
+        assert {told for _, told, _ in rows[:4] + rows[14:]} == {epoch}
+        assert {told for _, told, _ in rows[4:14]} == {0}
+        assert len({noise for _, _, noise in rows[:4] + rows[14:]}) == 1
+        seen.append(rows[:4] + rows[14:])
+    assert len({rows[0][2] for rows in seen}) == 3
+    later = Data(dataset=kind(), **settings).loader("train", world_size=1)
+    later.set_position(2, 1)
+    assert [row for batch in later for row in batch.data[0].tolist()] == seen[2][4:]
+
+
+def test_a_data_set_keeps_its_length_over_epochs():
+    loader = data("workers", train=Growing()).loader("train")
+    list(loader)
+    with pytest.raises(ConfigError, match=r"data\.train: 24 samples in epoch 1, and 23 before; expected as many"):
+        list(loader)
 
 
 @pytest.mark.parametrize("kind", KINDS)

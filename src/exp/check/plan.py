@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraErro
 from exp.shared_types import INPUT, DataSpec, Stage
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, Trainer
+    from lightning.pytorch import Callback, LightningDataModule, Trainer
     from lightning.pytorch.strategies import Strategy as LightningStrategy
     from torch import nn
     from torch.optim import Optimizer
@@ -896,7 +896,19 @@ class _Findings:
         """The attributes of a Trainer that decide the length of the run."""
         trainer = self.plain["trainer"]
         values = {name: default if trainer[name] is None else trainer[name] for name, default in LENGTHS.items()}
-        return cast("Trainer", SimpleNamespace(**values, max_steps=None))
+        return cast("Trainer", SimpleNamespace(**values, max_steps=None, callbacks=list(self._accumulating())))
+
+    def _accumulating(self) -> Iterator[Callback]:
+        """The callbacks that say how many batches make a step."""
+        from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+        from exp.construct import construct
+
+        for name, kind in self._classes_of(self.plain["callbacks"]).items():
+            if issubclass(kind, GradientAccumulationScheduler):
+                node, allow = self.plain["callbacks"][name], self.plain["security"]["allow"]
+                with contextlib.suppress(ConfigError):  # which is told with the callbacks
+                    yield construct(node, key=f"callbacks.{name}", allow=allow)
 
     def _steps(self, batches: int | None) -> int | None:
         from exp.engine.progress import Limits, total_steps

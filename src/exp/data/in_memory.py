@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from exp.data.entries import BatchForm
 from exp.data.labels import Labels
-from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.loader import GlobalBatches, Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import mapped, tensors_in
@@ -165,6 +165,7 @@ class IndexedLoader(Loader):
     ) -> None:
         super().__init__(stage=stage)
         self._form, self._labels = form, labels
+        self._epochs, self._epoch = wanting_epochs(dataset), 0
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_in(gathered(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
         sample_bytes = sum(tensor.nbytes for tensor in first)
@@ -175,7 +176,7 @@ class IndexedLoader(Loader):
         return len(self.batches)
 
     def _batches(self, epoch: int, start: int, shift: int) -> Iterator[Batch]:
-        dataset = self.dataset
+        dataset, self._epoch = self.dataset, epoch
         if self.stage == "train" and isinstance(dataset, EpochDependent):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
         if shift or not isinstance(self.batches, GlobalBatches):
@@ -210,6 +211,7 @@ class IndexedLoader(Loader):
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
         """The samples at indices as batches of `each`, which share one storage."""
+        tell_epoch(self._epochs, self._epoch, seed=self.batches.seed)
         entries = cast(Entries, self._form(gathered(dataset, indices, stage=self.stage)))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from exp.data.orders import Listed, Order, Sequential, shuffled, shuffled_blocks
+from exp.data.randomness import preserve_generators, reseed_epoch
 from exp.errors import RunError
 from exp.shared_types import Batch, Stage
 
@@ -72,9 +74,34 @@ class Loader(ABC):
 
 @runtime_checkable
 class Epochs(Protocol):
-    """A stream or a sampler that wants to know its epoch before it is read."""
+    """A data set, a stream or a sampler that wants to know its epoch before it is read."""
 
     def set_epoch(self, epoch: int) -> None: ...
+
+
+# The epoch that each data set was told last, by its id: parts of one data set share it.
+_TOLD: dict[int, int] = {}
+
+
+def wanting_epochs(dataset: object) -> tuple[Epochs, ...]:
+    """Return the data sets that want to know their epoch: this one, or those that it holds as torch's kinds do."""
+    if callable(getattr(dataset, "set_epoch", None)) and isinstance(dataset, Epochs):
+        _TOLD.pop(id(dataset), None)
+        return (dataset,)
+    held = [getattr(dataset, name, None) for name in ("dataset", "source")]
+    several = getattr(dataset, "datasets", None)
+    held += several.values() if isinstance(several, dict) else several if isinstance(several, list | tuple) else ()
+    return tuple(part for one in held if isinstance(one, Dataset) for part in wanting_epochs(one))
+
+
+def tell_epoch(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
+    """Call `set_epoch` of data sets whose samples are read next; what it draws is a function of (seed, epoch)."""
+    for part in parts:
+        if _TOLD.get(id(part)) != epoch:
+            with preserve_generators():
+                reseed_epoch(seed=seed, rank=0, epoch=epoch)
+                part.set_epoch(epoch)
+            _TOLD[id(part)] = epoch
 
 
 class Draw(Protocol):

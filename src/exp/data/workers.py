@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from exp.data.collate import Collate
 from exp.data.entries import BatchForm, target_in
-from exp.data.faults import SampleError
+from exp.data.faults import SampleError, data_fault
 from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import SampleTransform, Transform, apply_to_input
 from exp.data.labels import Labels
-from exp.data.loader import Loader, ShareSampler
+from exp.data.loader import Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.data.tv_tensors import plain_tensors
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
@@ -211,14 +211,18 @@ class SampleSource(Dataset["Sample | ExpError"]):
         self.transforms = tuple(transforms)
         self.seed = seed
         self.stage = stage
+        self._epochs = wanting_epochs(dataset)
+        self._length = len(self) if self._epochs else 0
 
     def __len__(self) -> int:
         return samples_in(self.dataset)
 
     def __getitem__(self, position: tuple[int, int]) -> Sample | ExpError:
         epoch, index = position
-        reseed_sample(seed=self.seed, epoch=epoch, index=index, stage=self.stage)
         try:
+            if self._epochs:
+                self._tell_epoch(epoch)
+            reseed_sample(seed=self.seed, epoch=epoch, index=index, stage=self.stage)
             raw = self.dataset[index]
             # First: a transform may change it in place.
             taken = None if self.fingerprint is None else self.fingerprint(raw)
@@ -227,6 +231,12 @@ class SampleSource(Dataset["Sample | ExpError"]):
             return error
         except BaseException as error:
             return told(error, what=f"reading {self.named(index)}")
+
+    def _tell_epoch(self, epoch: int) -> None:
+        tell_epoch(self._epochs, epoch, seed=self.seed)
+        if len(self) != self._length:
+            got = f"{len(self)} samples in epoch {epoch}, and {self._length} before"
+            raise data_fault(self.stage, got=got, expected="as many samples in every epoch")
 
     def named(self, index: int) -> str:
         """A sample in words."""

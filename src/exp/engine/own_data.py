@@ -19,9 +19,11 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
+from exp.data.loader import tell_epoch, wanting_epochs
 from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
 from exp.engine.datamodule import PlainData
 from exp.engine.progress import next_batch
+from exp.errors import RunError
 from exp.nested import tensors_in
 from exp.shared_types import Batch
 
@@ -157,13 +159,20 @@ class PositionedLoader:
             yield batch
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Tell samplers their epoch, and set generators of the loader's own to this epoch's numbers."""
-        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        """Tell samplers and data their epoch, and set generators of the loader's own to this epoch's numbers."""
+        dataset = getattr(self.loader, "dataset", None)
+        if (wanting := wanting_epochs(dataset)) and getattr(self.loader, "persistent_workers", False):
+            raise RunError(
+                f"{type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; expected "
+                "false: workers that persist keep the data set of their first epoch"
+            )
+        tell_epoch(wanting, epoch, seed=self._batches.seed)
+        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
         samplers.append(getattr(samplers[1], "sampler", None))
         for part in samplers:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        generators = [getattr(part, "generator", None) for part in (self.loader, *samplers)]
+        generators = [getattr(part, "generator", None) for part in (self.loader, dataset, *samplers)]
         for generator in {id(one): one for one in generators if isinstance(one, torch.Generator)}.values():
             own = self._seeds.setdefault(id(generator), generator.initial_seed())
             generator.manual_seed(own if epoch == 0 else seed_for(own, "loader", epoch))

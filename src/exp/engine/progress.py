@@ -10,12 +10,14 @@ each; `fit_loop._restarting` (seen in lightning 2.6.6).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from exp.errors import ConfigError, Fault
 from exp.shared_types import span_seconds
@@ -132,11 +134,23 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
     if batches is not None and epochs is not None:
         # Batches may have had another size before a resume: its steps, and those of the batches that are left.
         done = limits.resumed or Position(epoch=0, batch=0, step=0, batches=0)
-        window = trainer.accumulate_grad_batches
-        steps = math.ceil(batches / window)
-        passed = done.batch // window if done.batch < batches else steps
-        known.append(done.step - passed + steps * (epochs - done.epoch))
+        scheduler = accumulation_scheduler(trainer)
+        if scheduler is None:
+            windows = {trainer.accumulate_grad_batches: epochs - done.epoch}
+            first = trainer.accumulate_grad_batches
+        else:
+            windows = Counter(map(scheduler.get_accumulate_grad_batches, range(done.epoch, epochs)))
+            first = scheduler.get_accumulate_grad_batches(done.epoch)
+        passed = done.batch // first if done.batch < batches else math.ceil(batches / first)
+        left = sum(math.ceil(batches / window) * count for window, count in windows.items())
+        known.append(done.step - passed + left)
     return min(known) if known else None
+
+
+def accumulation_scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
+    """Return the callback that says how many batches are accumulated in each epoch; None if the Trainer says it."""
+    callbacks = vars(trainer).get("callbacks", ())
+    return next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,10 @@ class Ahead(Iterator[Batch]):
         start: the number of the batch that training is at. with_data: whether their data is read.
         """
         if self._sampler is not None and not with_data:
-            ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)
+            ranks, sizes = (
+                self._sampler.world_size,
+                self._sampler.sizes(self._epoch, start, self._module.shift_in(self._epoch)),
+            )
             return [Batch(None, mine.size, size, ranks) for size, mine in islice(sizes, stop - start)]
         self._read.extend(islice(self._batches, max(0, stop - self._first - len(self._read))))
         return list(islice(self._read, start - self._first, stop - self._first))

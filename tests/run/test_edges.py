@@ -117,8 +117,9 @@ def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
 
     parts = SimpleNamespace(
         trainer=SimpleNamespace(global_step=0, current_epoch=0),
-        recording=SimpleNamespace(latest={}),
+        recording=SimpleNamespace(latest={}, stage_steps={}),
         checkpointing=SimpleNamespace(best=None),
+        stopping=SimpleNamespace(ended_by=None),
     )
     before = Ongoing(tmp_path, config, overrides=[], world_size=1).ended("completed", parts=parts).peak_memory_mib
     large = bytearray(400 * 2**20)

@@ -29,9 +29,11 @@ from exp.engine.checkpoint import State, is_plain
 from exp.engine.checkpointing import Checkpointing, Values
 from exp.engine.datamodule import RunTrainer
 from exp.engine.lean_loop import is_own
+from exp.engine.module import TrainingModule
 from exp.engine.overhead import overridden
-from exp.engine.progress import before_batch, is_epoch_complete
+from exp.engine.progress import accumulation_scheduler, before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
+from exp.errors import RunError
 from exp.nested import moved, tensors_in
 from exp.optim.phase import PhaseSchedule
 from exp.optim.schedules import ScheduleState, take_length
@@ -62,12 +64,14 @@ class BeforeOthers(Callback):
         self._before: Values = {}
         self._is_starting = self._has_hooks = False
         self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
+        self._window = 1
 
     # --- the start ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Nothing of a checkpoint is in optimizers and schedules yet.
         self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
+        self._window = trainer.accumulate_grad_batches
 
     def _take_lengths(self) -> None:
         there = list(_schedules(self._trainer))  # without those that a callback has replaced
@@ -94,6 +98,7 @@ class BeforeOthers(Callback):
     def _epoch_has_started(self) -> None:
         """See what the hooks did at the start of the epoch; after a resume, put the saved state back."""
         self._is_starting = False
+        self._refuse_other_windows()
         now = _attributes(self._trainer) if self._has_hooks else {}
         for key in now:
             if key.startswith(LAYER):  # whose forward may hold values of each batch, such as its outputs
@@ -107,6 +112,21 @@ class BeforeOthers(Callback):
                 self._restore()
             self._put_back = None
         self.checkpointing.resumed = None
+
+    def _refuse_other_windows(self) -> None:
+        """Raise for another number of accumulated batches than the length of a schedule was made with."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        window = trainer.accumulate_grad_batches
+        if window == self._window or accumulation_scheduler(trainer) is not None:
+            return
+        # A callback may have put another schedule in its place.
+        is_there = any(schedule in _schedules(trainer) for schedule, _ in self._fresh)
+        if is_there and isinstance(module, TrainingModule) and module.needs_total_steps:
+            raise RunError(
+                f"trainer.accumulate_grad_batches was set to {window} in epoch {trainer.current_epoch}, and the "
+                f"schedule is as long as a run with {self._window}; expected callbacks with Lightning's "
+                "GradientAccumulationScheduler, whose steps are known. Or give scheduler.total_steps"
+            )
 
     def _restore(self) -> None:
         owners = _owners(self._trainer)

@@ -307,6 +307,9 @@ def forget_restart(trainer: Trainer) -> None:
     Lightning takes all of it for a restart, and leaves out the update of a schedule on plateau at its end.
     """
     trainer.fit_loop._restarting = False
+    # As in the unbroken run: of an epoch that it starts again Lightning counts the start alone.
+    epochs = trainer.fit_loop.epoch_progress
+    epochs.current.ready = epochs.total.ready
 
 
 def _counts(processed: int, completed: int) -> dict[str, int]:

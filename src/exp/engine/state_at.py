@@ -23,7 +23,7 @@ class StateAt(Callback):
     position: fields of exp.engine.progress.Position, all or some: the first place that has them.
     """
 
-    def __init__(self, *, position: Mapping[str, int | bool]) -> None:
+    def __init__(self, *, position: Mapping[str, int | bool | None]) -> None:
         super().__init__()
         self.position = position
 

@@ -1,17 +1,13 @@
 """What the tab key offers, without a shell; tests/command/test_shells.py presses the key."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import exp
 from exp import completion
-from exp.commands import COMMANDS, HYDRA_FLAGS, SECTIONS
+from exp.commands import COMMANDS, SECTIONS
 from exp.completion import answer, completed, main
-from exp.config.groups import PRIMARY, open_search_path
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +23,7 @@ def offered(line: str, after: str = "") -> list[str]:
     return answer("bash", line.rpartition(" ")[2], line, after)
 
 
-def test_commands_and_their_flags_are_offered():
+def test_commands_groups_and_their_flags_are_offered():
     assert set(COMMANDS) < set(offered("exp "))
     assert offered("exp dashboard --page h") == ["hparams", "histograms"]
     assert offered("exp export run=x quantize=") == ["quantize=int8"]
@@ -37,19 +33,8 @@ def test_commands_and_their_flags_are_offered():
     assert offered("python -m exp.pl") == ["exp.plan"]
     assert offered("exp trian mod") == []
     assert completed(["python", "-m", "http.server"], "80").names == ()
-
-
-@pytest.mark.parametrize("program", ["exp train", "python -m exp.train", "exp check"])
-def test_groups_and_their_options_are_offered(program):
-    assert offered(f"{program} optimizer=ada")[0] == "optimizer=adadelta"
-    assert {"model=", "model.", "monitor=", "mode="} == set(offered(f"{program} mo")) - {"module="}
-
-
-def test_every_option_of_every_group_is_offered():
-    _, vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
-    for group in vocabulary.groups:
-        options = sorted(f"{group}={one}" for one in vocabulary.options(group))
-        assert sorted(offered(f"exp train {group}=")[: len(options)]) == options, group
+    assert offered("python -m exp.train optimizer=ada")[0] == "optimizer=adadelta"
+    assert {"model=", "model.", "monitor=", "mode="} == set(offered("exp train mo")) - {"module="}
 
 
 def test_signs_lists_and_sweeps_restrict_what_is_offered():
@@ -58,20 +43,15 @@ def test_signs_lists_and_sweeps_restrict_what_is_offered():
     assert "+model=" not in added  # a single group
     assert offered("exp train ~hooks.") == ["~hooks.gradients", "~hooks.memory", "~hooks.throughput"]
     assert offered("exp train 'hooks=[gradients,me") == ["hooks=[gradients,memory,", "hooks=[gradients,memory]"]
-    assert "hooks=[gradients,gradients" not in offered("exp train hooks=[gradients,")
     assert offered("exp train -m optimizer=sgd,adamw") == ["optimizer=sgd,adamw"]
-    assert "model=[" not in offered("exp train model=")
 
 
 def test_keys_follow_the_overrides_on_the_line():
     assert "optimizer.momentum=" not in offered("exp train optimizer.")
-    assert "optimizer.momentum=" in offered("exp train optimizer=sgd optimizer.")
     assert "optimizer.momentum=" in offered("exp train optimizer.", after="x optimizer=sgd")
     assert "optimizer.momentum=" in offered("exp train -m optimizer=sgd,adam optimizer.")
     assert "optimizer.momentum=" in offered("exp train optimizer._target_=torch.optim.SGD optimizer.")
     assert offered("exp train model=lenet model.layers.conv1.out_c") == ["model.layers.conv1.out_channels="]
-    assert "optimizer.own=" in offered("exp train +optimizer.own=3 optimizer.")
-    assert offered("exp train hooks.gradients.histogram") == ["hooks.gradients.histogram_every_n_steps="]
     # Hydra composes these; the other keys are merged from files.
     assert "logger.own.a=" in offered("exp train 'vars={b:1}' +logger.own={a:2} logger.own.")
     # A wrong override elsewhere changes nothing.
@@ -87,7 +67,6 @@ def test_keys_follow_the_overrides_on_the_line():
     [
         ("mode", ["min", "max"]),
         ("checkpoint.async", ["true", "false", "null"]),
-        ("sweep.pruner", ["none", "median", "asha", "hyperband"]),
         ("monitor", ["loss/val", "accuracy/val"]),
         ("hydra/launcher", ["exp", "slurm", "ray"]),
         ("optimizer.lr", []),
@@ -99,16 +78,11 @@ def test_values_of_a_key_are_offered(key, values):
 
 def test_files_are_offered_for_keys_that_are_paths(here):
     (here / "a folder").mkdir()
-    (here / "a folder" / "last.ckpt").touch()
     (here / ".hidden").touch()
     assert offered("exp train resume=") == ["resume=auto", "resume=a\\ folder/"]
-    assert answer("bash", "a\\ f", "exp train weights.from=a\\ f", "") == ["a\\ folder/"]
     # Inside quotes nothing is escaped.
     assert answer("bash", "a fo", "exp train 'resume=a fo", "") == ["a folder/", "a folder/..."]
-    assert answer("bash", "a folder/l", "exp train 'weights.from=a folder/l", "") == ["a folder/last.ckpt"]
-    assert offered("exp train data=csv data.dataset.path=a") == ["data.dataset.path=a\\ folder/"]
     assert offered("exp export run=") == ["run=a\\ folder/"]
-    assert offered("exp report --output ") == ["a\\ folder/"]
 
 
 def test_user_configs_come_first_and_are_reread(here):
@@ -124,7 +98,6 @@ def test_user_configs_come_first_and_are_reread(here):
     more.mkdir(parents=True)
     (more / "tiny.yaml").write_text("# Tiny: model=small/tiny\n_target_: torch.nn.Flatten\n")
     assert offered("exp train --config-dir more model=sm") == ["model=small/"]
-    assert offered("exp train --config-dir=more model=small/") == ["model=small/tiny"]
 
 
 def test_a_user_class_is_not_imported(here):
@@ -140,32 +113,14 @@ def test_a_user_class_is_not_imported(here):
 def test_zsh_gets_the_separator_of_the_word():
     """The script removes the text before the separator and offers the rest."""
     assert answer("zsh", "", "exp train model=le", "") == ["=", "lenet"]
-    assert answer("zsh", "", "exp train hooks=\\[gradients,me", "") == [",", "memory,", "memory]"]
-    assert answer("zsh", "", "exp tra", "") == ["", "train"]
     assert answer("zsh", "", "exp train model=zzz", "") == []
 
 
 def test_the_script_of_a_shell_is_printed(capsys):
-    for shell in ("bash", "zsh"):
-        assert main([shell]) == 0
-        assert f"answer {shell}" in capsys.readouterr().out
+    assert main(["zsh"]) == 0
+    assert "answer zsh" in capsys.readouterr().out
     assert main(["fish"]) == 2
     assert "expected bash or zsh" in capsys.readouterr().err
-
-
-def test_completion_imports_neither_torch_nor_hydra(tmp_path):
-    code = (
-        "import sys; from exp.completion import answer\n"
-        "for line in ('exp tr', 'exp train model=le', 'exp train trainer.max_ep',\n"
-        "             'exp train experiment=gpt optimizer=sgd optimizer.mom',\n"
-        "             'exp train +optimizer.own=3 optimizer.ow'):\n"
-        "    assert answer('bash', '', line, ''), line\n"
-        "print(sorted({'torch', 'lightning', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules)))"
-    )
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    assert done.stdout == "[]\n"
 
 
 def test_the_command_table_matches_the_modules():
@@ -174,19 +129,3 @@ def test_the_command_table_matches_the_modules():
     programs |= {path.parent.name for path in root.glob("*/__main__.py")}
     assert {name for commands in SECTIONS.values() for name in commands} == programs
     assert {command.module for command in COMMANDS.values()} == {f"exp.{name}" for name in programs}
-    for name, command in COMMANDS.items():
-        file = root / f"{name}.py" if (root / f"{name}.py").is_file() else root / name / "__main__.py"
-        text = file.read_text()
-        flags = [flag.partition("=")[0] for flag in (*command.flags, *command.keys)]
-        if command.module in ("exp.check", "exp.data"):
-            text += (root / "config" / "command.py").read_text()
-        if name == "serve":
-            text += (root / "export.py").read_text()
-        assert [flag for flag in flags if f'"{flag}"' not in text and flag != "security.allow"] == [], name
-
-
-def test_offered_flags_are_those_of_hydra():
-    from exp.config.hydra_adapter import argument_parser
-
-    known = {option for action in argument_parser("exp")._actions for option in action.option_strings}
-    assert {flag.partition("=")[0] for flag in HYDRA_FLAGS} < known

@@ -33,7 +33,6 @@ def test_letter_names_are_those_of_unicode():
     rows, scripts = names.entries
     assert rows.shape[1] == 20
     texts = ["".join(ALPHABET[number] for number in row) for row in rows.tolist()]
-    assert all(text.lstrip("\0").rjust(20, "\0") == text for text in texts), "a name does not end with its last letter"
     greek = {text.lstrip("\0") for text, script in zip(texts, scripts, strict=True) if SCRIPTS[script] == "GREEK"}
     assert "ALPHA" in greek
     assert torch.bincount(scripts).min() > 100

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -63,7 +61,6 @@ def test_a_working_machine_trains(quick):
     ("content", "words"),
     [
         ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13"),
-        pytest.param("", "half installed", marks=pytest.mark.slow),
         ("import os; os.abort()", "ended by SIGABRT"),
     ],
 )
@@ -74,18 +71,6 @@ def test_a_module_that_hides_torch_is_named(quick, tmp_path, content, words):
     assert f"Take {tmp_path / 'first'} off PYTHONPATH" in fixes(lines)["torch"]
 
 
-@pytest.mark.slow
-def test_a_broken_torch_prints_no_traceback(tmp_path):
-    broken = tmp_path / "torch" / "__init__.py"
-    broken.parent.mkdir()
-    broken.write_text("raise RuntimeError('broken')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "exp.doctor"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "RuntimeError: broken" in done.stdout
-
-
 def test_the_error_of_torch_decides_the_fix():
     here = {"place": "/env/torch", "installed": Path("/env/torch")}
 
@@ -93,9 +78,7 @@ def test_the_error_of_torch_decides_the_fix():
         return torch_findings.broken({"error": {"type": kind, "text": text}}, **here).cure
 
     assert "pip uninstall -y torch" in cure("cannot import name '_C'")
-    assert "libcudnn.so.9 comes with torch's own requirements" in cure(
-        "libcudnn.so.9: cannot open shared object file: x"
-    )
+    assert "libcudnn.so.9 comes with torch's own" in cure("libcudnn.so.9: cannot open shared object file: x")
     assert "apt-get install libgomp1" in cure("libgomp.so.1: cannot open shared object file: No such file")
     assert "newer system" in cure("/lib/libm.so.6: version `GLIBC_2.38' not found")
     assert "processor" in torch_findings.broken({"died": "its process was ended by SIGILL"}, **here).cure
@@ -141,20 +124,8 @@ def test_visible_and_hidden_gpus_are_listed():
 
 def test_a_build_without_kernels_is_named():
     new = {"name": "NVIDIA B200", "capability": [10, 0], "free": GIB, "total": GIB}
-    found = gpu_states(TWO, gpus=[new], archs=["sm_80", "sm_90"])["cuda:0"]
-    assert (found.state, "kernels for sm_80, sm_90 alone" in found.found) == ("fault", True)
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "runs"),
-    [
-        ((8, 6), ["sm_80"], True),  # the same generation
-        ((12, 1), ["sm_90a"], False),
-        ((9, 0), ["sm_90a"], True),
-    ],
-)
-def test_kernels_run_on_their_generation_or_by_ptx(capability, archs, runs):
-    assert torch_findings.has_kernels(capability, archs) is runs
+    found = gpu_states(TWO, gpus=[new], archs=["sm_80", "sm_90a"])["cuda:0"]
+    assert (found.state, "kernels for sm_80, sm_90a alone" in found.found) == ("fault", True)
 
 
 def test_a_missing_or_old_driver_is_named():
@@ -221,12 +192,7 @@ def test_another_package_called_exp_is_named(tmp_path, monkeypatch):
 def test_versions_outside_the_ranges_are_named():
     needed = installation.Declared(
         source="pyproject.toml",
-        requirements=[
-            "torch>=99",
-            "numpy>=1",
-            "not-there-at-all>=2; python_version > '3'",
-            "never; python_version < '3'",
-        ],
+        requirements=["torch>=99", "numpy>=1", "not-there-at-all>=2", "never; python_version < '3'"],
         extras={"search": ["rich>=99"], "none": ["not-there-either"]},
     )
     found = list(installation.versions(needed))
@@ -256,6 +222,7 @@ def test_disks_and_threads_are_judged(tmp_path):
     texts = ("x", "9", "1")
     states = [[one.state for one in machine.threads({"OMP_NUM_THREADS": text}, cores=2)][-1] for text in texts]
     assert states == ["fault", "note", "note"]
+    assert machine.file_system(tmp_path, mounts=tmp_path / "none") == ("", "?")
 
 
 def test_outputs_that_are_no_directory_are_an_error(tmp_path):
@@ -264,25 +231,9 @@ def test_outputs_that_are_no_directory_are_an_error(tmp_path):
     assert found.state == "fault"
     assert found.found == f"{tmp_path / 'outputs'} is a file, where a directory must be"
     assert f"mv {tmp_path / 'outputs'} " in found.cure
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
-    (found,) = machine.disk("outputs", tmp_path / "link")
-    assert (found.state, f"a link to {tmp_path / 'gone'}, which is not there" in found.found) == ("fault", True)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
 def test_a_file_system_without_files_is_an_error():
     (found,) = machine.disk("outputs", Path("/proc"))
     assert (found.state, "chmod" in found.cure, "directory of your own" in found.cure) == ("fault", False, True)
-
-
-def test_the_last_mount_is_the_file_system(tmp_path):
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        f"23 22 0:5 / {tmp_path}/a\\040b rw shared:1 - nfs4 server:/ rw\n"
-        f"24 22 0:6 / {tmp_path}/a\\040b rw - tmpfs tmpfs rw\n"
-    )
-    (tmp_path / "a b").mkdir()
-    assert machine.file_system(tmp_path / "a b", mounts=mounts) == ("tmpfs", f"{tmp_path}/a b")
-    assert machine.file_system(tmp_path, mounts=mounts) == ("ext4", "/")
-    assert machine.file_system(tmp_path, mounts=tmp_path / "none") == ("", "?")

@@ -115,18 +115,12 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     assert not others, f"{page}: {others}"
 
 
-@pytest.mark.parametrize("name", ["find_lr", "find_batch"])
 @pytest.mark.slow
-def test_documented_finders_print_a_valid_command(name, tmp_path, commands) -> None:
-    for parameter in documented(name):
+def test_documented_finders_print_a_valid_command(tmp_path, commands) -> None:
+    for parameter in documented("find_lr"):
         _, line = parameter.values
         words = [*shlex.split(line, comments=True), "launch.accelerator=cpu"]
-        words = ["2GiB" if word == "380MiB" else word for word in words]  # this machine needs more
-        limit = ["--max=100"] if name == "find_batch" else []
-        done = commands.run(*words, *limit, module=f"exp.{name}", cwd=tmp_path)
-        if name == "find_batch" and "--memory" not in words:
-            assert "--memory: no limit, on cpu" in done.stderr
-            continue
+        done = commands.run(*words, module="exp.find_lr", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         command = done.stdout.splitlines()[-1]
         assert command.startswith("python -m exp.train ")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -112,28 +111,6 @@ def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
     one = ranks.train("model=resnet", *plain(hand), *SINGLE)
     name = "network.stem.weight"
     assert (apart.checkpoint()["state_dict"][name] - one.checkpoint()["state_dict"][name]).abs().max() > 1e-4
-
-
-def summed(rank: Any, *, numbers: int) -> Any:
-    import torch
-
-    from exp.strategies.ring_all_reduce import all_reduce
-
-    torch.manual_seed(rank.global_rank)
-    buffer = torch.randn(numbers, dtype=torch.float64)
-    return all_reduce(buffer), buffer.tolist()
-
-
-@pytest.mark.parametrize("numbers", [1, 7])
-def test_a_ring_of_three_ranks_adds_up(ranks: Any, numbers: int) -> None:
-    wanted = torch.zeros(numbers, dtype=torch.float64)
-    for rank in range(3):
-        torch.manual_seed(rank)
-        wanted += torch.randn(numbers, dtype=torch.float64)
-    found = ranks.call(summed, ranks=3, numbers=numbers)
-    for _, buffer in found:
-        assert buffer == pytest.approx(wanted.tolist(), abs=1e-12)
-    assert sum(sent for sent, _ in found) == 2 * (3 - 1) * 8 * numbers
 
 
 def test_ring_all_reduce(ranks: Any, hand: Any) -> None:

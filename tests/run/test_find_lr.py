@@ -224,7 +224,6 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
     "few steps": (["--steps", "5"], "--steps: 5; expected 20 or more"),
     "a factor of 1": (["--stop-factor", "1"], "--stop-factor: 1; expected a factor above 1"),
     "a sweep": (["-m", "seed=0,1"], "--multirun: several runs; expected one"),
-    "a word of the config": (["optimzer=sgd"], "optimizer"),
     "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
     "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),
     "a schedule that is none": (["scheduler=cosine", "scheduler.end_factor=x"], "scheduler.end_factor"),

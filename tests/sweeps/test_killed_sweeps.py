@@ -153,49 +153,26 @@ def test_a_signal_at_any_moment_saves_the_running_jobs(overrides, commands, shar
         assert "It goes on with" in done.stderr, said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "number", "together"),
-    [
-        pytest.param(("sweep.sampler=random", "sweep.trials=8"), 8, 8, id="all trials of a random search"),
-        pytest.param(
-            ("seed=0,1,2,3", "sweep.repeat_over=seed", "sweep.trials=2"), 2, 4,
-            id="the repeats of a trial", marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_trials_that_are_known_together_are_stacked(overrides, number, together, commands):
+def test_trials_that_are_known_together_are_stacked(commands):
     stacked = (SEARCH[0], "sweep.stack=true", "sweep.jobs=1", "trainer.max_epochs=2")
-    run(commands, *stacked, *overrides, f"hydra.sweep.dir={WHOLE}")
+    run(commands, *stacked, "sweep.sampler=random", "sweep.trials=8", f"hydra.sweep.dir={WHOLE}")
     rows = table(WHOLE)
     assert [row["status"] for row in rows] == ["completed"] * 8
     logs = [(WHOLE / row["directory"] / "train.log").read_text() for row in rows]
-    assert all(f"trained in a stack of {together} jobs" in log for log in logs)
+    assert all("trained in a stack of 8 jobs" in log for log in logs)
     study = optuna.load_study(study_name=STUDY, storage=opened(WHOLE, None))
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * number
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 8
 
 
-@pytest.mark.parametrize(
-    ("pruner", "stack", "count", "epochs"),
-    [
-        ("asha", "auto", 4, 2),
-        pytest.param("asha", "true", 4, 2, marks=pytest.mark.slow),
-        pytest.param("median", "auto", 12, 4, marks=pytest.mark.slow),
-    ],
-)
-def test_a_search_prunes_trials_that_fall_behind(pruner, stack, count, epochs, commands):
+@pytest.mark.parametrize("stack", ["auto", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_search_prunes_trials_that_fall_behind(stack, commands):
     """A pruner compares a job with those that ended before it, so such jobs are not stacked."""
-    searched = ("optimizer.lr=tag(log,interval(1e-7,1e-1))", "sweep.sampler=random", f"sweep.trials={count}")
-    pruned = (
-        f"sweep.pruner={pruner}",
-        "sweep.jobs=1",
-        f"sweep.stack={stack}",
-        f"trainer.max_epochs={epochs}",
-        "data=wine",
-    )
+    searched = ("optimizer.lr=tag(log,interval(1e-7,1e-1))", "sweep.sampler=random", "sweep.trials=4")
+    pruned = ("sweep.pruner=asha", "sweep.jobs=1", f"sweep.stack={stack}", "trainer.max_epochs=2", "data=wine")
     run(commands, *searched, *pruned, f"hydra.sweep.dir={WHOLE}")
     states = {"COMPLETE": "completed", "PRUNED": "pruned"}
     assert [row["status"] for row in table(WHOLE)] == [states[trial[4].name] for trial in trials(WHOLE)]
     completed, fallen = ([trial for trial in trials(WHOLE) if trial[4].name == name] for name in states)
     assert min(trial[3][1] for trial in completed) < min(trial[3][1] for trial in fallen)
-    assert all(len(trial[3]) < epochs for trial in fallen), "trained after they were pruned"
-    assert len(completed[-1][3]) == epochs
+    assert all(len(trial[3]) == 1 for trial in fallen), "trained after they were pruned"
+    assert len(completed[-1][3]) == 2

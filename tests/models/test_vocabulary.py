@@ -38,7 +38,9 @@ def refused(text: str, **options: object) -> str:
 
 def test_each_listed_name_is_torchs() -> None:
     missing = {home: [name for name in vocabulary.members(home) if not hasattr(HOMES[home], name)] for home in HOMES}
-    assert missing == {home: [] for home in HOMES}
+    # The names are those of torch 2.13; older versions that exp supports lack one.
+    added = {"torch.nn.functional": ["linear_cross_entropy"]}
+    assert all(names in ([], added.get(home)) for home, names in missing.items())
     assert [one for one in vocabulary.METHODS | vocabulary.ATTRIBUTES if not hasattr(torch.Tensor, one)] == []
 
 

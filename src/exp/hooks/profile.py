@@ -163,6 +163,8 @@ class Profile(Hook):
             record_shapes=self._shapes,
             profile_memory=self._memory,
             with_stack=self._stacks,
+            # One cycle; without it, torch 2.11 warns that a second one would clear the events.
+            acc_events=True,
         )
         self._profiler.prepare_trace()
         if step.index >= self.window.start:

@@ -101,9 +101,11 @@ def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
             raise ZeroDivisionError("in the loader")
 
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    # Lightning 2.6.6 tears down a loader that it did not create.
+    handler = signal.getsignal(signal.SIGTERM)
+    # Lightning 2.6.6 tears down a loader that it did not create, and leaves its signal handler.
     with pytest.raises(RuntimeError, match="combined_loader") as caught:
         trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
+    signal.signal(signal.SIGTERM, handler)
     error = explain(caught.value, Ongoing(tmp_path, exp.compose([]), overrides=[], world_size=1), parts=None)
     assert "ZeroDivisionError: in the loader" in str(error)
 

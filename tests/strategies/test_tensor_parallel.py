@@ -201,7 +201,7 @@ HEADS = ["blocks.*.heads"]
         (MEGATRON, ["heads"], "output"),
         (MEGATRON, ["blocks.1.heads"], "output"),
         (SEQUENCE, HEADS, "gradient of blocks.0.norm1.weight"),
-        ({"blocks.*.expand": "column"}, [], "raises RuntimeError: mat1 and mat2"),
+        ({"blocks.*.expand": "column"}, [], "raises RuntimeError: "),
         ({"head": "column"}, [], "output"),
     ],
 )

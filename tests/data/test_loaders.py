@@ -144,14 +144,9 @@ def test_batches_of_another_size_go_on_behind_the_samples(kind, workers):
     sets = {"train": SizedStream()} if kind == "sized stream" else {}
     kind = kind.split()[-1]
     order = samples(data(kind, **sets).loader("train"))
-    for size, drop_last, done in [
-        (8, False, 10),
-        (3, False, 10),
-        (8, True, 10),
-        (5, False, 20),
-        (64, False, 5),
-        (2, True, 22),
-    ]:
+    cases = [(8, False, 10), (3, False, 10), (8, True, 10), (5, False, 20), (64, False, 5), (2, True, 22)]
+    # Workers are processes, of which each case starts ten.
+    for size, drop_last, done in cases[1:3] if workers else cases:
         again = data(kind, **sets, batch_size=size, drop_last=drop_last, num_workers=workers)
         batch, shift = again.place_of(done, epoch=0)
         assert again.samples_before(batch, epoch=0, shift=shift) == done

@@ -80,7 +80,7 @@ LIMIT_SECONDS = 3.0
 REFERENCE_SECONDS = 0.006
 # A test that imports more is not judged.
 MANY_MODULES = 10
-# How much the processor time of a test grows when other processes use the same cores and caches (measured: 1.2 to 2).
+# How much the processor time of a test grows when other processes use the same cores and caches (seen: 1.4 to 1.9).
 BUSY = 2.0
 EXAMPLES = 25
 ALL_EXAMPLES = 1000

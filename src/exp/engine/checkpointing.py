@@ -94,7 +94,6 @@ class Checkpointing(Callback):
     ) -> None:
         super().__init__()
         self._is_compared = is_compared
-        self._has_validated = False
         # The optimizer step of the last validation.
         self._validated_at: int | None = None
         self._earlier: Tensor | None = None
@@ -336,7 +335,7 @@ class Checkpointing(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._has_validated, self._validated_at = True, trainer.global_step
+            self._validated_at = trainer.global_step
             # Lightning keeps the value of the last step under the name of a whole epoch's, as the object that it was.
             found = trainer.callback_metrics.get(str(self.monitor))
             if self._is_compared == "given" and found is not None and found is not self._earlier:
@@ -346,7 +345,7 @@ class Checkpointing(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_there = self.monitor in trainer.callback_metrics
-        if self._is_compared == "given" and (is_there or self._has_validated):
+        if self._is_compared == "given" and (is_there or self._validated_at is not None):
             self._is_compared = "train"
         if self.watches_training:
             self._compare(trainer, stage="train")

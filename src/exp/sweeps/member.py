@@ -109,8 +109,6 @@ class Member:
         self.latest: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
-        # The optimizer step of the last validation.
-        self.validated_at: int | None = None
         self.epoch_sum, self.epoch_size, self.epoch_has_loss = 0.0, 0, False
         self.train_values: EpochValues | None = None
         self.rates: list[float] | None = None
@@ -252,7 +250,7 @@ class Member:
             path = str(self.checkpoints / "best.ckpt")
             self.best = {"metric": self.monitor, "value": value, "step": self.step, "checkpoint": path}
             self.best |= {"epoch": self.epochs, "metrics": {}}
-            if self.validated_at == self.step:
+            if self._stages.get("val") == self.step:
                 note_metrics(self.best, self.metrics, stage="val")
             for logger in self._loggers:
                 logger.log_metrics(best_scalars(self.best), self.step)

@@ -458,8 +458,6 @@ class Stack:
             return
         member.write_stage(stage, values, member.step)
         member.metrics.update(values)
-        if stage == "val":
-            member.validated_at = member.step
 
     def _end_train_epoch(self, member: Member) -> None:
         metrics: dict[str, float] = {}

@@ -13,6 +13,7 @@ from torchmetrics import classification, regression
 import exp
 from exp.check.plan import plan, resolve
 from exp.errors import ConfigError, ExpError, RunError
+from exp.objectives.measures import as_measure
 
 T, R, OWN = "torchmetrics.classification", "torchmetrics.regression", "exp.objectives.metrics"
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
@@ -118,6 +119,22 @@ def test_a_resumed_run_measures_the_whole_epoch() -> None:
     tags = [tag for tag in whole.metrics if tag.partition("/")[0] in METRICS]
     for tag in tags:
         assert rest.metrics[tag] == pytest.approx(whole.metrics[tag], abs=1e-9), tag
+
+
+def resumed_calibration_error(rank) -> float:
+    output = torch.tensor([[3.0, 1, 0], [0, 1, 0.5], [2, 0, 1], [1, 0.5, 0.25]], dtype=torch.float64).softmax(1)
+    values = {"output": output, "target": torch.tensor([0, 2, 0, 1])}
+    first, second = (as_measure("it", classification.MulticlassCalibrationError(num_classes=3)) for _ in range(2))
+    first.update({name: value[rank.global_rank : 2 : 2] for name, value in values.items()})
+    second.restore(first.states(), rank=rank.global_rank, ranks=2)
+    second.update({name: value[2 + rank.global_rank :: 2] for name, value in values.items()})
+    by_hand = classification.MulticlassCalibrationError(num_classes=3, sync_on_compute=False)
+    return float(second.compute()[""] - by_hand(values["output"], values["target"]))
+
+
+@pytest.mark.numeric
+def test_lists_of_float32_go_on_over_two_ranks(ranks) -> None:
+    assert ranks.call(resumed_calibration_error) == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 FAIR = f"{{_target_: {T}.BinaryFairness, num_groups: 3, inputs: {{preds: sided, target: side, groups: kind}}}}"

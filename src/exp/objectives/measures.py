@@ -145,15 +145,18 @@ class Measure:
         """
         given = {name: mapped(read[name], _double if self.is_doubled else full) for name in self.names.values()}
         device = _device_type(given)
-        dtype = summing_dtype(torch.device(device))
-        if self.is_doubled and any(part.dtype != dtype for _, part in self.parts):
-            self.metric.to(dtype)
+        self._double_states(torch.device(device))
         with _blame(self, "update"):
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
                     self._call(given)
             else:
                 self._call(given)
+
+    def _double_states(self, device: torch.device) -> None:
+        dtype = summing_dtype(device)
+        if self.is_doubled and any(part.dtype != dtype for _, part in self.parts):
+            self.metric.to(dtype)
 
     def _call(self, given: Mapping[str, Any]) -> None:
         if self.inputs is None:
@@ -234,6 +237,8 @@ class Measure:
         Raises: RunError where there were more ranks, or fewer.
         """
         for path, part in self.parts:
+            # Before the states are set, which keep the dtypes that the other ranks give theirs.
+            self._double_states(part.device)
             own: dict[str, Any] = {
                 name: states[_joined(path, name)] for name in part.metric_state if _joined(path, name) in states
             }

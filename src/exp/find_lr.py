@@ -5,7 +5,7 @@
 
 It trains the run's own network with its own optimizer, objective, precision and strategy, from its own first batches,
 at rates that rise from step to step, in a directory of its own, outputs/<name>/find_lr/<date>/<time>: lr.csv, lr.json,
-lr.png and TensorBoard. It prints the rate at which the smoothed loss falls fastest, as the command to type.
+lr.png and TensorBoard. It prints the rate at which the loss has fallen by half of its fall, as the command to type.
 """
 
 from __future__ import annotations
@@ -141,19 +141,19 @@ def told(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str], *,
     shown = directory.relative_to(Path.cwd()) if directory.is_relative_to(Path.cwd()) else directory
     if found["suggestion"] is None:
         raise RunError(
-            f"the test suggests no rate: in {steps} steps the smoothed loss fell nowhere, or too few were done "
-            f"({ended}). Look at {shown / PICTURE}, and try a lower --min, more --steps or a larger data.batch_size"
+            f"the test suggests no rate: in {steps} steps the loss did not fall by more than it varies, or there were "
+            f"too few ({ended}). Look at {shown / PICTURE}. Try a lower --min, more --steps or a larger data.batch_size"
         )
     rates = {rule: f"{rate:.3g}" for rule, rate in found["suggestion"].items()}
     return "\n".join([
         f"ended at step {steps}: {ended}",
+        f"  half of the fall   {rates['halfway']}",
         f"  steepest descent   {rates['steepest']}",
-        f"  valley             {rates['valley']}",
         f"  minimum / 10       {rates['tenth']}",
         f"  in the config      {found['own_lr']:.3g}",
         f"  curve              {shown / PICTURE}, {shown / TABLE}",
         f"  TensorBoard        python -m exp.dashboard {shown}",
-        command(overrides, rates_with(plain["optimizer"], found["suggestion"]["steepest"], own=found["own_lr"])),
+        command(overrides, rates_with(plain["optimizer"], found["suggestion"]["halfway"], own=found["own_lr"])),
     ])  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from exp.check.__main__ import main as check
 from exp.check.plan import Plan, plan, resolve
 from exp.construct import build_starting_network
 from exp.data.randomness import reseed
-from exp.engine.range_test import rising_rates, suggestion, valley
+from exp.engine.range_test import rising_rates, suggestion
 from exp.find_lr import main
 from exp.shared_types import Batch
 
@@ -109,51 +109,35 @@ def test_losses_and_suggestion_equal_a_loop_by_hand(capsys: pytest.CaptureFixtur
     high = [place for place in range(1, len(rates)) if smoothed[place] > 4 * min(smoothed[:place])]
     assert high in ([], [len(rates) - 1])
     assert summary["end"] == ("loss_rose" if high else "steps")
-    falls = np.gradient(smoothed[10:-1], np.log(rates[10:-1]))
-    steepest = rates[10 + int(falls.argmin())]
-    assert summary["suggestion"]["steepest"] == pytest.approx(steepest, rel=1e-12)
-    assert summary["suggestion"]["tenth"] == pytest.approx(rates[10 + int(np.argmin(smoothed[10:-1]))] / 10, rel=1e-12)
+    rate = summary["suggestion"]["halfway"]
+    assert rate == pytest.approx(suggestion(rates, losses).halfway, rel=1e-12)
     command = capsys.readouterr().out.splitlines()[-1]
     assert command.startswith("python -m exp.train ")
-    assert command.endswith(f" optimizer.lr={steepest:.3g} optimizer.groups.head.lr={steepest / 4:.3g}")
+    assert command.endswith(f" optimizer.lr={rate:.3g} optimizer.groups.head.lr={rate / 4:.3g}")
     assert check(shlex.split(command)[3:]) == 0
     assert shlex.split(command)[3:].count("scheduler=cosine") == 1
 
 
-def fastais_valley(losses: Sequence[float]) -> int:
-    """Return the index of fastai.callback.schedule.valley (2.7), whose loops this copies."""
-    n = len(losses)
-    max_start, max_end = 0, 0
-    lds = [1] * n
-    for i in range(1, n):
-        for j in range(i):
-            if (losses[i] < losses[j]) and (lds[i] < lds[j] + 1):
-                lds[i] = lds[j] + 1
-            if lds[max_end] < lds[i]:
-                max_end = i
-                max_start = max_end - lds[max_end]
-    sections = (max_end - max_start) / 3
-    return max(max_start + int(sections) + int(sections / 2), 0)
-
-
-def test_the_valley_equals_fastais() -> None:
-    for seed in range(20):
-        draws = np.random.RandomState(seed)
-        losses = draws.standard_normal(60) + np.linspace(2, -2, 60) * draws.standard_normal()
-        assert valley(losses) == fastais_valley(losses)
-
-
-def test_the_suggestion_ignores_both_ends_and_infinite_losses() -> None:
+def test_nothing_after_the_first_divergence_is_suggested() -> None:
     rates = rising_rates(1e-6, 1.0, 40)
     assert (rates[0], rates[-1]) == (1e-6, 1.0)
     assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 39)
-    losses = [5.0 - place for place in range(10)] + [2.0] * 10 + [1.0] + [0.9 - place / 100 for place in range(17)]
-    ended = suggestion(rates, [*losses, 90.0, math.nan])
-    assert ended is not None
-    assert ended.steepest in rates[19:21]  # the fall from 2 to 1; that of the first ten steps counts for nothing
-    assert ended.tenth == pytest.approx(rates[37] / 10)
+    # Noise, a fall from 2 to 1 about step 20, an explosion at step 30 and a steeper fall after it.
+    noise = [0.01 * (-1) ** step for step in range(40)]
+    falling = [2.0] * 15 + [2.0 - step / 10 for step in range(10)] + [1.0] * 5
+    exploding = np.add([*falling, 50.0, *[40.0 - 4 * step for step in range(9)]], noise)
+    found = suggestion(rates, exploding)
+    assert found is not None
+    assert found.halfway in rates[18:21]
+    assert found.tenth == pytest.approx(min(found.tenth, rates[29] / 10))
+    assert max(found.halfway, found.steepest) <= rates[30] / 10
+    whole = suggestion(rates, np.add([*falling, *[1.0] * 10], noise))
+    assert whole is not None
+    assert whole.halfway in rates[18:21]
+    assert suggestion(rates, [*exploding[:30], math.nan]) == found
     assert suggestion(rates, [1.0 + place for place in range(40)]) is None
-    assert suggestion(rates[:12], [5.0 - place for place in range(12)]) is None
+    assert suggestion(rates, np.add(2.0, noise)) is None
+    assert suggestion(rates[:8], [5.0 - place for place in range(8)]) is None
 
 
 def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +159,7 @@ def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureF
     assert "no schedule, callbacks.early_stopping\n" in printed
     assert "the smoothed loss rose above 2 times its lowest" in printed
     typed = shlex.split(printed.splitlines()[-1])[3:]
-    rate = f"optimizer.lr={summary['suggestion']['steepest']:.3g}"
+    rate = f"optimizer.lr={summary['suggestion']['halfway']:.3g}"
     assert typed == [*SHORT, "callbacks=[early_stopping]", "tags=[a]", rate]
     # What goes on with the newest run of this name finds none.
     assert exp.compose([*SHORT, "resume=auto"]).resume == "auto"

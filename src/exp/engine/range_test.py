@@ -1,7 +1,7 @@
-"""The learning-rate range test: rates that rise from step to step, the losses beside them, and what they suggest.
+"""The learning-rate range test: rates that rise from step to step, the loss of each step, and the rates to suggest.
 
-Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, in the form that
-fastai gave it and that Lightning's lr_find has: exponential rates, a smoothed loss, a stop where it rises.
+Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, with exponential
+rates and a stop when the smoothed loss rises, as in fastai and in Lightning's lr_find.
 """
 
 from __future__ import annotations
@@ -33,24 +33,30 @@ from exp.strategies.whole_state import local
 TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Of the smoothed loss, a running mean; fastai's and Lightning's.
 BETA = 0.98
-# Steps that no suggestion is taken from: a mean of few losses, and the one that ended the test. Lightning's.
-SKIPPED, SKIPPED_LAST = 10, 1
 FEWEST_STEPS = 20
-# A fall of the loss that is none.
-ROUNDING = 1e-6
+# A loss diverges when it is above the first losses by so many of their standard deviations, and by this part of the
+# largest fall.
+DEVIATIONS, OF_FALL = 6, 0.25
+# No suggestion is above this part of the rate at which the loss diverged or the test ended: with a quarter of that
+# rate a LeNet under SGD with momentum ends three epochs at chance.
+OF_LAST_RATE = 0.1
+# A fall of fewer standard deviations of the first losses is noise, one of a smaller part of the loss is rounding.
+NOISE, ROUNDING = 1.25, 1e-6
 End = Literal["steps", "loss_rose", "not_finite"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """Rates by three rules, of the smoothed loss over the logarithm of the rate.
+    """Rates by three rules, from the losses before the first divergence, each a mean over neighboring steps.
 
-    steepest: where the loss falls fastest. valley: halfway down the longest descent, by fastai's rule of that name.
-    tenth: of the rate with the lowest loss.
+    Attributes:
+        halfway: The rate at which the loss has fallen by half of its largest fall.
+        steepest: The rate at which it falls fastest, over the logarithm of the rate.
+        tenth: A tenth of the rate with the lowest loss.
     """
 
+    halfway: float
     steepest: float
-    valley: float
     tenth: float
 
 
@@ -127,12 +133,12 @@ class RangeTest(Callback):
             return
         directory, done = Path(trainer.default_root_dir), len(self.losses)
         rates = self.rates[:done]
-        found = suggestion(rates, self.smoothed)
+        found = suggestion(rates, self.losses)
         write_whole(directory / TABLE, table(rates, self.losses, self.smoothed))
         rules = None if found is None else asdict(found)
         summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": rules}
         write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        sheet = picture(rates, self.losses, self.smoothed, found)
+        sheet = picture(rates, self.losses, found)
         try:
             write_whole(directory / PICTURE, png(sheet))
         except OSError as error:  # a picture is not worth the numbers
@@ -170,32 +176,41 @@ def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 
-def suggestion(rates: Sequence[float], smoothed: Sequence[float]) -> Suggestion | None:
-    """What a test suggests; None where too few steps were done, or the loss fell nowhere."""
-    kept = slice(SKIPPED, len(smoothed) - SKIPPED_LAST)
-    pairs = [pair for pair in zip(rates[kept], smoothed[kept], strict=True) if math.isfinite(pair[1])]
-    if len(pairs) < 3:
+def suggestion(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
+    """Return the rates that a test suggests; None if the loss did not fall by more than it varies at first."""
+    stop = steps_before_divergence(losses)
+    means = neighbor_means(losses[:stop])
+    first = np.array(losses[: _count_of_first(losses)])
+    if stop <= len(first) or stop < FEWEST_STEPS // 2:
         return None
-    at, losses = np.array(pairs).T
-    slopes = np.gradient(losses, np.log(at))
-    fall = np.maximum.accumulate(losses) - losses
-    if fall.max() <= ROUNDING * np.abs(losses).max():
+    start, low = first.mean(), int(means.argmin())
+    fall = start - means[low]
+    if fall <= max(NOISE * first.std(ddof=1), ROUNDING * abs(start)):
         return None
-    steepest = int(slopes.argmin())
-    return Suggestion(
-        steepest=float(at[steepest]), valley=float(at[valley(losses)]), tenth=float(at[losses.argmin()]) / 10
-    )
+    slopes = np.gradient(means, np.log(rates[:stop]))
+    above = np.flatnonzero(means[: low + 1] > start - fall / 2)
+    most = rates[min(stop, len(rates) - 1)] * OF_LAST_RATE
+    found = {"halfway": rates[int(above[-1])], "steepest": rates[int(slopes.argmin())], "tenth": rates[low] / 10}
+    return Suggestion(**{rule: min(float(rate), most) for rule, rate in found.items()})
 
 
-def valley(losses: Sequence[float]) -> int:
-    """The place halfway down the longest descent: of the longest falling subsequence the length, before its end."""
-    lengths: list[int] = []
-    for place, loss in enumerate(losses):
-        before = [lengths[other] for other in range(place) if losses[other] > loss]
-        lengths.append(1 + max(before, default=0))
-    longest = max(lengths)
-    third = longest // 3
-    return max(lengths.index(longest) - longest + third + third // 2, 0)
+def steps_before_divergence(losses: Sequence[float]) -> int:
+    """Return how many steps come before the first loss that is not finite, or far above the first losses."""
+    first = np.array(losses[: _count_of_first(losses)])
+    fall = first.mean() - np.nanmin(losses)
+    limit = first.mean() + max(DEVIATIONS * first.std(ddof=1), OF_FALL * fall)
+    high = (step for step, loss in enumerate(losses) if not loss <= limit and step >= len(first))
+    return next(high, len(losses))
+
+
+def neighbor_means(losses: Sequence[float]) -> np.ndarray:
+    """Return the mean of each loss and its neighbors, a twentieth of all steps on each side; fewer at the ends."""
+    reach = max(len(losses) // 20, 1)
+    return np.array([np.mean(losses[max(step - reach, 0) : step + reach + 1]) for step in range(len(losses))])
+
+
+def _count_of_first(losses: Sequence[float]) -> int:
+    return max(len(losses) // 10, FEWEST_STEPS // 4)
 
 
 def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> str:
@@ -207,20 +222,18 @@ def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[fl
     return file.getvalue()
 
 
-def picture(
-    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], found: Suggestion | None
-) -> np.ndarray:
-    """The losses over the powers of ten of the rate: uint8 `[H, W, 3]`."""
-    known = [loss for loss in smoothed if math.isfinite(loss)] or [0.0]
-    # Of what comes behind the lowest loss a quarter more than before: the last may be a thousand times the others.
-    top = max(known[: known.index(min(known)) + 1])
-    ceiling = top + (top - min(known)) / 4
-    both = {"loss": losses, "smoothed": smoothed}
-    named = {name: [loss if loss <= ceiling else math.nan for loss in some] for name, some in both.items()}
+def picture(rates: Sequence[float], losses: Sequence[float], found: Suggestion | None) -> np.ndarray:
+    """Draw the losses, their means and the suggestion over the logarithm of the rate: uint8 `[H, W, 3]`."""
+    stop = steps_before_divergence(losses)
+    means = [*neighbor_means(losses[:stop]), *[math.nan] * (len(losses) - stop)]
+    known = [loss for loss in losses[:stop] if math.isfinite(loss)] or [0.0]
+    # A loss after the divergence may be a thousand times the others.
+    ceiling = max(known) + (max(known) - min(known)) / 4
+    shown = {"loss": [loss if loss <= ceiling else math.nan for loss in losses], "mean of neighbors": means}
     if found is not None:
-        place = list(rates).index(found.steepest)
-        named[f"suggested {found.steepest:.3g}"] = [
-            loss if step == place else math.nan for step, loss in enumerate(smoothed)
+        place = int(np.searchsorted(rates, found.halfway, side="right")) - 1
+        shown[f"suggested {found.halfway:.3g}"] = [
+            mean if step == place else math.nan for step, mean in enumerate(means)
         ]
     powers = [math.log10(rate) for rate in rates]
-    return curves(powers, named, title="loss in the range test", along="learning rate, as a power of ten")
+    return curves(powers, shown, title="loss in the range test", along="learning rate, as a power of ten")

@@ -71,6 +71,19 @@ def test_many_short_epochs_give_few_lines(
     assert lines[-1].startswith("epoch 20/20  step 140")
 
 
+def test_the_speed_is_of_the_steps_alone(
+    tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, small_run, epoch=0.0)
+    clock.callback.on_train_batch_start = lambda *_: setattr(clock, "now", clock.now + 0.5)
+    clock.callback.on_validation_batch_start = lambda *_: setattr(clock, "now", clock.now + 10)
+    for steps, speed in ((1, "2 steps/s"), (7, "0.286 steps/s")):
+        callbacks = (clock.callback, *progress(True, rank=ALONE))
+        small_run.Small(tmp_path, callbacks=callbacks, accumulate_grad_batches=steps).fit()
+        lines = capsys.readouterr().out.splitlines()
+        assert {line.rpartition("  ")[2] for line in lines[1:]} == {speed}
+
+
 def test_the_screen_stays_empty_without_a_bar(
     tmp_path: Path, small_run: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,12 +105,13 @@ def test_a_bar_restores_the_terminal_after_a_failure(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     callbacks = progress(True, rank=ALONE)
     assert isinstance(callbacks[0].display, Bar)  # type: ignore[attr-defined]
     small_run.Small(tmp_path, callbacks=tuple(callbacks), max_epochs=2).fit()
     text = terminal.getvalue()
-    assert all(part in text for part in ("epoch 2/2", "7/7", "loss/val"))
+    assert all(part in text for part in ("epoch 2/2", "━━━━━━━━", "7/7", "loss/val"))
+    assert "…" not in text
     monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 10.0).__next__)  # the bar is drawn at each step
     failing = small_run.At("on_train_batch_end", 3)
     with pytest.raises(small_run.Killed):

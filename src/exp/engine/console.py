@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import time
@@ -146,6 +147,8 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.25
 # Lines at the ends of short epochs, and in the middle of long ones.
 LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
+# The fewest columns of a bar.
+BAR_WIDTH = 8
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
@@ -202,12 +205,14 @@ class Bar:
         if self._progress is None:
             self._start()
         self._drawn = time.monotonic()
+        counts = f"{view.done}/?" if view.total is None else f"{view.total}/{view.total}"
+        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, a space after each
         self._progress.update(
             self._task,
             description=view.title,
             completed=view.done,
             total=view.total,
-            values=view.values(),
+            values=view.values(room=self._progress.console.width - others),
             refresh=True,
         )
         self._lines.update(view)
@@ -233,7 +238,7 @@ class Bar:
 
         self._progress = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(min_width=8, max_width=24)),
+            BarColumn(bar_width=None, table_column=Column(min_width=BAR_WIDTH, max_width=24)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
             console=Console(highlight=False),
@@ -275,11 +280,15 @@ class View:
             self.done, total = evaluated, sum(batches)
         self.total = None if total == float("inf") else int(total)
 
-    def values(self) -> str:
-        shown = [f"{tag} {value:.4g}" for tag, value in self._latest().items()]
+    def values(self, room: float = math.inf) -> str:
+        """Return the latest values and the speed, without the last values if all need more than `room` columns."""
+        speed = []
         if self.rate is not None:
-            shown.append(f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.2f} steps/s")
-        return "  ".join(shown)
+            speed = [f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s"]
+        shown = [f"{tag} {value:.4g}" for tag, value in self._latest().items()]
+        while shown and len("  ".join([*shown, *speed])) > room:
+            shown.pop()
+        return "  ".join([*shown, *speed])
 
     def text(self) -> str:
         return f"{self.title}  step {self.step}  {self.values()}"
@@ -294,7 +303,9 @@ class Progress(Callback):
         self._latest: Callable[[], dict[str, float]] = dict
         self._shown = 0.0
         self._rate: float | None = None
-        self._step = 0
+        # The step and the time of the last measurement; validations in between do not count.
+        self._step, self._measured = 0, 0.0
+        self._validating_since = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer)
@@ -306,6 +317,7 @@ class Progress(Callback):
             self._show("update", self._view(trainer))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validating_since = time.monotonic()
         if trainer.state.fn == "validate":
             self._begin(trainer)
 
@@ -316,6 +328,7 @@ class Progress(Callback):
             self._count(trainer, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._measured += time.monotonic() - self._validating_since
         if trainer.state.fn == "validate":
             self._show("close")
         # An epoch that ends with it has a line of its own.
@@ -366,12 +379,16 @@ class Progress(Callback):
         callbacks = cast(RunTrainer, trainer).callbacks
         recordings = [callback for callback in callbacks if isinstance(callback, StepRecording)]
         self._latest = recordings[0].shown if recordings else dict
-        self._shown, self._rate, self._step = time.monotonic(), None, trainer.global_step
+        self._shown = self._measured = time.monotonic()
+        self._rate, self._step = None, trainer.global_step
 
     def _measure(self, trainer: Trainer, now: float) -> None:
+        self._shown = now
         step = trainer.global_step
-        self._rate = (step - self._step) / (now - self._shown)
-        self._shown, self._step = now, step
+        # Otherwise no step has ended since, and the last speed holds.
+        if step > self._step and now > self._measured:
+            self._rate = (step - self._step) / (now - self._measured)
+            self._measured, self._step = now, step
 
     def _view(self, trainer: Trainer) -> View:
         return View(trainer, rate=self._rate, latest=self._latest)

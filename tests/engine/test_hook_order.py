@@ -159,6 +159,16 @@ def test_hooks_surround_each_evaluation_of_a_closure(tmp_path: Path, small_run: 
     assert calls.count("hook after_backward") == calls.count("hook after_step") == 1
 
 
+def test_a_step_counts_the_first_evaluation_of_its_closure(tmp_path: Path, small_run: ModuleType) -> None:
+    seen = []
+    for factory in (functools.partial(torch.optim.LBFGS, max_iter=4), functools.partial(torch.optim.SGD, lr=0.1)):
+        run = small_run.Small(tmp_path / factory.func.__name__, batch_size=200, max_epochs=1, limit_val_batches=0)
+        run.module.optimization = Optimization(optimizer_factory=factory)
+        run.fit()
+        seen.append([run.values.seen[tag, 1] for tag in ("loss/train", "accuracy/train")])
+    assert seen[0] == seen[1]
+
+
 def test_a_hook_may_ask_for_micro_batches(tmp_path: Path, small_run: ModuleType) -> None:
     seen: list[tuple[int, list[tuple[int, int]]]] = []
 

@@ -109,6 +109,8 @@ class TrainingModule(LightningModule):
         self.seed, self.rank = seed, rank
         self.limits = limits or Limits()
         self.last = NO_RESULT
+        # Recording clears it after the first evaluation of a step, because LBFGS evaluates a batch several times.
+        self.is_counting = True
         self.observer: StepObserver = UNOBSERVED
         measures = [as_scored(as_measure(name, metric), objective) for name, metric in (metrics or {}).items()]
         self.epoch_values = nn.ModuleDict(
@@ -159,11 +161,11 @@ class TrainingModule(LightningModule):
         count = self._trainer.accumulate_grad_batches
         batch = self.in_step(batch, batch_idx)
         values, loss, parts = self._share(batch, batch_idx)
-        if self._is_weighed:
+        if self._is_weighed and self.is_counting:
             self._train_values.add(self.objective.own_means(batch))
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
-        if self._train_values.measures and batch.size:
+        if self._train_values.measures and batch.size and self.is_counting:
             seen = self._train_values.read(values)
             if self.halving is None:
                 self._train_values.update_metrics(seen)

@@ -30,6 +30,7 @@ from exp.engine.datamodule import RunTrainer
 from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import refuse_lost
+from exp.engine.observer import StepResult
 from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule
 from exp.engine.progress import is_epoch_complete
@@ -195,6 +196,8 @@ class Recording(StepRecording):
     def _start_window(self) -> None:
         """Start a window: the batches of one optimizer step."""
         self._values: Found | None = None
+        # The loss and terms that the gradients of the update come from; of phases None.
+        self._result: StepResult | None = None
         self._size = 0
         # What each phase behind the first gave.
         self._later: list[Found] = []
@@ -246,6 +249,7 @@ class Recording(StepRecording):
         if self._first_steps.is_watching:
             self._first_steps.start_batch(batch, batch_idx)
         self._size += batch.global_size
+        vars(self._module)["is_counting"] = True
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -259,6 +263,9 @@ class Recording(StepRecording):
         turn = self._step_hooks.turn
         if turn.phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
+        if turn.phase is None:
+            self._result = self._module.last
+            vars(self._module)["is_counting"] = False
         self._step_hooks.before_update(optimizer)
         if not turn.is_recorded:
             return
@@ -282,7 +289,7 @@ class Recording(StepRecording):
         if self._first_steps.is_watching:
             self._first_steps.after_step(each_optimizer(trainer.optimizers))
         module, values = self._module, self._values
-        loss, parts = module.last
+        loss, parts = self._result or module.last
         if loss is None or (module.phases and values is None):
             return  # the phases run at the last micro-batch, and give the means over all of them
         several = len(parts) > 1 or (module.phases and len(module.objective.terms) > 1)
@@ -300,7 +307,7 @@ class Recording(StepRecording):
         values.update(self._step_hooks.end_step())
         self._buffer.add(Recorded(index, self._size, losses, values, tuple(parts) if module.phases else None))
         self._index = index
-        self._values, self._size = None, 0
+        self._values, self._result, self._size = None, None, 0
         if self._losses or self._later:
             self._losses, self._later, self._micro_batches = [], [], 0
         if self._is_flush(index):

@@ -39,7 +39,7 @@ from exp.models.inference import example_inputs, lazy_class, lazy_defaults, mate
 from exp.models.initialisation import initialise
 from exp.models.lora import adapt, is_adapted
 from exp.models.syntax import ProgramError
-from exp.models.weights import load_weights, match_weights
+from exp.models.weights import follow_saved_shapes, load_weights, match_weights
 from exp.objectives.measures import Measure
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
@@ -246,6 +246,7 @@ def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Mo
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
         prepare(network, plain)
+    follow_saved_shapes(network)
     return network
 
 

@@ -109,3 +109,36 @@ def test_a_foreign_network_trains_and_is_adapted(name, write, ranks):
     for name, tensor in ddp["state_dict"].items():
         if "running_" not in name and "num_batches" not in name:
             torch.testing.assert_close(fsdp["state_dict"][name], tensor, rtol=0, atol=1e-9)
+
+
+TAGS = ("loss/train", "loss/val", "loss/test", "gradients/norm/total")
+LAST = """
+import torch
+from torch import nn
+
+
+class Last(nn.Module):
+    def __init__(self, size: int = 0):
+        super().__init__()
+        self.head = nn.Linear(13, 3)
+        self.register_buffer("last", torch.zeros(size, 3))
+
+    def forward(self, x):
+        output = self.head(x)
+        before, self.last = self.last, output.detach()
+        return output + before.mean(0) if len(before) else output
+"""
+
+
+@pytest.mark.parametrize("size", [0, 16])
+def test_a_buffer_of_the_batch_size_resumes_and_is_evaluated(size, write):
+    write("keeps_last.py", LAST)
+    model = f"{{_target_: keeps_last.Last, size: {size}}}"
+    words = [f"model={model}", "data=wine", "data.batch_size=16", "precision=fp64", "security.allow=[keeps_last]"]
+    exp.fit(exp.compose([*words, "trainer.max_epochs=1", "hydra.run.dir=first"]))
+    resumed = ["hydra.run.dir=rest", "resume=first/checkpoints/last.ckpt"]
+    rest = exp.fit(exp.compose([*words, "trainer.max_epochs=2", *resumed]))
+    whole = exp.fit(exp.compose([*words, "trainer.max_epochs=2", "hydra.run.dir=whole"]))
+    assert [rest.metrics[tag] for tag in TAGS] == [whole.metrics[tag] for tag in TAGS]
+    kept = exp.load("first", allow=["keeps_last"]).network("last").last
+    assert torch.equal(kept, torch.load("first/checkpoints/last.ckpt")["state_dict"]["network.last"])

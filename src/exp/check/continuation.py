@@ -23,6 +23,7 @@ from exp.config.plain_tree import are_same
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
+from exp.models.weights import reshaped_buffers
 from exp.spelling import among, show
 
 # Which of several kernels computes the same step is not part of the state.
@@ -182,7 +183,16 @@ def _release(version: str) -> tuple[int, ...] | None:
 def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path, *, prefix: str) -> Iterator[Fault]:
     """Weights that the network has and the checkpoint has not, or in another shape: its class was changed since."""
     own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
-    other = [name for name in own if name not in weights or weights[name].shape != own[name].shape]
+    free = {
+        f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+        for path, module in network.named_modules()
+        for name, _ in reshaped_buffers(module)
+    }
+    other = [
+        name
+        for name, tensor in own.items()
+        if name not in weights or (weights[name].shape != tensor.shape and name not in free)
+    ]
     if other:
         name = other[0]
         has = f"{list(weights[name].shape)}" if name in weights else "not there"

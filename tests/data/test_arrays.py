@@ -64,6 +64,26 @@ def test_one_input_and_a_number_are_a_pair(scans):
     assert data.spec.num_outputs == 1
 
 
+@pytest.mark.parametrize("kind", ["npy", "tensors"])
+def test_float64_stays_in_a_run_of_float64(scans, kind):
+    folder, held = scans
+    place = str(folder if kind == "npy" else folder / "all.npz")
+    held = held | {"row": held["row"].astype(np.float64) / 3}
+    np.savez(folder / "all.npz", **held)
+    np.save(folder / "row.npy", held["row"])
+    made = (
+        Arrays(path=place, target="price", inputs=["row"])
+        if kind == "npy"
+        else TensorFile(path=place, input="row", target="price")
+    )
+    for keeps in (True, False):
+        data = Data(dataset=made, parts={"train": 12, "test": 8}, batch_size=8, keeps_doubles=keeps)
+        (inputs, targets), rows = next(iter(data.loader("test"))).data, data.part("test").indices.numpy()
+        dtype = torch.float64 if keeps else torch.float32
+        assert torch.equal(inputs, torch.from_numpy(held["row"][rows]).to(dtype))
+        assert torch.equal(targets[:, 0], torch.from_numpy(held["price"][rows].astype(np.float64)).to(dtype))
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("executed",))

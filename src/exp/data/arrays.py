@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +29,10 @@ NUMERIC = "fciub"
 class Arrays(Dataset[Entries]):
     """Arrays `[N, ...]` of one length by name, of which one is the target.
 
-    A sample is (input, target) with one input, else a mapping of the inputs' names and `target`. Floating numbers and
-    bytes (pixels) become float32, other whole numbers (tokens, classes) int64; booleans (masks) stay. Nothing in a file
-    is executed: pickles and arrays of objects are refused.
+    A sample is (input, target) with one input, else a mapping of the inputs' names and `target`. float64, complex128
+    and booleans (masks) stay, other floating numbers and bytes (pixels) become float32, other integers (tokens,
+    classes) int64. A run rounds float64 to float32 unless its precision is fp64. Nothing in a file is executed:
+    pickles and arrays of objects are refused.
 
     path: a folder of .npy files, which are read where a batch needs them, or an .npz file, which is read whole;
         relative to the current folder, or else to directory.
@@ -100,7 +102,9 @@ class Arrays(Dataset[Entries]):
         if rows.dtype == np.uint8 and entry != TARGET:
             return torch.from_numpy(rows.astype(np.float32) * np.float32(self.scale))
         kinds = {"f": np.float32, "c": np.complex64, "b": np.bool_}
-        return torch.from_numpy(rows.astype(kinds.get(rows.dtype.kind, np.int64)))
+        wide = {"f": np.float64, "c": np.complex128}
+        is_wide = rows.dtype.itemsize >= {"f": 8, "c": 16}.get(rows.dtype.kind, math.inf)
+        return torch.from_numpy(rows.astype((wide if is_wide else kinds).get(rows.dtype.kind, np.int64)))
 
 
 def _map_folder(folder: Path) -> dict[str, np.ndarray]:

@@ -12,13 +12,16 @@ from exp.data.faults import data_fault
 from exp.nested import mapped
 
 TARGET = "target"
+SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchForm:
-    """How batches are handed on: their entries by name, and in float32 what comes in float64, as NumPy gives it.
+    """The form in which batches reach the network: their entries by name, float64 as float32.
 
-    names: of the inputs, see by_name. keeps_doubles: whether float64 stays.
+    Args:
+        names: the names of the inputs, see by_name.
+        keeps_doubles: whether float64 and complex128 stay.
     """
 
     names: tuple[str, ...] = ()
@@ -33,7 +36,7 @@ class BatchForm:
         """The entries of a batch, as it is read, that become float32."""
         named = by_name(data, self.names)
         entries = named.items() if isinstance(named, Mapping) else zip(("input", TARGET), _values(named), strict=False)
-        doubles = [name for name, value in entries if isinstance(value, Tensor) and value.dtype is torch.float64]
+        doubles = [name for name, value in entries if isinstance(value, Tensor) and value.dtype in SINGLE]
         return [] if self.keeps_doubles else doubles
 
 
@@ -70,7 +73,7 @@ def _values(data: object) -> list[object]:
 
 
 def _single(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
+    return tensor.to(SINGLE[tensor.dtype]) if tensor.dtype in SINGLE else tensor
 
 
 def target_in(data: object) -> object:

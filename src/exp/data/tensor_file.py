@@ -21,9 +21,9 @@ from exp.data.labels import classes_in
 class TensorFile(Tensors):
     """Two arrays of a file. Nothing in a file is executed: no pickles in .npz, weights only in .pt.
 
-    Inputs `[N, ...]`: floating numbers and bytes (pixels) become float32, other whole numbers (tokens) int64.
-    Targets `[N, ...]`: whole numbers are classes, int64; floating numbers are to be predicted, float32, `[N]` as
-    `[N, 1]`.
+    Inputs `[N, ...]`: float64 stays, other floating numbers and bytes (pixels) become float32, other whole numbers
+    (tokens) int64. Targets `[N, ...]`: integers are classes, int64; floating numbers are regression targets in the
+    dtypes of inputs, `[N]` as `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
 
     path: relative to the current folder, or else to directory. input, target: the names of the two arrays; a .pt file
     may hold a pair instead. scale: factor on floating inputs, 0.00392 for pixels between 0 and 1.
@@ -51,18 +51,24 @@ class TensorFile(Tensors):
                     got=f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite",
                     expected="finite numbers",
                 )
-        inputs = inputs.float() * scale if inputs.is_floating_point() or inputs.dtype == torch.uint8 else inputs.long()
-        targets = targets.float() if targets.is_floating_point() else targets.long()
+        is_scaled = inputs.is_floating_point() or inputs.dtype == torch.uint8
+        inputs = _float(inputs) * scale if is_scaled else inputs.long()
+        targets = _float(targets) if targets.is_floating_point() else targets.long()
         if targets.is_floating_point() and targets.dim() == 1:
             targets = targets[:, None]
         super().__init__(entries=(inputs, targets), num_classes=classes_in(targets))
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
     """The named arrays of a file, by role."""
     if file.suffix == ".npz":
         arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}
-        held = {name: torch.from_numpy(np.atleast_1d(array)) for name, array in arrays.items()}
+        native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
+        held = {name: torch.from_numpy(np.atleast_1d(array)) for name, array in native.items()}
     elif file.suffix in (".pt", ".pth"):
         held = _read_pt(file, tuple(names.values()))
     else:

@@ -157,6 +157,18 @@ def test_a_sequence_may_be_read_twice() -> None:
     assert torch.equal(model(text)(X), X + 3 + 7 + 2)
 
 
+def test_a_program_may_have_thousands_of_rounds() -> None:
+    text = "for i in range(rounds):\n    if i % 2 == 0:\n        x = x + 0.5\n    else:\n        x = x - 0.25\nreturn x"
+    assert torch.equal(model(text, rounds=2_000)(X), X + 250)
+
+
+def test_a_layer_may_be_called_layers() -> None:
+    network = ModuleDictModel(layers={"layers": torch.nn.Flatten(0), "other": torch.nn.ReLU()}, forward=CALLED)
+    assert torch.equal(network(-X), torch.zeros(6))
+    assert [*network.state_dict()] == []
+
+
+CALLED = "return other(layers(x))"
 ENDLESS = [
     "for part in parts:\n    parts.append(part)",
     "parts = [x]\nfor part in parts:\n    parts.append(part)",

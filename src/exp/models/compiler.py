@@ -61,7 +61,7 @@ def compile_forward(
     """The function `forward(self, <inputs>)` that a program is, once it has passed its trial.
 
     held: the network's layers and parameters, by the names that the program and the state dict know.
-    layers_as: what the name `layers` stands for: "list", or "dict" by name.
+    layers_as: what the name `layers` stands for unless a layer has it: "list", or "dict" by name.
     constants: values that the config gives the program.
     functions: those that the config lists, by the names that the program knows.
     asserts: false leaves the assertions out, for a graph, which cannot hold them.
@@ -70,7 +70,7 @@ def compile_forward(
     """
     guarded = _Guarded(program)
     given = {**{name: stand_in(name, one) for name, one in held.items()}, **constants}
-    given["layers"] = all_layers(held, layers_as)
+    given.setdefault("layers", all_layers(held, layers_as))
     names = [name for name in (*program.inputs, *given, "training") if name in program.names]
     try_out(program, _code(program, names, guarded.whole()), guarded.functions, given)
     plain = _Plain(program, asserts=asserts)
@@ -111,10 +111,10 @@ def _prologue(
     """A line for each name that the program finds when it starts, and uses."""
     found = {name: _read(name, one) for name, one in held.items()}
     values = {**found, **{name: _literal(value) for name, value in constants.items()}}
+    every: ast.expr = ast.List(list(found.values()), ast.Load())
     if layers_as == "dict":
-        values["layers"] = ast.Dict([ast.Constant(name) for name in found], list(found.values()))
-    else:
-        values["layers"] = ast.List(list(found.values()), ast.Load())
+        every = ast.Dict([ast.Constant(name) for name in found], list(found.values()))
+    values.setdefault("layers", every)
     values["training"] = ast.Call(_load(MODE), [_load("self")], [])
     table = ast.Attribute(_load("self"), "_modules", ast.Load())
     lines = {_TABLE: table} | {name: value for name, value in values.items() if name in program.names}

@@ -114,7 +114,10 @@ def parse(
 
 
 def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
-    """The layers that programs name. One that cannot be read, which its own check tells, names none."""
+    """Return the layers that programs name: all of them by `layers`, unless a layer has that name.
+
+    A program that cannot be read names none; its own check reports the error.
+    """
     names = frozenset(layer_names)
     used: set[str] = set()
     for text in texts:
@@ -123,7 +126,7 @@ def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[s
         except ProgramError:
             continue
         used |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names if "layers" in used else names & used
+    return names if "layers" in used - names else names & used
 
 
 @functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes

@@ -97,7 +97,8 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
         raise error(last, "the program returns nothing", "a last line such as `return x`")
     loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
     unused = sorted(names.layers - loaded - names.used_elsewhere)
-    if unused and "layers" not in loaded:
+    names_all = "layers" in loaded and "layers" not in names.layers
+    if unused and not names_all:
         layers = ", ".join(f"`{name}`" for name in unused)
         expected = "a use of every layer, or the layer taken out of `layers`"
         raise error(tree.body[0], f"the program never uses {layers}", expected)

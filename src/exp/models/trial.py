@@ -21,7 +21,7 @@ from exp.models.program import Program
 from exp.models.stand_ins import COMPUTABLE, LIMITS, UNKNOWN, Function, Layer, Refusal, stand_in
 from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError
 
-MAX_STEPS = 50_000
+MAX_STEPS = 200_000
 MAX_ARGUMENT_DEPTH = 20
 
 # Names that no program can write.
@@ -71,7 +71,7 @@ class Guards:
     def count(self, steps: int = 1) -> None:
         self.steps += steps
         if self.steps > MAX_STEPS:
-            message = f"the program takes over {MAX_STEPS} steps to unroll"
+            message = f"the program takes over {MAX_STEPS:,} steps"
             raise Refusal(message, "fewer rounds of its loops, or a part of it as a layer of its own")
 
     def operand(self, value: object, depth: int = 0) -> None:

@@ -88,6 +88,7 @@ UNPLACED = re.compile(
     re.DOTALL,
 )
 CHOSEN_ALREADY = "Write {group}=NAME, without the +"
+LISTED_TWICE = re.compile(r"(?P<key>[\w/]+) appears more than once in the final defaults list")
 CHOSEN_TWICE = re.compile(r"Multiple values for (?P<key>[\w/]+)\.")
 # How often the defaults lists that come to an end may ask for one config.
 MAX_VISITS = 20
@@ -706,10 +707,23 @@ def _refused_choice(message: str) -> Fault | None:
             expected="an override of the whole config", source=f"{found['file']}.yaml",
             cure=f"Begin the file with the line `# @package _global_`, and put its own keys below {node}:",
         )  # fmt: skip
+    if found is not None and found["file"] is not None:
+        key = found["key"]
+        return Fault(
+            key=key, got=f"`override /{key}`, and no entry /{key} of the defaults list that it could replace",
+            expected="a group that the primary config chooses before this file", source=f"{found['file']}.yaml",
+            cure=f"Write `- /{key}/NAME` to add an option of it, or correct the name",
+        )  # fmt: skip
     if found is not None and found["added"] is not None:
         return Fault(
             key=found["key"], got="= on a group of which the defaults list chooses nothing", expected="+ to add to it",
             cure=f"Write {found['added']}", source="command line",
+        )  # fmt: skip
+    found = LISTED_TWICE.match(message)
+    if found is not None:
+        return Fault(
+            key=found["key"], got="two entries of the defaults list", expected="one entry that the others override",
+            cure=f"Write `- /{found['key']}/NAME` in a file that selects an option which the command line may replace",
         )  # fmt: skip
     found = CHOSEN_TWICE.match(message)
     if found is not None:

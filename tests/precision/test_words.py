@@ -298,8 +298,16 @@ def test_a_run_restores_the_switches_of_torch(parts: Callable[..., Parts], caplo
     assert "precision=tf32 changes nothing here and trains in float32: cpu has no TensorFloat-32" in caplog.text
 
 
-def test_an_lstm_without_float16_runs_in_float32(parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture) -> None:
-    built = parts("model=rnn", "model.layers.recurrent._target_=torch.nn.LSTM", "precision=fp16")
+class OwnLSTM(nn.LSTM):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["torch.nn.LSTM", f"{__name__}.OwnLSTM"])
+def test_an_lstm_without_float16_runs_in_float32(
+    parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    words = ["precision=fp16", f"security.allow=[{__name__.partition('.')[0]}]"]
+    built = parts("model=rnn", f"model.layers.recurrent._target_={kind}", *words)
     before = set(built.module.network.state_dict())
     fit(built)
     assert "recurrent: an LSTM has no float16 on this CPU; it runs in float32" in caplog.text

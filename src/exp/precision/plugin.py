@@ -200,7 +200,7 @@ class RunPrecision(Precision):
         """The config's map, and layers that have no kernel in the word's dtype."""
         if self.word.autocast is None or self.device_type != "cpu":
             return self.keep
-        without = {name: "fp32" for name, part in network.named_modules() if type(part) is nn.LSTM}
+        without = {name: "fp32" for name, part in network.named_modules() if isinstance(part, nn.LSTM)}
         return self.keep if not without or _runs_lstm(self.word.autocast) else {**without, **self.keep}
 
     def _speak(self, network: nn.Module) -> None:

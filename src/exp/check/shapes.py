@@ -161,7 +161,9 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
                 key="data.inputs",
                 got=f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}",
                 expected=f"an input named {' and one named '.join(missing)}",
-                cure=close or "Give samples as mappings with these names, or name a tuple's values in data.inputs",
+                cure=close
+                or "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a "
+                "batch transform adds reach losses and metrics only",
             )
         ]
     )

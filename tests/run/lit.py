@@ -238,6 +238,20 @@ class WithLoaders(LitNet):
         return LitData().train_dataloader()
 
 
+class LitDrawing(LitNet):
+    """Logs by the ways of Lightning."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"val/a": 1.0, "val/b": 2.0})
+        self.logger.experiment.add_histogram("weights", self.net[1].weight, self.global_step)
+
+
+class Draws(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.logger.experiment.add_image("pixels", torch.rand(3, 4, 4), trainer.global_step)
+        pl_module.log("mine", 3.0)
+
+
 class Interrupt(BreakOff):
     """Sends SIGINT, as Ctrl-C does."""
 

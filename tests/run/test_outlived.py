@@ -180,6 +180,9 @@ from pathlib import Path
 from lightning.pytorch import Callback
 
 class Spoils(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.logger.experiment.add_text("mine", "note", trainer.global_step)
+
     def on_train_start(self, trainer, module):
         run = Path(trainer.default_root_dir)
         (run / "operators").touch()

@@ -8,8 +8,12 @@ import resource
 import time
 
 import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from torch.utils.tensorboard import SummaryWriter
 
 from exp.errors import RunError
 from exp.tensorboard.logger import TensorBoardLogger
@@ -76,15 +80,21 @@ def test_a_resumed_run_has_its_curves_once(tmp_path):
     killed = TensorBoardLogger(directory=tmp_path)
     for step in range(1, 16):
         killed.log_metrics({"loss/train": float(step)}, step)
+        killed.experiment.add_scalar("mine", float(step), step)
     killed.log_metrics({"loss/val": 10.0}, 10)
+    killed.experiment.add_text("note", "first")
     killed.save()
     resumed = TensorBoardLogger(directory=tmp_path)
     resumed.purge(11)
     for step in range(11, 21):
         resumed.log_metrics({"loss/train": -float(step)}, step)
+        resumed.experiment.add_scalar("mine", -float(step), step)
+    resumed.experiment.add_text("note", "again")
     resumed.finalize("success")
     killed.finalize("failed")
-    assert points(tmp_path, "loss/train") == [(k, float(k) if k <= 10 else -float(k)) for k in range(1, 21)]
+    once = [(k, float(k) if k <= 10 else -float(k)) for k in range(1, 21)]
+    assert points(tmp_path, "loss/train") == points(tmp_path, "mine") == once
+    assert len(read(tmp_path).Tensors("note/text_summary")) == 1
     assert points(tmp_path, "loss/val") == [(10, 10.0)]
     assert len(files(tmp_path)) == 2
 
@@ -95,6 +105,7 @@ def test_only_rank_zero_writes(tmp_path, monkeypatch):
     logger.log_metrics({"loss/train": 1.0}, 1)
     logger.log_hyperparams({"seed": 0})
     logger.log_text("config", "")
+    logger.experiment.add_text("note", "")
     logger.purge(1)
     logger.end("completed")
     logger.finalize("success")
@@ -133,6 +144,36 @@ def test_a_folder_that_cannot_be_created_is_one_error(tmp_path):
     logger.finalize("failed")
 
 
-def test_a_step_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="needs the optimizer step"):
-        TensorBoardLogger(directory=tmp_path).log_metrics({"loss/train": 1.0})
+def written(directory) -> set[tuple[str, int, bytes]]:
+    """Return tag, step and content of each value in the event files at and below a directory."""
+    events = [event for path in sorted(directory.rglob("events*")) for event in LegacyEventFileLoader(str(path)).Load()]
+    found = [(one.tag, event.step, one.SerializeToString()) for event in events for one in event.summary.value]
+    return {*found, *(("graph", 0, event.graph_def) for event in events if event.graph_def)}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which add_graph asks
+def test_the_experiment_writes_what_a_summary_writer_writes(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
+    logger, plain = TensorBoardLogger(directory=tmp_path), SummaryWriter(str(tmp_path / "torch"))
+    assert isinstance(logger, LightningTensorBoardLogger)
+    pixels, targets, scores = torch.linspace(0, 1, 48).reshape(3, 4, 4), torch.tensor([0, 1]), torch.tensor([0.2, 0.9])
+    logger.log_metrics({"loss/train": 1.0}, 3)
+    for writer in (logger.experiment, plain):
+        writer.add_scalar("mine/value", torch.tensor(0.5), 3)
+        writer.add_scalars("mine/both", {"a": 1.0, "b": 2.0}, 3)
+        writer.add_figure("figure", figure, 3, close=False)
+        writer.add_image("image", pixels, 3)
+        writer.add_images("images", pixels[None], 4)
+        writer.add_histogram("weights", torch.arange(10.0), 3)
+        writer.add_text("text", "**note**")
+        writer.add_pr_curve("curve", targets, scores, 3)
+        writer.add_embedding(scores[:, None].expand(-1, 3), metadata=["a", "b"], global_step=3)
+        writer.add_graph(torch.nn.Linear(4, 2), pixels)
+    logger.log_metrics({"mine/stepless": torch.tensor(2.0)})
+    logger.end("completed")
+    plain.close()
+    assert written(tmp_path / "tensorboard") >= written(tmp_path / "torch")
+    assert points(tmp_path, "mine/stepless") == [(3, 2.0)]
+    files_of = [sorted(path.parent.relative_to(place) for path in place.rglob("*") if path.is_file())
+                for place in (tmp_path / "tensorboard", tmp_path / "torch")]  # fmt: skip
+    assert files_of[0] == files_of[1]

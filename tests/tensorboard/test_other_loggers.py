@@ -172,8 +172,8 @@ class TestWandb:
         assert len({part.name.rpartition("-")[2] for part in parts}) == 1, "another id would be another run"
         found: dict[str, list[tuple[int, float]]] = {}
         for part in parts:
-            for step, row in history(part):
-                assert row.pop("trainer/global_step") == step
+            for row in history(part):
+                step = row.pop("trainer/global_step")
                 for tag, value in row.items():
                     if not tag.startswith("_"):
                         found.setdefault(tag, []).append((step, float(value)))
@@ -188,12 +188,17 @@ class TestWandb:
             logger.purge(first)
             for step in range(first, first + 8):
                 logger.log_metrics({"loss/train": float(step)}, step)
+                logger.experiment.log({"mine": step})  # without a step
             logger.log_panels(PANELS, first + 8)
             logger.end("completed")
         rows = [row for part in sorted((tmp_path / "wandb").glob("offline-run-*")) for row in history(part)]
-        steps = [step for step, row in rows if "loss/train" in row]
+        steps = [row["trainer/global_step"] for row in rows if "loss/train" in row]
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
-        kinds = {tag: [(step, row[f"{tag}/_type"]) for step, row in rows if f"{tag}/_type" in row] for tag in PANELS}
+        assert [row["mine"] for row in rows if "mine" in row] == [*range(1, 9), *range(6, 14)]
+        kinds = {
+            tag: [(row["trainer/global_step"], row[f"{tag}/_type"]) for row in rows if f"{tag}/_type" in row]
+            for tag in PANELS
+        }
         assert kinds == {
             "histogram": [(9, "histogram"), (14, "histogram")],
             "images": [(9, "image-file"), (14, "image-file")],
@@ -215,11 +220,11 @@ def described():
     from exp.loggers.run_logger import Description
 
     return Description(
-        hyperparameters={"seed": 0}, metrics=[], config={"seed": 0}, texts={}, tags=[], network=lambda: (None, ())
+        hyperparameters={"seed": 0}, metrics=[], config={"seed": 0}, texts={}, tags=[], trace=lambda: (None, ())
     )
 
 
-def history(folder: Path) -> list[tuple[int, dict[str, object]]]:
+def history(folder: Path) -> list[dict[str, object]]:
     """Return the rows of an offline run: records of LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
@@ -237,5 +242,5 @@ def history(folder: Path) -> list[tuple[int, dict[str, object]]]:
             parts = b""
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                rows.append((record.history.step.num, {key: json.loads(value) for key, value in items.items()}))
+                rows.append({key: json.loads(value) for key, value in items.items()})
     return rows

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from exp.engine.checkpoint import State, is_plain
-from exp.engine.checkpointing import Checkpointing, Values
+from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing, Values
 from exp.engine.datamodule import RunTrainer
 from exp.engine.lean_loop import is_own
 from exp.engine.module import TrainingModule
@@ -65,6 +66,12 @@ class BeforeOthers(Callback):
         self._is_starting = self._has_hooks = False
         self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
         self._window = 1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # By Lightning's rule they would write below the folder of a logger.
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
+                one.dirpath = str(self.checkpointing.directory / OF_LIGHTNING)
 
     # --- the start ---
 

@@ -46,6 +46,8 @@ from exp.spelling import among, did_you_mean
 log = logging.getLogger(__name__)
 
 POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_config"
+# Below checkpoints/: what callbacks of Lightning save without a dirpath. Their last.ckpt must not replace ours.
+OF_LIGHTNING = "lightning"
 # What a checkpoint keeps of the best.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
 # Of a checkpoint within an epoch: of each rank, what others set since the epoch started.
@@ -551,6 +553,7 @@ def sweep_run(directory: Path) -> None:
     if not (directory / CHECKPOINTS).is_dir():
         return
     sweep_partial_files(directory, levels=1)
+    sweep_partial_files(directory / CHECKPOINTS / OF_LIGHTNING)
     if not is_locked(directory / "config.yaml"):
         for exchange in directory.glob(".launch-*"):  # where its ranks exchanged words
             shutil.rmtree(exchange, ignore_errors=True)

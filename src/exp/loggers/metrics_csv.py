@@ -57,9 +57,7 @@ class CsvLogger(RunLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers by tag. step: the optimizer steps done; what is logged for one step in a row shares a row."""
-        if step is None:
-            raise ValueError("log_metrics needs the optimizer step: it is the first column")
-        self._table.add(metrics, step)
+        self._table.add(metrics, self._step_of(step))
         if time.time() - self._last_write >= self.flush_seconds:
             self._write(keep=1)
 

@@ -100,9 +100,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers by tag. step: the optimizer steps done."""
-        if step is None:
-            raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
-        now = int(1000 * time.time())
+        step, now = self._step_of(step), int(1000 * time.time())
         self._waiting += [(self._name_of(tag), value, now, step) for tag, value in metrics.items()]
         self._rows += 1
         if self._rows >= _ROWS_A_WRITE or time.time() - self._last_write >= self.flush_seconds:

@@ -82,11 +82,19 @@ class RunLogger(Logger):
     def end(self, status: str) -> None:
         """The run is over: completed, pruned, failed or interrupted."""
 
+    # The optimizer step that was logged last.
+    _latest = 0
+
+    def _step_of(self, step: int | None) -> int:
+        """Return the step to log at: without one, that of the last point."""
+        self._latest = self._latest if step is None else step
+        return self._latest
+
 
 # What the engine and Lightning ask of a logger.
 ASKED = (
     *("describe", "log_metrics", "log_panels", "log_hyperparams", "log_graph", "log_image", "after_save_checkpoint"),
-    *("purge", "save", "finalize", "end"),
+    *("add_event", "purge", "save", "finalize", "end"),
 )
 
 

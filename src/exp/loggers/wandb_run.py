@@ -27,9 +27,9 @@ _NOTE_SECONDS = 5.0
 class WandbLogger(RunLogger, LightningWandbLogger):
     """Numbers, histograms, images and texts as a run of W&B, under the same tags; the config as its config.
 
-    W&B's own step is the optimizer step, so that what a step and a validation behind it measured share a row. A resume
-    goes on under the same id; of the steps that it repeats those that were logged already are left out, for they are
-    the same numbers.
+    The x axis is trainer/global_step, as in Lightning's logger. W&B's own step counts rows: a callback may log to
+    `experiment` without a step. A resume continues under the same id. It leaves out the steps that were logged before,
+    because they have the same numbers.
 
     directory: the run directory; build.py gives it. W&B writes into `wandb/` there; `wandb sync` uploads that.
     project, entity: W&B's own names.
@@ -67,10 +67,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Numbers by tag. step: the optimizer steps done."""
-        if step is None:
-            raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
+        step = self._step_of(step)
         if step > self._reached:
-            self.experiment.log({**metrics, GLOBAL_STEP: step}, step=step)
+            self.experiment.log({**metrics, GLOBAL_STEP: step})
             self._last_step = step
             if time.time() - self._noted >= _NOTE_SECONDS:
                 self.save()

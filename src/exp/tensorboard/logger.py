@@ -6,14 +6,17 @@ import logging
 import math
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 from exp.config.freeze import PRUNED_TAG
 from exp.hooks.panels import Panel
@@ -25,9 +28,10 @@ from exp.tensorboard.summaries import Layout, graph_of, summary_value, text_valu
 log = logging.getLogger(__name__)
 
 _EVENTS_A_WRITE = 200
+Values = Mapping[str, float | Panel | Summary.Value]
 
 
-class TensorBoardLogger(RunLogger):
+class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     """Writes scalars, panels, texts and hyperparameters into `tensorboard/` of the run directory, on rank 0 alone.
 
     One event holds all values of a step. Events wait as plain values, and are encoded and written together: when 200
@@ -45,7 +49,9 @@ class TensorBoardLogger(RunLogger):
     def __init__(
         self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0, graph: bool = False
     ) -> None:
-        super().__init__()
+        # As of Lightning's own: save_dir/name/version is where the events are.
+        super().__init__(save_dir=str(directory), name="tensorboard", version="")
+        self._writer: Experiment | None = None
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
         self.graph = graph
@@ -55,43 +61,43 @@ class TensorBoardLogger(RunLogger):
         self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
-        self._waiting: list[tuple[float, int, Mapping[str, float | Panel]]] = []
+        self._waiting: list[tuple[float, int, Values]] = []
         self._last_write = time.time()
-        # Whether the job of a search may be pruned, and the last step that was logged.
+        # Whether the job of a search may be pruned.
         self._tells_pruned = False
-        self._last_step = 0
-
-    @property
-    def name(self) -> str:
-        return "tensorboard"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.directory)
 
     @property
     def log_dir(self) -> str:
         return str(self.directory)
 
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Experiment:
+        """A SummaryWriter on the same event file, for what callbacks and modules add, such as figures."""
+        if self._writer is None:
+            self._writer = Experiment(self)
+        return self._writer
+
+    @rank_zero_only
+    def add_event(self, event: Event) -> None:
+        """Write an event of `experiment`."""
+        if event.HasField("summary"):
+            self._add(event.step, {value.tag: value for value in event.summary.value}, event.wall_time)
+        else:
+            self._write([event])
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Scalars by tag. step: the optimizer steps done."""
-        if step is None:
-            raise ValueError("log_metrics needs the optimizer step: it is the x axis of every tag")
-        self._add(step, metrics)
+        self._add(self._step_of(step), metrics)
 
-    def _add(self, step: int, values: Mapping[str, float | Panel]) -> None:
+    def _add(self, step: int, values: Values, wall_time: float | None = None) -> None:
         if step < self._begins:
             known = written_at(self.directory, step)
             values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
-        self._last_step = max(self._last_step, step)
         # A copy: whoever gave them may go on with the mapping before it is written.
-        self._waiting.append((now, step, {**values}))
+        self._waiting.append((wall_time or now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
 
@@ -118,10 +124,11 @@ class TensorBoardLogger(RunLogger):
 
     @rank_zero_only
     def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, *args: Any, metrics: Sequence[str] = (), **kwargs: Any
+        self, params: dict[str, Any] | Namespace, metrics: Iterable[str] | None = None, step: int | None = None
     ) -> None:
         """The run's row in the HParams tab. params: by dotted key; metrics: the tags that are its other columns."""
         plain = vars(params) if isinstance(params, Namespace) else params
+        metrics = [] if metrics is None else list(metrics)
         # The run was started again: TensorBoard would believe the first end that it reads.
         for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
@@ -151,6 +158,8 @@ class TensorBoardLogger(RunLogger):
     def save(self) -> None:
         """Write what waits."""
         self._write(())
+        if self._writer is not None:
+            self._writer.flush_others()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -165,8 +174,10 @@ class TensorBoardLogger(RunLogger):
 
         An end that a restart may yet undo stands in a file of its own, which the next start removes.
         """
+        if self._writer is not None:
+            self._writer.close()
         if self._tells_pruned and status in ("completed", "pruned"):
-            self._add(self._last_step, {PRUNED_TAG: float(status == "pruned")})
+            self._add(self._step_of(None), {PRUNED_TAG: float(status == "pruned")})
         event = Event(wall_time=time.time(), summary=end_summary(status))
         self._write([event] if status == "completed" else [])
         self._file.close()
@@ -184,6 +195,55 @@ class TensorBoardLogger(RunLogger):
         self._file.write([*written, *events])
 
 
+class Experiment(SummaryWriter):
+    """A SummaryWriter that writes into the event file of a logger.
+
+    Private of torch (2.13), and tested: SummaryWriter asks `_get_file_writer` for the writer of its file.
+    """
+
+    # Of torch, with a type.
+    file_writer: Any
+    all_writers: Any
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self._logger = logger
+        super().__init__(log_dir=logger.log_dir)
+
+    def _get_file_writer(self) -> Any:
+        if self.file_writer is None:
+            self.file_writer = FileOfLogger(self._logger)
+            self.all_writers = {self._logger.log_dir: self.file_writer}
+        return self.file_writer
+
+    def flush_others(self) -> None:
+        """Flush the files that `add_scalars` opens, one for each curve."""
+        for writer in (self.all_writers or {}).values():
+            if writer is not self.file_writer:
+                writer.flush()
+
+
+class FileOfLogger(FileWriter):
+    """The event file of a logger, as a SummaryWriter writes to it."""
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self._logger = logger
+
+    def get_logdir(self) -> str:
+        return self._logger.log_dir
+
+    def add_event(self, event: Event, step: float | None = None, walltime: float | None = None) -> None:
+        event.wall_time = time.time() if walltime is None else walltime
+        if step is not None:
+            event.step = int(step)
+        self._logger.add_event(event)
+
+    def flush(self) -> None:
+        self._logger.save()
+
+    def close(self) -> None:
+        """Do nothing: the logger closes its file when a stage ends."""
+
+
 def written_at(directory: Path, step: int) -> set[str]:
     """The tags that have a point at this step: an earlier process of the run may have made its test already."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
@@ -198,12 +258,14 @@ def written_at(directory: Path, step: int) -> set[str]:
     return found
 
 
-def _event(wall_time: float, step: int, values: Mapping[str, float | Panel]) -> Event:
+def _event(wall_time: float, step: int, values: Values) -> Event:
     event = Event(wall_time=wall_time, step=step)
     add = event.summary.value.add
     for tag, value in values.items():
         if isinstance(value, Panel):
             event.summary.value.append(summary_value(tag, value))
+        elif isinstance(value, Summary.Value):
+            event.summary.value.append(value)
         else:
             add(tag=tag, simple_value=value)
     return event

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
+import zlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ import exp
 from exp.check.plan import plan, refuse_other_data, resolve
 from exp.data.data import Data
 from exp.data.images import Images, RandomCrop, RandomFlip
+from exp.data.unlabelled import UnlabelledImages
 from exp.errors import ConfigError
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -42,6 +47,55 @@ def test_samples_are_pixels_and_classes_of_folders(pets):
             expected = np.asarray(picture)
         assert np.array_equal((pixels * 255).round().permute(1, 2, 0).numpy(), expected)
         assert Path(part.files[index]).parent.name == list(COLOURS)[int(target)]
+
+
+def test_folders_of_parts_are_the_parts(pets):
+    for part, classes in {"Train": COLOURS, "test": ("blue", "red")}.items():
+        for name in classes:
+            shutil.copytree(pets / name, pets / "parts" / part / name)
+    data = Data(dataset=Images(path=str(pets / "parts")), parts_seed=1)
+    files = {
+        stage: {Path(file).relative_to(pets / "parts") for file in data.part(stage).files} for stage in data.stages
+    }
+    assert {stage: len(own) for stage, own in files.items()} == {"train": 10, "val": 2, "test": 8}
+    assert {file.parts[0] for file in files["test"]} == {"test"}
+    assert {file.parts[0] for file in files["train"] | files["val"]} == {"Train"}
+    assert len(files["train"] | files["val"]) == 12
+    assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
+    with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this part; expected null"):
+        Data(dataset=Images(path=str(pets / "parts")), parts={"train": 0.5, "test": 0.5})
+
+
+def test_hidden_files_and_folders_of_systems_are_no_samples(pets):
+    for name in (".ipynb_checkpoints", "@eaDir", "red/.ipynb_checkpoints", "red/@eaDir/0.png", "red/__MACOSX"):
+        shutil.copytree(pets / "blue", pets / name)
+    shutil.copy(pets / "red/0.png", pets / "red/._0.png")
+    assert Counter(Path(file).parent.name for file in Images(path=str(pets)).files) == dict.fromkeys(COLOURS, 4)
+    assert len(UnlabelledImages(path=str(pets))) == 12
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_transparent_pictures_are_laid_on_the_background(tmp_path, mode):
+    draw = np.random.default_rng(0)
+    pixels, opacity = (draw.integers(0, 256, (6, 8, count), dtype=np.uint8) for count in (3, 1))
+    for name, form in (("a", "RGBA"), ("b", "LA"), ("c", "P")):
+        (tmp_path / name).mkdir()
+        picture = Image.fromarray(np.concatenate([pixels, opacity], 2))
+        picture = picture.convert(form) if form != "P" else picture.convert("RGB").quantize(4)
+        picture.save(tmp_path / name / "0.png", **({"transparency": 1} if form == "P" else {}))
+    found = Images(path=str(tmp_path), mode=mode, background="#204060")
+    (note,) = found.notes_in({}, stage="train")
+    assert note.endswith(
+        "a/0.png and 2 others have transparent parts, which are laid on data.dataset.background=#204060"
+    )
+    for place, file in enumerate(found.files):
+        with Image.open(file) as picture:
+            rgba = np.asarray(picture.convert("RGBA"), np.float64)
+        share = rgba[..., 3:] / 255
+        expected = rgba[..., :3] * share + np.array([0x20, 0x40, 0x60]) * (1 - share)
+        expected = expected if mode == "RGB" else expected @ np.array([[0.299], [0.587], [0.114]])
+        assert np.abs((found[place][0] * 255).permute(1, 2, 0).numpy() - expected).max() < 1.6
+        assert share.min() < 0.1
 
 
 def test_pictures_are_resized_cropped_and_normalized(pets):
@@ -78,6 +132,17 @@ def save(mode, size=(8, 6)):
     return lambda pets: Image.new(mode, size).save(pets / "red/9.png")
 
 
+def save_16_bits(kind, channels):
+    """Write a PNG file (PNG, section 5) of a color type, which pillow reads and does not write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head, rows = struct.pack(">IIBBBBB", 8, 6, 16, kind, 0, 0, 0), zlib.compress(bytes(6 * (1 + 8 * 2 * channels)))
+    content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return lambda pets: (pets / "red/9.png").write_bytes(content)
+
+
 def write_list(rows):
     return lambda pets: (pets / "list.csv").write_text(f"path,target\n{rows}")
 
@@ -95,6 +160,11 @@ LIST = {"path": "list.csv"}
         (save("L"), {}, r"12 of mode RGB.* and 1 of mode L, such"),
         (save("P"), {}, r"1 of mode P.*data.dataset.mode=RGB"),
         (save("I;16"), {"mode": "L"}, r"9.png of .* 8 bits"),
+        (save_16_bits(2, 3), {}, r"9.png of pillow's mode RGB;16B, with more than 8 bits"),
+        (save_16_bits(4, 2), {"mode": "L"}, r"mode LA;16B, with more than 8 bits"),
+        (save_16_bits(6, 4), {"mode": "RGB"}, r"mode RGBA;16B, with more than 8 bits"),
+        (lambda pets: (pets / "red/9.ppm").write_bytes(b"P6 8 6 1023\n" + bytes(288)), {}, r"mode RGB;16, with more"),
+        (lambda pets: None, {"background": "wite"}, r"background: wite; expected a color such as white"),
         (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
         (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null beside data.dataset.mean; expected both"),

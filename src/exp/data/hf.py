@@ -24,7 +24,7 @@ from exp.data.fields import Columns, Fields, Inputs, NumberDtype
 from exp.data.in_memory import Fitted
 from exp.data.pictures import Mode, PictureForm
 from exp.data.shard_files import arrow_value
-from exp.data.splits import random_splits
+from exp.data.splits import PART_NAMES, random_splits
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.shared_types import STAGES, Stage
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
 
 # What fit() calls the names of the classes.
 FITTED = "hf"
-# What splits of a DatasetDict are called.
-NAMES: Mapping[Stage, tuple[str, ...]] = {
-    "train": ("train", "training"),
-    "val": ("val", "validation", "valid", "dev", "eval"),
-    "test": ("test", "testing"),
-}
 ENDINGS = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
 Files = str | Sequence[str]
 
@@ -56,7 +50,7 @@ class HuggingFace(Dataset[object]):
         the parts; of others, and of a single one, data.parts chooses by parts_seed.
     target, inputs, task, dtypes, scale: see Fields. A ClassLabel has names for its numbers; texts are classes in the
         order of the alphabet, of the training part.
-    resize, crop, mode, mean, std: of pictures, see Images.
+    resize, crop, mode, mean, std, background: of pictures, see Images.
     directory: where path and files are looked for besides the current folder.
 
     Raises: ConfigError for files and columns that are not there or cannot be read, columns of texts, sound or video,
@@ -83,6 +77,7 @@ class HuggingFace(Dataset[object]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
         parts_seed: int = 0,
     ) -> None:
         require_extra("datasets", feature="data=hf", extra="hf")
@@ -107,7 +102,7 @@ class HuggingFace(Dataset[object]):
             classes=None,
             dtypes=dtypes,
             scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
         )
         self._settle()
 
@@ -116,9 +111,9 @@ class HuggingFace(Dataset[object]):
 
         Raises: ConfigError for splits of other names.
         """
-        by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in NAMES[stage]}
+        by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in PART_NAMES[stage]}
         if len(by_stage) < len(self.held) and len(self.held) > 1:
-            other = next(name for name in self.held if not any(name in names for names in NAMES.values()))
+            other = next(name for name in self.held if not any(name in names for names in PART_NAMES.values()))
             raise data_fault(
                 "dataset.split",
                 got=f"null, and splits {', '.join(self.held)}, of which {other} is no part",

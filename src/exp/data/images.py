@@ -21,12 +21,19 @@ from exp.data.delimited import read_sheet
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Fitted
-from exp.data.pictures import EIGHT_BITS, KEPT, UNREADABLE, Mode, PictureForm, broken, deep, pair_of
+from exp.data.pictures import EIGHT_BITS, KEPT, UNREADABLE, Mode, PictureForm, broken, deep, pair_of, stored_mode
+from exp.data.splits import PART_NAMES
 from exp.errors import ConfigError, Fault
+from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 # Whose beginnings are read before the run; of more pictures, evenly chosen ones.
 LOOKED_AT = 2000
+# Folders that file managers, network drives and archives leave beside pictures.
+JUNK = (
+    *("__macosx", "@eadir", "@tmp", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "lost+found"),
+    "system volume information",
+)
 FITTED = "images"
 
 
@@ -35,18 +42,20 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     A target is a class, int64 `[]`, or with task="regression" a number, float32 `[1]`.
 
-    path: a folder that has one for each class, or a CSV file with a column of paths, which start at its own folder.
-        Relative to the current folder, or else to directory.
+    path: a folder that has one for each class, or folders train, val and test that have; or a CSV file with a column of
+        paths, which start at its own folder. Relative to the current folder, or else to directory.
     target, picture: of a CSV file, the column to predict and the column of paths. task: as of Csv.
     resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
     mode: "RGB" or "L" (grey), to which all pictures are converted; None keeps what they are, which must be one of both.
     mean, std: of each channel, by which pixels are normalised; None leaves them.
+    background: a CSS color. Pictures with transparent parts are laid on it.
 
     Raises: ConfigError for pictures that are not there, cannot be read or differ in size or mode, and where there are
         no two classes. Of more than 2,000 pictures, some are looked at before the run, the others as they are read.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledImages"
+    own_parts: Mapping[Stage, Images] = {}
 
     def __init__(
         self,
@@ -61,16 +70,25 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
     ) -> None:
-        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
+        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
         self.indices: Tensor | None = None
         if path.endswith(".csv"):
             file = data_file(path, directory=directory)
             self.files, self.targets, self.classes = _listed(file, target=target, picture=picture, task=task)
         else:
             folder = data_folder(path, directory=directory)
-            self.files, self.targets, self.classes = _in_folders(folder)
+            parts = _folders_of_parts(folder)
+            self.own_parts = {stage: self._of(_in_folders(place)) for stage, place in parts.items()}
+            self.files, self.targets, self.classes = _in_folders(parts.get("train", folder))
         self._look()
+
+    def _of(self, found: tuple[list[str], Tensor, tuple[str, ...]]) -> Images:
+        part = copy.copy(self)
+        part.files, part.targets, part.classes = found
+        part._look()
+        return part
 
     def fit(self) -> Fitted:
         """The classes by name, in order."""
@@ -91,6 +109,12 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         if self.classes:
             part.targets = torch.tensor([known.index(name) for name in self.classes])[self.targets]
         return part
+
+    def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
+        """Return what to say of the pictures, a line each."""
+        count, background = len(self._transparent), self.form.background
+        laid = f"which are laid on data.dataset.background={background}"
+        return [f"{self._transparent[0]} and {count - 1} others have transparent parts, {laid}"] if count else []
 
     @property
     def num_classes(self) -> int | None:
@@ -114,11 +138,13 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         looked = self.files[:: -(-len(self.files) // LOOKED_AT)]
         modes: dict[str, list[str]] = {}
         sizes: dict[tuple[int, int], list[str]] = {}
+        transparent: list[str] = []
         for file in looked:
             try:
                 with Image.open(file) as picture:
-                    modes.setdefault(picture.mode, []).append(file)
+                    modes.setdefault(stored_mode(picture), []).append(file)
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
+                    transparent += [file] if picture.has_transparency_data else []
             except UNREADABLE as error:
                 raise ConfigError([broken(file, error)]) from error
         faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
@@ -126,6 +152,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         faults += self._size_faults(sizes)
         if faults:
             raise ConfigError(faults)
+        self._transparent = transparent
 
     def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
         if self.form.crop is not None:
@@ -180,12 +207,15 @@ class RandomCrop:
 
 
 def pictures_below(folder: str | Path) -> Iterator[str]:
-    """The pictures in a folder, at any depth, by name. Links to folders are not followed."""
+    """Yield the pictures in a folder, at any depth, by name. Hidden ones, JUNK and links to folders are left out."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=operator.attrgetter("name")):
+            if entry.name.startswith("."):
+                continue  # such as .ipynb_checkpoints, and ._name.png of macOS
             # By what the folder itself says: asking for each file would take as long as the rest.
             if entry.is_dir(follow_symlinks=False):
-                yield from pictures_below(entry.path)
+                if entry.name.casefold() not in JUNK:
+                    yield from pictures_below(entry.path)
             elif (dot := entry.name.rfind(".")) > 0 and entry.name[dot:].lower() in ENDINGS:
                 yield entry.path
 
@@ -195,7 +225,7 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 
     Raises: ConfigError for a class without a picture, and where there are no two classes.
     """
-    folders = sorted(one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    folders = _folders_in(folder)
     found = {one.name: list(pictures_below(one)) for one in folders}
     empty = [name for name, files in found.items() if not files]
     if empty:
@@ -216,6 +246,18 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
     files = [file for several in found.values() for file in several]
     targets = [number for number, several in enumerate(found.values()) for _ in several]
     return files, torch.tensor(targets), tuple(found)
+
+
+def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
+    """Return the folders train, val and test that hold a folder for each class; none where classes are called so."""
+    there = {one.name.casefold(): one for one in _folders_in(folder) if _folders_in(one)}
+    found = {stage: there[name] for stage, names in PART_NAMES.items() for name in names if name in there}
+    return found if "train" in found and len(found) > 1 else {}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    found = (one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    return sorted(one for one in found if one.name.casefold() not in JUNK)
 
 
 def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:

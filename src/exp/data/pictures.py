@@ -8,7 +8,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from exp.data.faults import SampleError, data_fault
@@ -33,8 +33,9 @@ class PictureForm:
     resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
     mode: "RGB" or "L" (grey), to which all are converted; None keeps what they are, which must be one of both.
     mean, std: of each channel; None leaves the pixels.
+    background: a CSS color, on which a picture with transparent parts is laid.
 
-    Raises: ConfigError for sizes that are none, and for a mean without a deviation.
+    Raises: ConfigError for sizes and colors that are none, and for a mean without a deviation.
     """
 
     def __init__(
@@ -45,10 +46,16 @@ class PictureForm:
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
     ) -> None:
         self.resize = resize if resize is None or isinstance(resize, int) else pair_of("resize", resize)
         self.crop = None if crop is None else pair_of("crop", [crop, crop] if isinstance(crop, int) else crop)
-        self.mode, self.mean, self.std = mode, mean, std
+        self.mode, self.mean, self.std, self.background = mode, mean, std, background
+        try:
+            self._paper = ImageColor.getrgb(background)[:3]
+        except ValueError as error:
+            expected = "a color such as white, black or '#808080'"
+            raise data_fault("dataset.background", got=background, expected=expected) from error
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
             raise data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
@@ -60,16 +67,18 @@ class PictureForm:
         """
         try:
             with Image.open(source) as opened:
-                opened.load()  # NumPy would make nothing of what breaks off, and say nothing
                 return self.pixels(opened, named=named, key=key)
         except UNREADABLE as error:
             raise SampleError(broken(named, error, key=key)) from error
 
     def pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
-        """The same of a picture that pillow has read."""
+        """The same of a picture that pillow has opened."""
+        mode = stored_mode(opened)
+        opened.load()  # NumPy would make nothing of what breaks off, and say nothing
         # A camera that was not held upright says so in the file; of others pillow would make a copy.
         is_turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        picture = self._sized(self._converted(ImageOps.exif_transpose(opened) if is_turned else opened, named, key))
+        upright = ImageOps.exif_transpose(opened) if is_turned else opened
+        picture = self._sized(self._converted(upright, mode, named, key))
         rows = np.asarray(picture)
         # Turned while they are bytes: of numbers four times as much would be moved.
         pixels = np.ascontiguousarray(rows.reshape(*rows.shape[:2], -1).transpose(2, 0, 1)).astype(np.float32)
@@ -88,9 +97,9 @@ class PictureForm:
         is_on_its_side = not is_silent and picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
         return self._resized((height, width) if is_on_its_side else (width, height))
 
-    def _converted(self, picture: Image.Image, named: str, key: str) -> Image.Image:
-        if picture.mode not in EIGHT_BITS:
-            raise SampleError(deep(named, picture.mode, key=key))
+    def _converted(self, picture: Image.Image, mode: str, named: str, key: str) -> Image.Image:
+        if mode not in EIGHT_BITS:
+            raise SampleError(deep(named, mode, key=key))
         if self.mode is None and picture.mode not in KEPT:
             raise SampleError(
                 Fault(
@@ -100,7 +109,11 @@ class PictureForm:
                     cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
                 )
             )
-        return picture if self.mode in (None, picture.mode) else picture.convert(self.mode)
+        wanted = self.mode or picture.mode
+        if picture.has_transparency_data:
+            paper = Image.new("RGBA", picture.size, self._paper)
+            picture = Image.alpha_composite(paper, picture.convert("RGBA"))
+        return picture if picture.mode == wanted else picture.convert(wanted)
 
     def _sized(self, picture: Image.Image) -> Image.Image:
         size = self._resized(picture.size)
@@ -121,6 +134,21 @@ class PictureForm:
         short = min(size)
         width, height = (int(self.resize * side / short) for side in size)
         return width, height
+
+
+def stored_mode(picture: Image.Image) -> str:
+    """Return the mode of an opened picture; of one whose file has 16 bits a channel the file's own, such as RGB;16B.
+
+    pillow cuts 16 bits to 8 as it reads them, and says nothing (seen in 13.0).
+    """
+    tiles = picture.tile if isinstance(picture, ImageFile.ImageFile) else []
+    for codec, _, _, given in tiles:
+        form, *numbers = given if isinstance(given, tuple) else (given,)
+        if str(form).endswith((";16B", ";16L", ";16N")):
+            return str(form)
+        if codec.startswith("ppm") and numbers[0] > 255:
+            return f"{form};16"
+    return picture.mode
 
 
 def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:

@@ -42,7 +42,7 @@ class Shards(Dataset[object]):
     count: whether the records of files that do not say how many they hold (all but .parquet and .npz) are counted by
         reading them once; otherwise nobody knows the length of an epoch.
     delimiter: between the values of a .csv; of a .tsv it is a tab.
-    resize, crop, mode, mean, std: of pictures, see Images.
+    resize, crop, mode, mean, std, background: of pictures, see Images.
 
     Raises: ConfigError for a file or a column that is not there, and a file that is damaged as far as its beginning,
         and of .parquet, .npz and .tar its end, tell; where pyarrow is not installed and a file is .parquet.
@@ -69,6 +69,7 @@ class Shards(Dataset[object]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
         parts_seed: int = 0,
     ) -> None:
         self.count, self.index, self.parts_seed = count, index, parts_seed
@@ -79,7 +80,7 @@ class Shards(Dataset[object]):
             classes=classes,
             dtypes=dtypes,
             scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
         )
         given = files if isinstance(files, Mapping) else {None: files}
         if wrong := [name for name in given if name is not None and name not in STAGES]:

@@ -27,6 +27,12 @@ from exp.errors import ConfigError
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+# What parts are called in folders and in data sets of others.
+PART_NAMES: Mapping[Stage, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "dev", "eval"),
+    "test": ("test", "testing"),
+}
 Name = TypeVar("Name", bound=str)
 
 
@@ -149,6 +155,8 @@ def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) 
     wanted = read_sizes(sizes)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
+    if own := getattr(dataset, "own_parts", {}):
+        return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         raise data_fault(
             "dataset",
@@ -158,6 +166,21 @@ def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) 
         )
     chosen = random_splits(wanted, length=samples_in(dataset), seed=seed)
     return {stage: _select(dataset, indices) for stage, indices in chosen.items()}
+
+
+def _own_parts(
+    own: Mapping[Stage, AnyDataset], wanted: Mapping[Stage, int | float], *, seed: int
+) -> dict[Stage, AnyDataset]:
+    """Return the parts that a data set brings. A part that it lacks is taken out of its training part."""
+    missing = {stage: size for stage, size in wanted.items() if stage not in own}
+    known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
+    if known != {stage: DEFAULT_SIZES[stage] for stage in known}:
+        stage = next(iter(known))
+        raise data_fault(f"parts.{stage}", got=f"{known[stage]}, and a data set with this part", expected="null")
+    whole = samples_in(own["train"])
+    taken = lengths(missing, whole)
+    chosen = random_splits({"train": whole - sum(taken.values()), **taken}, length=whole, seed=seed)
+    return {**own, **{stage: _select(own["train"], indices) for stage, indices in chosen.items()}}
 
 
 def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) -> dict[Name, Tensor]:

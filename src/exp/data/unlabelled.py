@@ -21,7 +21,7 @@ from exp.data.columns import Name, Sheet
 from exp.data.delimited import MISSING_VALUES, are_numbers
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
-from exp.data.images import ENDINGS, LOOKED_AT
+from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
 from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
@@ -189,7 +189,8 @@ class UnlabelledImages(Dataset[Tensor]):
     """Pictures float32 `[C, H, W]`, brought to what those of training were.
 
     path: a picture; a folder, of which all pictures at any depth are taken, by name; or a CSV file with a column of
-        paths, which start at its own folder. picture: that column. resize, crop, mode, mean, std: as of Images.
+        paths, which start at its own folder. picture: that column. resize, crop, mode, mean, std,
+        background: as of Images.
 
     Raises: ConfigError where there is no picture, or one of those that are looked at before cannot be opened.
     """
@@ -204,8 +205,9 @@ class UnlabelledImages(Dataset[Tensor]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
     ) -> None:
-        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
+        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
         self.files = pictures_at(Path(path), picture=picture)
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
@@ -225,7 +227,7 @@ class UnlabelledRecords(Dataset[object]):
     """Samples out of records, by the columns that training read.
 
     path: of a .csv, .parquet, .jsonl or .npz file. target: columns of the answers, not read where they are there.
-    inputs, dtypes, scale: as of Fields. resize, crop, mode, mean, std: of pictures, as of Images.
+    inputs, dtypes, scale: as of Fields. resize, crop, mode, mean, std, background: of pictures, as of Images.
 
     Raises: ConfigError for a file or a column that is not there, and for a record that makes no sample.
     """
@@ -243,6 +245,7 @@ class UnlabelledRecords(Dataset[object]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        background: str = "white",
     ) -> None:
         self.path, columns = path, read_columns(Path(path))
         if inputs is None:  # else they are looked for by their names
@@ -257,7 +260,7 @@ class UnlabelledRecords(Dataset[object]):
             classes=None,
             dtypes=dtypes,
             scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
         )
         self.columns = {name: columns[name] for name in fields.wanted(list(columns), where=path)}
         try:
@@ -369,8 +372,8 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     if place.suffix.lower() == ".csv":
         sheet = sheet_of(place)
         return [place.parent / str(text) for text in sheet.texts(sheet.column(picture, key="dataset.path"))]
-    below = [file for file in place.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
-    found = [place] if place.is_file() else sorted(below)
+    below = pictures_below(place) if place.is_dir() else ()
+    found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:
         raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
     return found

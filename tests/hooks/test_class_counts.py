@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,19 @@ def test_large_cells_hold_short_numbers():
     image = Matrix(torch.tensor([[3, 1], [0, 4]]), True).drawn()
     assert image.pixels.dtype == torch.uint8
     assert image.pixels.shape[:2] == (1, 3)
+
+
+def test_classes_are_called_by_their_names():
+    hook = Confusion(num_classes=2, target="kind")
+    hook.attach(torch.nn.Linear(1, 1), class_names={"kind": ["disc", "bar"], "target": ["a", "b"]})
+    hook.evaluated("val", {"output": torch.eye(2), "kind": torch.tensor([0, 0])})
+    panel = hook.after_evaluation("val", alone)["confusion/val"]
+    assert panel.names == ("disc", "bar")
+    sheets = [replace(panel, names=names).drawn().pixels[0].permute(1, 2, 0).numpy() for names in (panel.names, ())]
+    (top, left, _), (plain_top, plain_left, _) = (corner(sheet, 2) for sheet in sheets)
+    assert (sheets[0][top - 4 - 18 : top - 4, left + 9 : left + 23] < 100).any(), "a name stands above the first column"
+    assert top > plain_top
+    assert left > plain_left
 
 
 def assert_curve(panel, probabilities: np.ndarray, positive: np.ndarray, thresholds: int) -> None:

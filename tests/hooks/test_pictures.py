@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -11,19 +12,18 @@ import exp
 from exp.data.digits import Digits
 from exp.errors import RunError
 from exp.hooks.features import Features
-from exp.hooks.figures import INK, RIGHT, WRONG
-from exp.hooks.samples import Samples, pictures
+from exp.hooks.figures import INK, RIGHT, WRONG, Caption, captioned
+from exp.hooks.samples import Samples, coloured, pictures
 
 
 def alone(tensor):
     return tensor[None]
 
 
-def shown(values, *, batches: int = 1, **settings):
+def shown(values, **settings):
     hook = Samples(**settings)
     hook.setup(nn.Linear(1, 1))
-    for _ in range(batches):
-        hook.evaluated("val", values)
+    hook.evaluated("val", values)
     return hook.after_evaluation("val", alone)["samples/val"]
 
 
@@ -63,12 +63,27 @@ def test_a_frame_shows_whether_the_prediction_is_right():
     assert frames(panel)[::2] == [RIGHT, RIGHT, WRONG, RIGHT, WRONG]
 
 
-def test_samples_of_several_batches_fill_the_count():
-    values = {"input": torch.rand(5, 8, 8), "output": torch.rand(5, 3), "target": torch.zeros(5).long()}
-    panel = shown(values, batches=3, count=12)
-    assert panel.pixels.shape == (12, 1, 8, 8)
-    assert len(panel.targets) == len(panel.outputs) == 12
-    assert torch.equal(panel.pixels[10:], panel.pixels[:2])
+def test_samples_are_a_random_choice_of_the_whole_evaluation():
+    targets = torch.arange(200) // 100  # in the order of the classes
+    inputs, scores = torch.arange(200.0).expand(8, 8, -1).permute(2, 0, 1) / 200, torch.eye(2)[torch.zeros(200).long()]
+    seen = []
+    for size in (7, 64, 200):
+        hook = Samples(count=12, mean=[0.0], std=[1.0])
+        hook.attach(nn.Linear(1, 1), class_names={"target": ["disc", "bar"]})
+        for batch in zip(inputs.split(size), scores.split(size), targets.split(size), strict=True):
+            hook.evaluated("val", dict(zip(("input", "output", "target"), batch, strict=True)))
+        panel = hook.after_evaluation("val", alone)["samples/val"]
+        assert panel.pixels.shape == (12, 1, 8, 8)
+        seen.append((panel.pixels[:, 0, 0, 0].tolist(), panel.targets[:, 0].tolist()))
+    assert seen[0] == seen[1] == seen[2]
+    chosen, kinds = seen[0]
+    assert chosen == sorted({*chosen})
+    assert kinds == [int(pixel > 127) for pixel in chosen]
+    assert 3 <= sum(kinds) <= 9
+    words = [Caption(lines=[f"target {name}", "output disc"], right=name == "disc") for name in ("disc", "bar")]
+    expected = captioned(coloured(panel.pixels), [words[kind] for kind in kinds],
+                         title=f"{12 - sum(kinds)} of 12 right; orange is wrong", columns=4)  # fmt: skip
+    assert np.array_equal(panel.drawn().pixels[0].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize(

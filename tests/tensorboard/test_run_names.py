@@ -14,7 +14,7 @@ import yaml
 from exp.tensorboard.hparams import OF_SWEEP
 from exp.tensorboard.logger import TensorBoardLogger
 from exp.tensorboard.overview import in_order, question
-from exp.tensorboard.run_names import LinkedRuns, run_name
+from exp.tensorboard.run_names import LinkedRuns, run_name, runs_below
 
 TODAY = f"{datetime.date.today():%Y-%m-%d}"
 
@@ -38,6 +38,8 @@ def made(directory, *typed: str):
         (["vars.note=\u00e9\nx"], "note=\u00e9 x"),
         (["~hooks.memory", "+hooks=activations", "data.dataset.path=/data/my/table.csv"],
          "~hooks.memory +hooks=activations path=table.csv"),
+        (["optimizer.lr=0.03162277660168379", "vars.betas=[0.9,0.99949999999999994]", "model=v1.12345678.9"],
+         "lr=0.03162 betas=[0.9,0.9995] model=v1.12345678.9"),
     ],
 )  # fmt: skip
 def test_a_name_has_the_typed_overrides(tmp_path, typed, name):
@@ -62,6 +64,7 @@ def test_links_follow_new_and_removed_runs(tmp_path):
     links = LinkedRuns(outputs, place)
     links.refresh()
     second = made(outputs / "train" / TODAY / "09-39-40", "seed=1")
+    evaluation = made(outputs / "train" / "evaluations" / TODAY / "09-41-00", "from_run=a", "train=false", "test=true")
     sweep = outputs / "train" / "sweeps" / TODAY / "12-00-00"
     sweep.mkdir(parents=True)
     (sweep / f"events.out.tfevents.1.here{OF_SWEEP}").write_bytes(b"")
@@ -80,6 +83,7 @@ def test_links_follow_new_and_removed_runs(tmp_path):
     (first / "events.out.tfevents.1.here").unlink()
     links.refresh()
     assert [link.name for link in place.iterdir() if link.is_symlink()] == ["seed=1 · 09-39 (2)"]
+    assert runs_below(evaluation.parent) == [evaluation]
 
 
 def test_important_tags_come_first():

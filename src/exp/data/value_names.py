@@ -40,6 +40,11 @@ def told_classes(fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     return found
 
 
+def class_names(part: object, fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Return the names of classes by target. part: of the data. fitted: what the training part told."""
+    return {**value_names(part).classes, **told_classes(fitted)}
+
+
 def told_scales(fitted: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Mean and deviation, float64 `[]` or `[K]`, by which training standardised the numbers of each target."""
     held = [told[SCALES] for told in fitted.values() if isinstance(told, Mapping) and SCALES in told]

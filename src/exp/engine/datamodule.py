@@ -16,6 +16,7 @@ from lightning.pytorch.profilers import Profiler
 
 from exp.data.data import Data
 from exp.data.loader import Loader
+from exp.data.value_names import class_names
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
@@ -59,6 +60,11 @@ class StagedData(LightningDataModule):
         """Leave validation out where the data has no val part; Lightning would ask for its loader."""
         if "val" not in self.data.stages:
             self.trainer.limit_val_batches = 0
+
+    @property
+    def class_names(self) -> Mapping[str, Sequence[str]]:
+        """The names of the classes by target."""
+        return class_names(self.data.part(self.data.stages[0]), self.data.fitted)
 
     def batches(self, stage: Stage) -> int | None:
         """Return the global batches of an epoch; None where a stream does not know."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from exp.engine.compilation import uncompiled
 from exp.engine.cuda_graphs import GraphedNetwork
-from exp.engine.datamodule import RunTrainer
+from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
@@ -110,11 +110,13 @@ class StepHooks(StepObserver):
         self._total_steps = module.lengths()[0] if fitting else None
         precision = trainer.precision_plugin
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
+        given = self._trainer.datamodule
+        classes = given.class_names if isinstance(given, StagedData) else {}
         self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
                 hook.fit_periods(self._total_steps)
-                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale)
+                hook.attach(module.network, name=name, directory=self.directory, loss_scale=scale, class_names=classes)
         module.observer = self
 
     def detach(self) -> None:

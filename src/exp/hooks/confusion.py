@@ -50,18 +50,19 @@ class Confusion(ClassCounts):
         return counts(predicted(scores, threshold=self.threshold), classes, num_classes=self.classes)
 
     def shown(self, stage: Stage, counts: Tensor) -> Values:
-        return {f"confusion/{stage}": Matrix(counts, self.normalised)}
+        return {f"confusion/{stage}": Matrix(counts, self.normalised, tuple(self._class_names.get(self.target, ())))}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix(Panel):
     """A confusion matrix that is drawn on the host.
 
-    counts: `[V, V]`, int64, by target and prediction. normalised: see Confusion.
+    counts: `[V, V]`, int64, by target and prediction. normalised: see Confusion. names: of the classes; else none.
     """
 
     counts: Tensor
     normalised: bool
+    names: Sequence[str] = ()
 
     def drawn(self) -> Image:
         from exp.hooks.figures import matrix
@@ -70,7 +71,9 @@ class Matrix(Panel):
         samples, hits = int(counts.sum()), int(np.trace(counts))
         right = f", {100 * hits / samples:.1f} % right" if samples else ""
         figures = "per cent of each target's" if self.normalised else "counts"
-        picture = matrix(counts, normalised=self.normalised, title=f"{samples:,} samples{right}; {figures}")
+        picture = matrix(
+            counts, normalised=self.normalised, title=f"{samples:,} samples{right}; {figures}", names=self.names
+        )
         return Image(torch.from_numpy(picture).permute(2, 0, 1)[None])
 
 

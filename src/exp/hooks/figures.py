@@ -99,13 +99,14 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     return np.array(sheet)
 
 
-def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
+def matrix(counts: np.ndarray, *, normalised: bool, title: str, names: Sequence[str] = ()) -> np.ndarray:
     """A confusion matrix as a picture: a row a target, a column a prediction, hits blue and misses orange.
 
     A cell is as dark as the root of its share of its row, and PALEST at least, so that one miss among thousands is
     seen. Where a cell has room its figure is written: the count, or with `normalised` per cent of the row.
 
-    counts: `[V, V]`, whole numbers, by target and prediction. Returns: uint8 `[H, W, 3]`, at most about 1,100 high.
+    counts: `[V, V]`, whole numbers, by target and prediction. names: of the classes; by default their numbers.
+    Returns: uint8 `[H, W, 3]`, at most about 1,200 high.
     """
     classes = len(counts)
     rows = counts.sum(1, keepdims=True)
@@ -114,21 +115,26 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     colours = _tinted(shares)
     font = font_of(TEXT_SIZE)
     side = cell * classes
-    left = int(font.getlength(str(classes - 1))) + 3 * MARGIN + TEXT_SIZE
-    top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + TEXT_SIZE
+    called = [names[place] if place < len(names) else str(place) for place in range(classes)]
+    labels = [cut(name, font, LONGEST_NAME) for name in called]
+    longest = int(max(map(font.getlength, labels)))
+    left = longest + 3 * MARGIN + TEXT_SIZE
+    top = 2 * (TEXT_SIZE + MARGIN) + 3 * MARGIN + (longest if names else TEXT_SIZE)
     width = max(left + side + 2 * MARGIN, int(font.getlength(title)) + 2 * MARGIN, CARD)
     sheet, pen, _ = blank(width, top + side + 2 * MARGIN)
     sheet.paste(Image.fromarray(colours.repeat(cell, axis=0).repeat(cell, axis=1)), (left, top))
     pen.text((MARGIN, MARGIN), title, fill=INK, font=font)
-    pen.text((left, top - 2 * (TEXT_SIZE + MARGIN)), "prediction", fill=INK, font=font)
-    upright = Image.new("RGB", (int(font.getlength("target")) + 1, TEXT_SIZE + 3), PAPER)
-    ImageDraw.Draw(upright).text((0, 0), "target", fill=INK, font=font)
-    sheet.paste(upright.rotate(90, expand=True), (MARGIN // 2, top))
+    pen.text((left, TEXT_SIZE + 2 * MARGIN + 3), "prediction", fill=INK, font=font)
+    sheet.paste(_upright("target", font), (MARGIN // 2, top))
     every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if step * cell >= 2 * TEXT_SIZE)
     for place in range(0, classes, every):
         middle = place * cell + cell // 2
-        pen.text((left + middle, top - 4), str(place), fill=INK, font=font, anchor="ms")
-        pen.text((left - MARGIN, top + middle), str(place), fill=INK, font=font, anchor="rm")
+        pen.text((left - MARGIN, top + middle), labels[place], fill=INK, font=font, anchor="rm")
+        if names:
+            upright = _upright(labels[place], font)
+            sheet.paste(upright, (left + middle - upright.width // 2, top - 4 - upright.height))
+        else:
+            pen.text((left + middle, top - 4), labels[place], fill=INK, font=font, anchor="ms")
     if cell >= 6:
         for line in range(classes + 1):
             at = line * cell
@@ -137,6 +143,13 @@ def matrix(counts: np.ndarray, *, normalised: bool, title: str) -> np.ndarray:
     if cell >= CELL_WITH_FIGURE:
         _write_figures(pen, counts, shares, at=(left, top), cell=cell, normalised=normalised)
     return np.array(sheet)
+
+
+def _upright(text: str, font: Font) -> Image.Image:
+    """Return a picture of a text that reads from below."""
+    sheet = Image.new("RGB", (int(font.getlength(text)) + 1, TEXT_SIZE + 3), PAPER)
+    ImageDraw.Draw(sheet).text((0, 0), text, fill=INK, font=font)
+    return sheet.rotate(90, expand=True)
 
 
 def _tinted(shares: np.ndarray) -> np.ndarray:

@@ -111,6 +111,8 @@ class Hook:
         self.modules = tuple(modules)
         self.name = type(self).__name__.lower()
         self.directory: Path | None = None
+        # Of the data, by target; empty where the data has none.
+        self._class_names: Mapping[str, Sequence[str]] = {}
         self._attached: Attached | None = None
         self._loss_scale: Callable[[], Tensor | float] | None = None
 
@@ -293,6 +295,7 @@ class Hook:
         name: str | None = None,
         directory: Path | None = None,
         loss_scale: Callable[[], Tensor | float] | None = None,
+        class_names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Check the patterns, attach what is always at its modules, and call `setup`.
 
@@ -301,7 +304,7 @@ class Hook:
         Raises ConfigError: a pattern that matches no module, with the names that are there.
         """
         self.name = name or self.name
-        self.directory, self._loss_scale = directory, loss_scale
+        self.directory, self._loss_scale, self._class_names = directory, loss_scale, class_names or {}
         modules = matching(network, self.modules, key=f"hooks.{self.name}.modules")
         self._attached = Attached(self, modules, network=network)
         self.setup(network)

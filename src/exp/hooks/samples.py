@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from exp.errors import Fault
 from exp.hooks.class_counts import stage_faults
@@ -28,14 +29,15 @@ CHANNELS = (1, 3, 4)
 
 
 class Samples(Hook):
-    """Draws `samples/<stage>`: the first pictures of an evaluation, or of a due training step, each with its captions.
+    """Draws `samples/<stage>`: pictures of an evaluation, or of a due training step, each with its captions.
 
     A caption says the target and what the network gave: of a classification the classes, with a blue frame where they
     agree and an orange one where they do not (for a class at each of several places the share that agrees); of a
     regression the numbers, up to three; of anything else its shape. Pictures are un-normalised by `mean` and `std`;
     bytes are shown as they are; without the two, each picture's smallest value is black and its largest white.
 
-    The first rank's share is drawn; validation and test data have one order, so that the same pictures come each time.
+    Of an evaluation they are chosen at random from the first rank's whole share, the same ones each time. Of a training
+    step they are the first ones. Classes are called as the data calls them.
 
     stages: of train, val, test. every_n_steps: for train; an evaluation is drawn each time.
     count: pictures. columns: of the grid.
@@ -64,7 +66,9 @@ class Samples(Hook):
         self.stages, self.count, self.columns = tuple(stages), count, columns
         self.mean, self.std, self.threshold = mean, std, threshold
         self.input, self.output, self.target = input, output, target
-        self._parts: list[Shown] = []
+        # Of an evaluation: its pictures so far, by the numbers that were drawn for them.
+        self._parts: dict[float, Shown] = {}
+        self._draw = np.random.default_rng(0)
         self._drawn_step = 0
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
@@ -89,15 +93,21 @@ class Samples(Hook):
         if "train" not in self.stages or self._drawn_step == step.index:
             return None
         self._drawn_step = step.index
-        return {"samples/train": self._shown(values, self.count)}
+        return {"samples/train": self._shown(values, slice(self.count))}
 
     def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
-        missing = self.count - sum(len(part.pixels) for part in self._parts)
-        if stage in self.stages and missing > 0:
-            self._parts.append(self._shown(values, missing))
+        if stage not in self.stages:
+            return
+        # The samples with the smallest numbers are a random choice, whatever the order and the batch size.
+        drawn = self._draw.random(len(next(tensors_in(values[self.input])))).tolist()
+        largest = sorted([*self._parts, *drawn])[: self.count][-1]
+        self._parts = {number: part for number, part in self._parts.items() if number <= largest}
+        for place, number in enumerate(drawn):
+            if number <= largest:
+                self._parts[number] = self._shown(values, slice(place, place + 1))
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._draw = list(self._parts.values()), {}, np.random.default_rng(0)
         return {f"samples/{stage}": joined(parts)} if parts else None
 
     def _scale_faults(self, channels: int | None) -> Iterator[Fault]:
@@ -112,18 +122,19 @@ class Samples(Hook):
         if self.std is not None and min(self.std, default=0.0) <= 0:
             yield self.fault("std", got=list(self.std), expected="numbers above 0")
 
-    def _shown(self, values: Mapping[str, object], count: int) -> Shown:
-        """The first samples of a batch."""
+    def _shown(self, values: Mapping[str, object], places: slice) -> Shown:
+        """Return some samples of a batch."""
         shown = next(tensors_in(values[self.input]))
-        pixels = pictures(shown.detach()[:count], mean=self.mean, std=self.std)
+        pixels = pictures(shown.detach()[places], mean=self.mean, std=self.std)
         output = next(tensors_in(values.get(self.output)), None)
         target = next(tensors_in(values.get(self.target)), None)
         if output is not None:
-            output = output.detach()[: len(pixels)]
+            output = output.detach()[places]
         if target is not None:
-            target = target.detach()[: len(pixels)]
+            target = target.detach()[places]
             output = _as_classes(output, target, threshold=self.threshold)
-        return Shown(pixels, _numbers(target), _numbers(output), _shape(target), _shape(output), self.columns)
+        names = tuple(self._class_names.get(self.target, ()))
+        return Shown(pixels, _numbers(target), _numbers(output), _shape(target), _shape(output), self.columns, names)
 
 
 def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
@@ -146,6 +157,7 @@ class Shown(Panel):
     pixels: uint8 `[N, C, H, W]`.
     targets, outputs: `[N, K]`, a few numbers for each, whole ones of classes; None where there are none, or too many.
     target_shape, output_shape: of one sample's; None where there is none.
+    names: of the classes, in the order of their numbers; empty where they have none.
     """
 
     pixels: Tensor
@@ -154,14 +166,15 @@ class Shown(Panel):
     target_shape: tuple[int, ...] | None
     output_shape: tuple[int, ...] | None
     columns: int
+    names: Sequence[str] = ()
 
     def drawn(self) -> Image:
         from exp.hooks.figures import Caption, captioned
 
         captions, hits = [], []
         for place in range(len(self.pixels)):
-            target = _words(self.targets, self.target_shape, place)
-            output = _words(self.outputs, self.output_shape, place)
+            target = _words(self.targets, self.target_shape, place, self.names)
+            output = _words(self.outputs, self.output_shape, place, self.names)
             right = self._right(place)
             hits.append(right)
             lines = [f"{name} {words}" for name, words in (("target", target), ("output", output)) if words]
@@ -186,11 +199,14 @@ def joined(parts: Sequence[Shown]) -> Shown:
         return first
 
     def whole(name: str) -> Tensor | None:
-        tensors = [getattr(part, name) for part in parts]
-        return None if tensors[0] is None else torch.cat(tensors)
+        tensors = [one for part in parts if (one := getattr(part, name)) is not None]
+        is_same = len(tensors) == len(parts) and len({one.shape[1:] for one in tensors}) == 1
+        return torch.cat(tensors) if is_same else None
 
-    pixels = torch.cat([part.pixels for part in parts])
-    return Shown(pixels, whole("targets"), whole("outputs"), first.target_shape, first.output_shape, first.columns)
+    high, wide = (max(part.pixels.shape[side] for part in parts) for side in (2, 3))
+    sizes = [(0, wide - part.pixels.shape[3], 0, high - part.pixels.shape[2]) for part in parts]
+    pixels = torch.cat([pad(part.pixels, size, value=255) for part, size in zip(parts, sizes, strict=True)])
+    return replace(first, pixels=pixels, targets=whole("targets"), outputs=whole("outputs"))
 
 
 def _as_classes(output: Tensor | None, target: Tensor, *, threshold: float) -> Tensor | None:
@@ -216,11 +232,13 @@ def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
     return None if tensor is None else tuple(tensor.shape[1:])
 
 
-def _words(numbers: Tensor | None, shape: tuple[int, ...] | None, place: int) -> str:
+def _words(numbers: Tensor | None, shape: tuple[int, ...] | None, place: int, names: Sequence[str]) -> str:
     if numbers is None:
         return "" if shape is None else str(list(shape))
     row = numbers[place].tolist()
-    return " ".join(f"{number:.3g}" if isinstance(number, float) else str(number) for number in row)
+    if numbers.is_floating_point():
+        return " ".join(f"{number:.3g}" for number in row)
+    return " ".join(names[number] if 0 <= number < len(names) else str(number) for number in row)
 
 
 def coloured(pixels: Tensor) -> np.ndarray:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from exp.data.entries import TARGET
-from exp.data.value_names import told_classes, told_scales, value_names
+from exp.data.value_names import class_names, told_scales, value_names
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, shortened
 from exp.files import write_whole
 from exp.models.lora import is_adapted, merge
@@ -208,7 +208,7 @@ class Source:
         """What the file says of itself."""
         data, prepared = self.samples.data, self.samples.preparations
         names = value_names(data.part(data.stages[0]))
-        classes = list(told_classes(data.fitted).get(TARGET) or names.classes.get(TARGET, ()))
+        classes = list(class_names(data.part(data.stages[0]), data.fitted).get(TARGET, ()))
         if not classes and data.spec.num_classes is not None:
             classes = [str(number) for number in range(data.spec.num_classes)]
         return Description(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+import functools
 import os
 import re
 from collections import Counter
@@ -21,6 +22,8 @@ from exp.tensorboard.hparams import EVENTS, OF_SWEEP, declared_above
 
 TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
 DATE = re.compile(r"\d{4}-(\d\d-\d\d)")
+# A number with a point within a value, such as a rate that a search has drawn.
+NUMBER = re.compile(r"(?<![\w.])\d*\.\d+(e[+-]?\d+)?(?![\w.])", re.IGNORECASE)
 # What says nothing of what was tried.
 PASSED_OVER = ("name", "resume", "tags", "print_config")
 # Of a run's directory, or beside runs.
@@ -78,7 +81,10 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def _found_below(directory: Path) -> tuple[list[Path], dict[Path, list[str]]]:
-    """The folders of runs, and the files of sweeps by their folders. What goes while it is looked at is left out."""
+    """Return the folders of runs, and the files of sweeps by their folders. What goes meanwhile is left out.
+
+    Evaluations of saved runs are no runs beside those that train.
+    """
     runs: list[Path] = []
     sweeps: dict[Path, list[str]] = {}
     for folder, inner, files in os.walk(directory):
@@ -94,7 +100,8 @@ def _found_below(directory: Path) -> tuple[list[Path], dict[Path, list[str]]]:
             if {"tensorboard", "checkpoints"} <= {*inner}
             else [name for name in inner if name not in PASSED_BY and not name.startswith(".")]
         )
-    return sorted(runs), sweeps
+    training = [folder for folder in runs if not _is_evaluation(_run_of(folder))]
+    return sorted(training or runs), sweeps
 
 
 def run_name(folder: Path, *, below: Path) -> str:
@@ -102,7 +109,7 @@ def run_name(folder: Path, *, below: Path) -> str:
 
     folder: of event files. below: the directory that is shown.
     """
-    run = folder.parent if folder.name == "tensorboard" else folder
+    run = _run_of(folder)
     typed = _typed(run)
     if typed is None:
         shown = os.path.relpath(folder, below)
@@ -130,16 +137,31 @@ def _numbered(name: str) -> Iterator[str]:
 
 def _typed(run: Path) -> list[str] | None:
     """The overrides of a run, of a sweep's job those first that are swept; None of a folder that has none to read."""
-    try:
-        found = read_overrides(run)
-    except (OSError, ExpError):
-        return None
-    if not isinstance(found, list):
+    found = _overrides(run)
+    if found is None:
         return None
     declared = declared_above(run)
     infos = [] if declared is None else declared.hparam_infos
     swept = {info.name for info in infos if info.WhichOneof("domain") is not None}
-    return sorted(map(str, found), key=lambda one: one.lstrip("+").partition("=")[0] not in swept)
+    return sorted(found, key=lambda one: one.lstrip("+").partition("=")[0] not in swept)
+
+
+def _overrides(run: Path) -> list[str] | None:
+    try:
+        found = read_overrides(run)
+    except (OSError, ExpError):
+        return None
+    return [str(text) for text in found] if isinstance(found, list) else None
+
+
+def _run_of(folder: Path) -> Path:
+    return folder.parent if folder.name == "tensorboard" else folder
+
+
+@functools.cache
+def _is_evaluation(run: Path) -> bool:
+    """Whether a run trains nothing, as those of exp.evaluate."""
+    return "train=false" in (_overrides(run) or ())
 
 
 def _short(typed: Sequence[str]) -> Iterator[str]:
@@ -153,9 +175,10 @@ def _short(typed: Sequence[str]) -> Iterator[str]:
 
 
 def _end_of(value: str) -> str:
-    """The last part of a path; any other value whole."""
-    is_path = value.startswith(("/", ".", "~")) or value.count("/") > 1
-    return value.rpartition("/")[2] if is_path else value
+    """Return the last part of a path; of any other value the whole, its long numbers with four significant digits."""
+    if "/" in value and (value.startswith(("/", ".", "~")) or value.count("/") > 1):
+        return value.rpartition("/")[2]
+    return NUMBER.sub(lambda found: min(found[0], f"{float(found[0]):.4g}", key=len), value)
 
 
 def _time(run: Path) -> str:

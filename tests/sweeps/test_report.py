@@ -207,6 +207,11 @@ def test_defaults_and_equal_numbers_are_values(folder, write_run):
     write_run(folder / "a", value=1.0)
     write_run(folder / "b", "optimizer.lr=1e-3", value=2.0)
     write_run(folder / "c", "+optimizer.lr=5e-3", "precision=bf16", value=3.0)
+    write_run(folder / "d", "train=false", value=0.0)  # as exp.evaluate does
+    shown = run(folder, "--output", folder / "page")[1]
+    assert "evaluations, which train nothing, are left out: 1" in shown
+    assert "best    a, loss/val 1  optimizer.lr=0.001\n" in shown
+    shutil.rmtree(folder / "d")
     found = compare(records_of(folder))
     assert found.keys == ["optimizer.lr", "precision"]
     assert [row.swept["optimizer.lr"] for row in found.rows] == ["0.001", "0.001", "0.005"]
@@ -394,10 +399,13 @@ def test_runs_that_were_not_completed_are_dashed(folder, write_run):
         write_run(folder / str(seed), f"seed={seed}", curves={"loss/val": values})
     write_run(folder / "2", "seed=2", curves={"loss/val": [7.0, 7.0]}, status="interrupted")
     charts = [
-        {chart.name: chart.svg for chart in draw(compare(records_of(*places))).drawn}
+        {chart.name: chart for chart in draw(compare(records_of(*places))).drawn}
         for places in ((folder / "0", folder / "1"), (folder,))
     ]
-    assert ["stroke-dasharray" in drawn["curve-loss-val"] for drawn in charts] == [False, True]
+    curves = [drawn["curve-loss-val"] for drawn in charts]
+    assert ["stroke-dasharray" in chart.svg for chart in curves] == [False, True]
+    assert ["dashed" in chart.caption for chart in curves] == [False, True]
+    assert "grey line" not in charts[0]["value-seed"].caption, "no median is drawn of a run a value"
 
 
 @pytest.mark.parametrize(

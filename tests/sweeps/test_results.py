@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from exp.config.found_run import WHOLE, named_run
 from exp.sweeps.results import (
@@ -17,6 +18,7 @@ from exp.sweeps.results import (
     best_row,
     print_table,
     repeats_of,
+    rich_tables,
     table_cells,
     write_table,
 )
@@ -192,6 +194,29 @@ def test_columns_without_room_are_named(width, printed, monkeypatch):
     for name, word in {"peak_mib": "823", "seconds": "10.2", "step": "380", "accuracy/val": "0.98765"}.items():
         assert (name in left_out) == (word not in words)
     assert (left_out == [""]) == (width >= 100)
+
+
+def test_forty_runs_take_a_line_each(capsys):
+    swept = [
+        {f"model.layers.layer{other}.out_features": "8" if other == place else "(default)" for other in range(40)}
+        | {"optimizer.lr": f"{1 / (place + 3)}", "data.dataset.path": f"/data/{place}.csv" * 4}
+        for place in range(40)
+    ]
+    rows = [
+        row(place, (place % 7) / 8, mode="max", step=20, metrics={"f1/val": place / 40}, swept=one)
+        for place, one in enumerate(swept)
+    ]
+    names = [f"train/2026-01-31/12-00-{place:02}" for place in range(40)]
+    (table,) = rich_tables(rows, width=80, names=names)
+    Console(width=80).print(table)
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert len(lines) <= 40 + 12
+    assert max(map(len, lines)) <= 80
+    assert "(default)" not in "".join(lines)
+    assert {len(line) for line in cells} == {4}
+    assert [float(line[2]) for line in cells] == sorted((place % 7) / 8 for place in range(40))[::-1]
+    assert cells[0][:2] == ["train/2026-01-31/12-00-06", "0.111111"]
 
 
 def test_a_drawn_number_is_shortened_on_the_screen(tmp_path):

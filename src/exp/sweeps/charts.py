@@ -222,14 +222,20 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
         axes.ticklabel_format(axis="x", style="plain", useOffset=False)
         _legend(axes, [] if few else labels)
 
-    shown = f"the mean of runs over {over} with a band of one standard deviation" if over else "a line a run"
-    dropped = "" if few else f" The best is orange, {_others(len(groups) - bool(best))} grey."
+    # Of what is not drawn nothing is said.
+    drawn = [[row for row in group.rows if _has(comparison, row, tag)] for group in groups]
+    has_band = any(sum(row.status in FINISHED for row in rows) > 1 for rows in drawn)
+    shown = f"the mean of runs over {over} with a band of one standard deviation" if has_band else "a line a run"
+    others = _others(len(groups) - bool(best))
+    dropped = "" if few else f" The best is orange, {others} grey." if best else f" {others} grey."
     repeats = (
         f" A line is the mean of completed runs that differ in {over} alone, the band one standard deviation (over"
-        " n - 1) to each side, both where all of them have been. A dashed line is a run that was not completed."
-        if over
-        else " A dashed line is a run that was not completed."
+        " n - 1) to each side, both where all of them have been."
+        if has_band
+        else ""
     )
+    if any(row.status not in FINISHED for rows in drawn for row in rows):
+        repeats += " A dashed line is a run that was not completed."
     return _chart(
         plot,
         name=f"curve-{tag}",
@@ -277,7 +283,8 @@ def _draw_group(
     for row in alone:
         curve = comparison.records[row.job].curves[tag]
         steps, values = thinned(curve.steps, curve.values, most=most)
-        _line(axes, steps, values, {**style, "alpha": alpha, "linestyle": "--", "linewidth": 1.0})
+        dashed = {} if row.status in FINISHED else {"linestyle": "--", "linewidth": 1.0}
+        _line(axes, steps, values, {**style, "alpha": alpha, **dashed})
         style = {**style, "label": "_"}
 
 
@@ -376,19 +383,20 @@ def _against(comparison: Comparison, key: str) -> Chart:
         if key in row.swept and math.isfinite(value)
     ]
     scale = Scale.of(comparison, key)
-    best = comparison.best
+    best, medians = comparison.best, _medians(comparison, key, scale)
+    has_star = best is not None and key in best.swept
     kinds = list(dict.fromkeys(row.status for row, _, _ in shown))
     beneath = 0.26 if len(kinds) + (best is not None) > MOST_ABOVE else 0.0
 
     def plot(axes: Any) -> None:
-        _medians(axes, comparison, key, scale)
+        axes.plot(*medians, color=GREY, linewidth=1.0, alpha=0.7)
         for status in kinds:
             marker, colour = STATUS.get(status, OTHER_STATUS)
             own = [(text, value) for row, text, value in shown if row.status == status]
             xs, ys = scale.places([text for text, _ in own]), [value for _, value in own]
             face = colour if status == "completed" else "none"
             axes.scatter(xs, ys, marker=marker, s=26, facecolors=face, edgecolors=colour, alpha=0.75, label=status)
-        if best is not None and key in best.swept:
+        if best is not None and has_star:
             place = scale.places([best.swept[key]])
             axes.scatter(
                 place, [best.value], marker="*", s=190, color=BEST, edgecolors=INK, linewidths=0.6, label="best"
@@ -399,6 +407,12 @@ def _against(comparison: Comparison, key: str) -> Chart:
         scale.label(axes)
         _legend_of_points(axes)
 
+    star = ", the best a star" if has_star else ""
+    sentences = [f"{comparison.tag} against {key}: a point a run, its shape its status{star}."]
+    if len(medians[0]):
+        sentences.append("The grey line joins the medians of the completed runs.")
+    if len(comparison.keys) > 1:
+        sentences.append("Other keys differ, too, from point to point.")
     kind = "each value a column" if scale.names else "a logarithmic axis" if scale.is_log else "a linear axis"
     return _chart(
         plot,
@@ -407,17 +421,18 @@ def _against(comparison: Comparison, key: str) -> Chart:
         margins=Margins(bottom=scale.bottom + beneath),
         title=f"{comparison.tag} against {key}",
         text=f"{comparison.tag} of {len(shown)} runs against {key}, {kind}.",
-        caption=f"{comparison.tag} against {key}: a point a run, its shape its status, the best a star. The grey line"
-        " joins the medians of the completed runs. Other keys differ, too, from point to point.",
+        caption=" ".join(sentences),
     )
 
 
-def _medians(axes: Any, comparison: Comparison, key: str, scale: Scale) -> None:
+def _medians(comparison: Comparison, key: str, scale: Scale) -> tuple[np.ndarray, list[float]]:
+    """Return places of a key and the medians of the completed runs there; none where they would say nothing."""
     texts, values = finite_pairs(comparison, key)
     places = scale.places(texts)
     there = np.unique(places)
-    if 1 < len(there) <= 12 and len(there) < len(places):
-        axes.plot(there, [np.median(values[places == place]) for place in there], color=GREY, linewidth=1.0, alpha=0.7)
+    is_drawn = 1 < len(there) <= 12 and len(there) < len(places)
+    there = there if is_drawn else there[:0]
+    return there, [np.median(values[places == place]) for place in there]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,6 +532,7 @@ def _parallel(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
         )
     scales = [Scale.of(comparison, key) for key in keys]
     values = np.array([row.value for row in done], np.float64)
+    orange = "; the best is orange" if any(row is comparison.best for row in done) else ""
     is_log = spans_decades(values)
     low, high = float(values.min()), float(values.max())
     heights = _heights(values, is_log=is_log)
@@ -562,7 +578,7 @@ def _parallel(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
         title="All keys at once",
         text=f"Parallel coordinates of {len(done)} completed runs: {', '.join(keys)} and {comparison.tag}.",
         caption=f"A line a completed run, from key to key, to its {comparison.tag} at the right. The bluer a line,"
-        " the better; the best is orange. Where blue lines meet on an axis, its value is one to choose.",
+        f" the better{orange}. Where blue lines meet on an axis, its value is one to choose.",
         is_wide=True,
     )
 

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +22,20 @@ from exp.command_clock import waited_seconds
 from exp.files import write_whole
 from exp.run_report import train_command
 from exp.shared_types import STAGES, Mode
+from exp.spelling import among
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
+# The value of a key that nobody typed, where no config says it.
+DEFAULT = "(default)"
 # Characters of a swept number on the screen.
 LONGEST = 10
+# Letters of a cell on the screen, behind the first one.
+MOST_LETTERS = 28
+# Of named runs: columns on the screen, and the share of runs in which a column has another value than in most.
+MOST_COLUMNS, LEAST_VARIETY = 6, 0.1
 # Columns that a narrow screen goes without first.
 LEAST = ("peak_mib", "seconds", "step")
 # Who ended as they should, need not be run again, and have a value.
@@ -188,16 +196,20 @@ def best_line(rows: Sequence[Row], *, repeat_over: str | None = None, names: Seq
         best = best_row(rows)
         if best is None:
             return ""
-        swept = " ".join(f"{key}={value}" for key, value in best.swept.items() if key in shown)
+        swept = _typed(best.swept, shown)
         return f"{_called(rows, best, names)}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
     group = best_repeats(rows, over=repeat_over)
     if group is None:
         return ""
-    swept = " ".join(f"{key}={value}" for key, value in group.swept.items() if key in shown)
+    swept = _typed(group.swept, shown)
     called = ", ".join(_called(rows, row, names) for row in group.rows if row.has_value)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
     return f"{called}: {mean}  {swept}".rstrip()
+
+
+def _typed(swept: Mapping[str, str], shown: Sequence[str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in swept.items() if key in shown and value != DEFAULT)
 
 
 def _called(rows: Sequence[Row], row: Row, names: Sequence[str] | None) -> str:
@@ -209,63 +221,98 @@ def rich_tables(
 ) -> list[Table]:
     """For a screen of so many columns, the best in bold: the jobs, and the repeats where there are any.
 
-    names: as of `table_cells`.
+    names: as of `table_cells`. Jobs are listed by their numbers; named runs with the best first, in few columns.
     """
+    if names is not None:
+        places = _ranked(rows, [row.value if row.has_value else math.nan for row in rows])
+        rows, names = [rows[place] for place in places], [names[place] for place in places]
     best = best_row(rows)
     header, cells = table_cells(rows, brief=True, names=names)
     what = "job" if names is None else "run"
     title = f"{len(rows)} {what}{'s' if len(rows) != 1 else ''}"
-    tables = [_rich(title, header, cells, bold=[row is best for row in rows], width=width)]
+    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
+    keys = sorted(differing(rows), key=lambda key: -_variety(columns[key]))
+    first = [header[0], *(name for name in header if name.startswith("best "))]
+    others = ["status", *keys, *(name for name in header if name.endswith("/val")), *reversed(LEAST)]
+    others = [name for name in dict.fromkeys(others) if name in header and name not in first]
+    most = len(header)
+    if names is not None and len(rows) > 1:
+        most, least = MOST_COLUMNS, {"status": 0.0}
+        others = [name for name in others if _variety(columns[name]) > least.get(name, LEAST_VARIETY)]
+    bold = [row is best for row in rows]
+    tables = [_rich(title, header, cells, first=first, others=others, bold=bold, width=width, most=most)]
     if repeat_over is not None:
         groups = repeats_of(rows, over=repeat_over)
+        if names is not None:
+            groups = [groups[place] for place in _ranked(rows, [group.mean for group in groups])]
         top = best_repeats(rows, over=repeat_over)
         bold = [top is not None and group.rows == top.rows for group in groups]
-        tables.append(_rich(f"over {repeat_over}", *repeat_cells(rows, over=repeat_over), bold=bold, width=width))
+        header, cells = repeat_cells([row for group in groups for row in group.rows], over=repeat_over)
+        first, keys = repeat_columns(rows), [key for key in keys if key in header]
+        title = f"over {repeat_over}"
+        tables.append(_rich(title, header, cells, first=first, others=keys, bold=bold, width=width, most=most))
     return tables
 
 
+def _ranked(rows: Sequence[Row], values: Sequence[float]) -> list[int]:
+    """Return the places of values, the best first, those without one last; as they are if rows watch different tags."""
+    if len({(row.monitor, row.mode) for row in rows}) > 1:
+        return list(range(len(values)))
+    sign = -1 if rows[0].mode == "max" else 1
+    return sorted(range(len(values)), key=lambda at: sign * values[at] if math.isfinite(values[at]) else math.inf)
+
+
+def _variety(cells: Sequence[str]) -> float:
+    """Return the share of cells that hold something else than most do."""
+    return 1 - max(Counter(cells).values()) / len(cells)
+
+
 def _rich(
-    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool], width: int
+    title: str,
+    header: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    *,
+    first: Sequence[str],
+    others: Sequence[str],
+    bold: Sequence[bool],
+    width: int,
+    most: int,
 ) -> Table:
+    """A table with a line a row. Columns that have no room are left out, and named.
+
+    first: columns that are there in any case. others: further ones, what matters most first. most: columns.
+    """
     from rich.markup import escape
     from rich.table import Table
 
-    header, cells, left_out = _fitted(header, cells, width=width)
+    columns = {name: [name, *map(_cut, column)] for name, *column in zip(header, *cells, strict=True)}
+    columns[header[0]] = [header[0], *(line[0] for line in cells)]  # what a run is called is copied
+    if _needed(columns.values()) > width:
+        columns = {name: [re.sub(r"([/.])| ", "\\1\n", name), *column[1:]] for name, column in columns.items()}
+    kept = list(first)
+    for name in others:
+        if len(kept) < most and _needed([columns[one] for one in (*kept, name)]) <= width:
+            kept.append(name)
+    left_out = [name for name in header if name not in kept]
     if left_out:
-        title = f"{title}; columns that the screen has no room for: {', '.join(left_out)}"
+        title = f"{title}; columns that the screen has no room for: {among(left_out)}"
     table = Table(title=title, title_justify="left")
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for values, is_best in zip(cells, bold, strict=True):
-        table.add_row(*map(escape, values), style="bold" if is_best else None)
+    shown = [columns[name] for name in header if name in kept]
+    for column in shown:
+        table.add_column(column[0], no_wrap=True)
+    for place, is_best in enumerate(bold, 1):
+        table.add_row(*(escape(column[place]) for column in shown), style="bold" if is_best else None)
     return table
 
 
-def _fitted(
-    header: Sequence[str], cells: Sequence[Sequence[str]], *, width: int
-) -> tuple[list[str], list[list[str]], list[str]]:
-    """A table for a screen of so many columns, whose words rich would break anywhere: first its header is broken at
-    signs, then what matters least is left out, which is named."""
-    names, left_out = list(header), list[str]()
-    columns = [[name, *column] for name, *column in zip(header, *cells, strict=True)]
-    if _needed(columns) > width:
-        columns = [[re.sub(r"([/.])", "\\1\n", name), *column] for name, *column in columns]
-    metrics = [name for name in header if name.endswith("/val") and not name.startswith("best ")]
-    for name in (*LEAST, *reversed(metrics)):
-        if name in names and _needed(columns) > width:
-            place = names.index(name)
-            left_out.append(name)
-            del names[place], columns[place]
-    return (
-        [column[0] for column in columns],
-        [list(line) for line in zip(*(column[1:] for column in columns), strict=True)],
-        left_out,
-    )
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 1]}…"
 
 
-def _needed(columns: Sequence[Sequence[str]]) -> int:
-    """Columns of a screen in which no word is broken."""
-    return 1 + sum(3 + max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns)
+def _needed(columns: Iterable[Sequence[str]]) -> int:
+    """Columns of a screen that a table needs."""
+    return 1 + sum(3 + max(len(line) for cell in column for line in [*cell.splitlines(), ""]) for column in columns)
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

@@ -18,12 +18,11 @@ from exp.shared_types import Mode, compared_tag, parted
 from exp.spelling import among, did_you_mean
 from exp.sweeps.analysis import numbers, spans_decades
 from exp.sweeps.ledger import SETTINGS
-from exp.sweeps.results import FINISHED, Repeats, Row, best_of, differing, repeats_of
+from exp.sweeps.results import DEFAULT, FINISHED, Repeats, Row, best_of, differing, repeats_of
 from exp.sweeps.run_records import RunRecord, best_point
 
 SEED = "seed"
 NONE = "none"
-DEFAULT = "(default)"
 SECONDS = "wall seconds"
 # A tag of which less is better, where neither the config nor the command says so.
 LESS = re.compile(

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.stages import config_faults
+from exp.check.stages import config_faults, early_faults
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.config.search_path import OWN_CONF, search_places, users_conf
 from exp.config.targets import resolve
-from exp.errors import ConfigError
+from exp.errors import ConfigError, Fault
 
 FIXED_DIRECTORY = "hydra.run.dir=outputs/here"
 
@@ -42,6 +42,10 @@ def refused(*overrides: str, **settings_) -> ConfigError:
         exp.compose(list(overrides), **settings_)
     assert caught.value.exit_status == 2
     return caught.value
+
+
+def refused_values(*overrides: str) -> list[Fault]:
+    return early_faults(exp.compose(list(overrides)))
 
 
 def whole(*overrides: str) -> dict:
@@ -301,6 +305,20 @@ def test_references_to_hydra_are_resolved():
     assert exp.compose(["experiment=e"]).tags[0] == str(Path.cwd())
     write("conf/experiment/f.yaml", "# @package _global_\n# F.\nname: '${hydra:runtime.output_dir}'\n")
     assert "known before the run" in str(refused("experiment=f", FIXED_DIRECTORY))
+
+
+def test_a_mapping_and_a_list_replace_each_other():
+    write("conf/experiment/e.yaml", "# @package _global_\nvars: {a: {x: 1}, b: [1], c: {d: [2]}, e: {f: 1}}\n")
+    later = "defaults: [e]\nvars: {a: [3], b: {y: 4}, c: {d: {z: 5}}, e: {g: 2}}\n"
+    write("conf/experiment/f.yaml", f"# @package _global_\n{later}")
+    assert exp.compose(["experiment=f"]).vars == {"a": [3], "b": {"y": 4}, "c": {"d": {"z": 5}}, "e": {"f": 1, "g": 2}}
+    typed = ["vars.a={w:6}", "vars.b=[7]", "vars.c={d:[8]}", "++vars.e.f=[9]"]
+    both = {"a": {"w": 6}, "b": [7], "c": {"d": [8]}, "e": {"f": [9], "g": 2}}
+    assert exp.compose(["experiment=f", *typed]).vars == both
+    csv = ["data=csv", "data.dataset.path=x.csv", "data.dataset.target=y"]
+    assert exp.compose([*csv, "data.dataset.dates={when:'%d.%m.%Y'}"]).data.dataset.dates == {"when": "%d.%m.%Y"}
+    (fault,) = refused_values("trainer=[1]")
+    assert (fault.key, fault.source) == ("trainer", "command line")
 
 
 def test_an_unresolvable_run_directory_is_an_error():

@@ -231,6 +231,7 @@ class Loader(ConfigLoaderImpl):
         self._numbered: list[str] = []
         self._visits: _Visits | None = None
 
+        self._loaded: dict[int, ConfigResult] = {}
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
@@ -244,7 +245,19 @@ class Loader(ConfigLoaderImpl):
         # A copy, for Hydra merges the others into it.
         has_whole_node = any(map(_is_whole_node, self._overrides))
         self._declared = copy.deepcopy(own[0].config) if has_whole_node and own and own[0] is not None else None
-        config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        try:
+            config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        except HydraException:
+            self._loaded = {id(default): self._load_single_config(default, repo) for default in defaults}
+            layers = [loaded.config for loaded in self._loaded.values()]
+            plain = [OmegaConf.to_container(layer, resolve=False) for layer in layers]
+            # Each is emptied, whichever was the first.
+            emptied = [_empty(layer, later) for place, later in enumerate(plain) for layer in layers[:place]]
+            if not any(emptied):
+                raise
+            config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
+        finally:
+            self._loaded = {}
         # A fifteenth of what it takes to compose once more, where a value cannot be set.
         self.chosen = copied(config) if self._overrides else config
         OmegaConf.set_struct(self.chosen, True)
@@ -267,11 +280,17 @@ class Loader(ConfigLoaderImpl):
             with open_dict(config), contextlib.suppress(OmegaConfBaseException):  # told where it is applied
                 if OmegaConf.select(config, key) is None:
                     OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
-        if not _is_whole_node(override):
-            return
+        value = None if override.is_sweep_override() or override.is_delete() else override.value()
+        parent, _, name = key.rpartition(".")
         try:
             node = OmegaConf.select(config, key)
             declared = None if self._declared is None else OmegaConf.select(self._declared, key)
+            holder = OmegaConf.select(config, parent) if parent else config
+            chooses = isinstance(value, list) and self.group_exists(key)
+            if isinstance(holder, DictConfig) and not chooses:
+                _empty(holder, {name: value})
+            if not _is_whole_node(override):
+                return
         except OmegaConfBaseException:
             return  # told where the override is applied
         # `'model={_target_: mine.Net}'` has nothing of the layers of the model that the groups chose. What the primary
@@ -300,6 +319,8 @@ class Loader(ConfigLoaderImpl):
         """Hydra's, with what an option says of its own place, `${model.width}`, led to the place where it is put."""
         loaded = super()._load_single_config(default, repo)
         group = (default.config_path or "").rpartition("/")[0].partition("/")[0]
+        if id(default) in self._loaded:
+            return self._loaded[id(default)]
         place = default.package or ""
         is_moved = group in ONE and place not in ("", "_global_", group) and not place.startswith(f"{group}/")
         if is_moved and loaded.header["package"] is None:
@@ -400,7 +421,7 @@ def _lead(node: Any, reference: str, place: str) -> None:
     """Write another place into the interpolations of a config. reference: a pattern of what they begin with."""
     for key in list(range(len(node)) if isinstance(node, ListConfig) else node):
         raw = node._get_node(key)
-        if isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation()):
+        if _is_held(raw):
             _lead(raw, reference, place)
         elif raw is not None and isinstance(raw._value(), str):
             node[key] = re.sub(reference, lambda _: place, raw._value())
@@ -409,6 +430,29 @@ def _lead(node: Any, reference: str, place: str) -> None:
 def _headers(text: str) -> str:
     """The lines `# @package ...` among the comments that a file begins with: Hydra takes the very first line alone."""
     comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
+def _is_held(node: Any) -> bool:
+    """Return whether a node is a mapping or a list with entries of its own, which may be none."""
+    return isinstance(node, Container) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+
+
+def _empty(node: DictConfig, given: Any) -> bool:
+    """Set to null each list of a node for which `given` has a mapping, and each mapping for which it has a list.
+
+    OmegaConf merges neither into the other. Return whether there was any.
+    """
+    is_any = False
+    for name, value in given.items():
+        there = None if name == "hydra" else node._get_node(name, validate_access=False)
+        if not _is_held(there) or not isinstance(value, dict | list):
+            continue
+        if isinstance(there, DictConfig) is not isinstance(value, dict):
+            node[name] = None
+            is_any = True
+        elif isinstance(there, DictConfig):
+            is_any |= _empty(there, value)
+    return is_any
+
+
     return "\n".join(line for line in comments if HEADER.match(line))
 
 
@@ -770,8 +814,7 @@ def _nodes(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             continue
         raw = node._get_node(key)
         yield f"{prefix}{key}", raw
-        holds = isinstance(raw, Container) and not (raw._is_none() or raw._is_missing() or raw._is_interpolation())
-        if holds:
+        if _is_held(raw):
             yield from _nodes(raw, f"{prefix}{key}.")
 
 

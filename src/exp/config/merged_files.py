@@ -391,7 +391,7 @@ def _set(config: dict[Any, Any], sign: str, key: str, text: str | None) -> None:
 
 
 def _merge(into: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Merge mappings, as OmegaConf does: lists and values take the place of what is there, ??? takes none."""
+    """Merge mappings, as exp has OmegaConf do: lists and values take the place of what is there, ??? takes none."""
     for key, value in content.items():
         there = into.get(key)
         is_reference = isinstance(there, str) and "${" in there
@@ -399,11 +399,9 @@ def _merge(into: dict[Any, Any], content: dict[Any, Any]) -> None:
             if is_reference:
                 raise NeedsHydra
         elif not isinstance(value, dict):
-            if isinstance(there, dict) and isinstance(value, list):
-                raise NeedsHydra
             into[key] = value
         else:
-            if isinstance(there, list) or is_reference:
+            if is_reference:
                 raise NeedsHydra
             into[key] = there if isinstance(there, dict) else {}
             _merge(into[key], value)

@@ -131,7 +131,10 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     block_launches(OmegaConf.select(config, "runtime.cuda_blocking"))
     decided = plan(resolve(config))
     notes = (*decided.notes, *refuse_other_data(decided))
+    wanted = Path(decided.resolved.config[COMPOSITION].directory)
     directory = freeze(decided.resolved.config)
+    if directory != wanted.absolute():
+        decided = plan(frozen(directory))  # values may name the directory
     sweep_runs_beside(directory, str(decided.plain["name"]))
     if notes:
         with run_log(directory, rank=ALONE):

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 import exp
 from exp.check.stages import config_faults, early_faults
 from exp.config.compose import composition_of
-from exp.config.freeze import COMPOSITION
+from exp.config.freeze import COMPOSITION, freeze
 from exp.config.search_path import OWN_CONF, search_places, users_conf
 from exp.config.targets import resolve
 from exp.errors import ConfigError, Fault
@@ -300,11 +300,23 @@ def test_a_file_may_set_directories_and_sweeps():
     assert refused().faults[0].source == "conf/train.yaml"
 
 
-def test_references_to_hydra_are_resolved():
-    write("conf/experiment/e.yaml", "# @package _global_\n# E.\ntags: ['${hydra:runtime.cwd}', '${hydra.job.name}']\n")
-    assert exp.compose(["experiment=e"]).tags[0] == str(Path.cwd())
-    write("conf/experiment/f.yaml", "# @package _global_\n# F.\nname: '${hydra:runtime.output_dir}'\n")
-    assert "known before the run" in str(refused("experiment=f", FIXED_DIRECTORY))
+def test_references_to_hydra_have_hydras_values():
+    """The values are those of lightning-hydra-template's conf/paths/default.yaml under hydra.main."""
+    write("conf/paths/default.yaml", "output_dir: ${hydra:runtime.output_dir}\nwork_dir: ${hydra:runtime.cwd}\n")
+    names = "['${hydra:job.name}', '${hydra.job.override_dirname}', '${hydra:job.config_name}']"
+    write(
+        "conf/experiment/e.yaml",
+        f"# @package _global_\ndefaults: [/paths: default]\ntags: {names}\nvars: {{a: '${{paths.output_dir}}/a'}}\n",
+    )
+    exclude = "hydra.job.config.override_dirname.exclude_keys=[name]"
+    overrides = ["seed=3", "experiment=e", "name=x", FIXED_DIRECTORY, exclude]
+    for place in ("outputs/here", "outputs/here-2"):
+        kept = OmegaConf.load(freeze(exp.compose(overrides)) / "config.yaml")
+        assert kept.paths == {"output_dir": str(Path(place).absolute()), "work_dir": str(Path.cwd())}
+        assert [*kept.tags, kept.vars.a] == ["train", "experiment=e,seed=3", "train", f"{Path(place).absolute()}/a"]
+    write("conf/experiment/f.yaml", "# @package _global_\n\nname: '${hydra.job.num}'\n")
+    (fault,) = [one for one in refused("experiment=f", FIXED_DIRECTORY).faults if one.key == "name"]
+    assert (fault.expected, fault.source) == ("a value that is known before the run", "conf/experiment/f.yaml, line 3")
 
 
 def test_a_mapping_and_a_list_replace_each_other():

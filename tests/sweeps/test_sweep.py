@@ -224,6 +224,11 @@ def test_a_sweep_directory_does_not_follow_a_swept_name():
     assert [path.name for path in paths] == ["seed_0_a", "seed_0_b"]
 
 
+def test_jobs_are_named_by_their_own_overrides():
+    run_sweep("seed=1,2", "optimizer.lr=0.1,0.01", "hydra.sweep.subdir=${hydra.job.override_dirname}", HERE)
+    assert directories() == [f"optimizer.lr={lr},seed={seed}" for lr in ("0.01", "0.1") for seed in (1, 2)]
+
+
 def test_two_sweeps_never_share_a_directory():
     for _ in range(3):
         run_sweep("seed=1", "hydra.sweep.dir=outputs/mine")
@@ -333,9 +338,10 @@ def test_a_job_without_a_frozen_config_starts_again(table):
 
 
 def test_a_wider_grid_of_a_moved_sweep_runs_new_jobs():
-    run_sweep("seed=1,2", "optimizer.lr=0.1", HERE, is_kept=True)
+    place = "+vars.log=${hydra:runtime.output_dir}/log"
+    run_sweep("seed=1,2", "optimizer.lr=0.1", place, HERE, is_kept=True)
     SWEEP.rename("moved")
-    wider = ("seed=3,2,1", "optimizer.lr=0.1", "name=other", "sweep.jobs=2", "sweep.timeout=1h")
+    wider = ("seed=3,2,1", "optimizer.lr=0.1", place, "name=other", "sweep.jobs=2", "sweep.timeout=1h")
     status, runs = run_sweep(*wider, "sweep.resume=moved")
     assert (status, seeds(runs)) == (0, [3])
     (path,) = Path.cwd().rglob("table.csv")

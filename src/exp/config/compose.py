@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.copying import copied
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
-from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
+from exp.config.freeze import COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
 from exp.config.groups import PRIMARY, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config, packages_allowed_by
+from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config, name_folder, packages_allowed_by
 from exp.config.hydra_node import (
     directory_of,
     follow_mode,
@@ -34,10 +34,12 @@ from exp.config.overrides import (
 )
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
+from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault
 
 # Overrides that are not the job's own: of Hydra, and of how a sweep goes about its jobs.
-BESIDE_THE_JOB = ("hydra.", "hydra/", "sweep.")
+HYDRAS = ("hydra.", "hydra/")
+BESIDE_THE_JOB = (*HYDRAS, "sweep.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ def composition_of(
         faults += recorded_override_faults(config, given)
         faults += _after_faults(config, lines, loader, multirun=multirun)
         faults += swept_key_faults(loader, config, lines)
+        name_folder(config, [line.text for line in lines if not line.key.startswith(HYDRAS)])
     except ConfigError as error:
         faults += error.faults
     except HYDRA_ERRORS as error:
@@ -145,9 +148,15 @@ def with_values(composition: Composition, changed: Sequence[Override], *, overri
     config = copied(composition.config)
     for override in changed:
         composition.loader.apply(override, config)
-    texts = [text for text in overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    config.hydra.overrides.task = list(map(literal, texts))
+    record_overrides(config, overrides)
     return replace(composition, config=config, overrides=tuple(overrides))
+
+
+def record_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Keep the overrides where Hydra keeps those that it composed with."""
+    texts = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
+    config.hydra.overrides.task = texts
+    name_folder(config, texts)
 
 
 @secrets_kept()
@@ -159,14 +168,20 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     config = composition.config
     if sweep is None:
         refuse_cluster(config.hydra.launcher._target_)
-    with open_dict(config.hydra):
+    with open_dict(config):
         if job is not None:
             config.hydra.job.num = job
             config.hydra.job.id = str(job)
+        # The run directory gets its final name when it is made: values keep the reference to it.
+        config.hydra.runtime.output_dir = OUTPUT_DIR
+        config[COMPOSITION] = {"directory": literal(OUTPUT_DIR)}
     with hydra_config(config):
         directory = directory_of(config, sweep=sweep)
-        resolve_hydra_values(config)
-    return _without_hydra(composition, directory=directory)
+        faults = resolve_hydra_values(config)
+    config = _without_hydra(composition, directory=directory)
+    if faults:
+        raise ConfigError([replace(fault, source=source_of(config, fault.key)) for fault in faults])
+    return config
 
 
 def shared_config(composition: Composition) -> DictConfig:

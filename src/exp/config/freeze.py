@@ -35,6 +35,8 @@ from exp.redaction import covered
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 COMPOSITION = "_composition_"
+# The run directory, as the interpolation that `${hydra:runtime.output_dir}` becomes.
+OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
 # In it, the keys at the top that are groups of the user's own.
 OWN_GROUPS = "own_groups"
 # In it, where the run directory stands already and is this config's own.
@@ -79,6 +81,7 @@ def freeze(
     wanted = Path(composition.directory)
     try:
         directory = wanted.absolute() if TAKEN in composition else make_exclusively(wanted)
+        composition.directory = literal(str(directory))
         overrides = list(composition.overrides)
         found = _covered(provenance(overrides)) if origin is None else {**origin, **_covered({"overrides": overrides})}
         for name, content in (

@@ -30,7 +30,7 @@ from typing import Any, cast
 import hydra
 from hydra import version
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.grammar.grammar_functions import cast_int
@@ -67,6 +67,8 @@ HYDRA_VERSION = hydra.__version__
 VERSION_BASE = "1.3"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 OUR_SWEEPER = "hydra_plugins.exp.sweeper.ExpSweeper"
+# Hydra names a job after the program.
+JOB_NAME = "train"
 # What Hydra and OmegaConf raise on a faulty config or override, by intent, or out of an assert or a conversion.
 HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
@@ -229,9 +231,9 @@ class Loader(ConfigLoaderImpl):
         self._declared: Container | None = None
         self._overrides: list[Override] = []
         self._numbered: list[str] = []
+        self._loaded: dict[int, ConfigResult] = {}
         self._visits: _Visits | None = None
 
-        self._loaded: dict[int, ConfigResult] = {}
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
@@ -283,14 +285,14 @@ class Loader(ConfigLoaderImpl):
         value = None if override.is_sweep_override() or override.is_delete() else override.value()
         parent, _, name = key.rpartition(".")
         try:
-            node = OmegaConf.select(config, key)
-            declared = None if self._declared is None else OmegaConf.select(self._declared, key)
             holder = OmegaConf.select(config, parent) if parent else config
             chooses = isinstance(value, list) and self.group_exists(key)
             if isinstance(holder, DictConfig) and not chooses:
                 _empty(holder, {name: value})
             if not _is_whole_node(override):
                 return
+            node = OmegaConf.select(config, key)
+            declared = None if self._declared is None else OmegaConf.select(self._declared, key)
         except OmegaConfBaseException:
             return  # told where the override is applied
         # `'model={_target_: mine.Net}'` has nothing of the layers of the model that the groups chose. What the primary
@@ -317,10 +319,10 @@ class Loader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
         """Hydra's, with what an option says of its own place, `${model.width}`, led to the place where it is put."""
-        loaded = super()._load_single_config(default, repo)
-        group = (default.config_path or "").rpartition("/")[0].partition("/")[0]
         if id(default) in self._loaded:
             return self._loaded[id(default)]
+        loaded = super()._load_single_config(default, repo)
+        group = (default.config_path or "").rpartition("/")[0].partition("/")[0]
         place = default.package or ""
         is_moved = group in ONE and place not in ("", "_global_", group) and not place.startswith(f"{group}/")
         if is_moved and loaded.header["package"] is None:
@@ -351,6 +353,7 @@ class Loader(ConfigLoaderImpl):
         self._numbered.clear()
         config = super().load_configuration(*args, **kwargs)
         self._restore_numbers(config)
+        config.hydra.job.name = JOB_NAME
         use_resolvers(config, allow=sorted(packages_allowed_by(line.input_line or "" for line in self._overrides)))
         return config
 
@@ -427,9 +430,6 @@ def _lead(node: Any, reference: str, place: str) -> None:
             node[key] = re.sub(reference, lambda _: place, raw._value())
 
 
-def _headers(text: str) -> str:
-    """The lines `# @package ...` among the comments that a file begins with: Hydra takes the very first line alone."""
-    comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
 def _is_held(node: Any) -> bool:
     """Return whether a node is a mapping or a list with entries of its own, which may be none."""
     return isinstance(node, Container) and not (node._is_none() or node._is_missing() or node._is_interpolation())
@@ -453,6 +453,9 @@ def _empty(node: DictConfig, given: Any) -> bool:
     return is_any
 
 
+def _headers(text: str) -> str:
+    """The lines `# @package ...` among the comments that a file begins with: Hydra takes the very first line alone."""
+    comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), text.splitlines())
     return "\n".join(line for line in comments if HEADER.match(line))
 
 
@@ -910,6 +913,15 @@ def task_overrides(config: DictConfig) -> list[str]:
 def recorded_overrides(config: DictConfig, kind: str) -> list[str]:
     """Hydra's record of the overrides that a config was composed with. kind: hydra, or task for the others."""
     return cast(list[str], OmegaConf.to_container(config.hydra.overrides[kind], resolve=False))
+
+
+def name_folder(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Set the name that Hydra makes for a folder of the overrides, `hydra.job.override_dirname`."""
+    said = config.hydra.job.config.override_dirname
+    config.hydra.job.override_dirname = get_overrides_dirname(
+        [parse_override(text) for text in overrides],
+        exclude_keys=said.exclude_keys, item_sep=said.item_sep, kv_sep=said.kv_sep,
+    )  # fmt: skip
 
 
 def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:

@@ -31,7 +31,7 @@ from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean, show
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
-ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.")
+ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")
 # Hydra's own groups that have a meaning here; the others set up what exp does not use.
 USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 REFUSED = {
@@ -324,27 +324,21 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     return os.path.abspath(directory)
 
 
-def resolve_hydra_values(config: DictConfig) -> None:
-    """Puts values in the place of `${hydra:...}` and `${hydra....}`, for the hydra node does not go with the job.
+def resolve_hydra_values(config: DictConfig) -> list[Fault]:
+    """Replace `${hydra:...}` and `${hydra....}` by their values, because the job's config has no hydra node.
 
-    Raises: ConfigError where one has no value before the run.
+    Return an error for each that has no value before the run.
     """
     faults = []
     for key, text in text_values(config):
         if "${hydra" not in text:
             continue
         try:
-            value = OmegaConf.select(config, key, throw_on_missing=True)
-            # Hydra's resolver gives None for what is not known yet: the run directory is made after the check.
-            reason = "it has no value yet" if "output_dir" in text else None
+            OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
         except HYDRA_ERRORS as error:
-            reason = str(error).splitlines()[0]
-        if reason is None:
-            OmegaConf.update(config, key, value)
-        else:
-            faults.append(_fault(key, f"{text}: {reason}", "a value that is known before the run"))
-    if faults:
-        raise ConfigError(faults)
+            got = f"{text}: {str(error).splitlines()[0]}"
+            faults.append(_fault(key, got, "a value that is known before the run"))
+    return faults
 
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:

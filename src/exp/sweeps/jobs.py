@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
-from exp.config.freeze import COMPOSITION, literal
+from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
 from exp.config.plain_tree import are_referred, with_changes
@@ -150,8 +150,12 @@ class Jobs:
                 refuse_early(config)
         except ConfigError as error:
             return replace(job, error=error)
+        directory = config[COMPOSITION].directory
+        # A job is the same job in another directory.
+        config[COMPOSITION].directory = literal(OUTPUT_DIR)
         plain = {name: value for name, value in plain_values(config).items() if name != COMPOSITION}
-        job = replace(job, packed=packed(config), directory=Path(config[COMPOSITION].directory), plain=plain)
+        config[COMPOSITION].directory = literal(directory)
+        job = replace(job, packed=packed(config), directory=Path(directory), plain=plain)
         if is_plain and not self.everything:
             self._pattern = _Pattern(
                 lines=lines,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exp.config.freeze import COMPOSITION
-from exp.config.plain_tree import is_node
+from exp.config.freeze import COMPOSITION, OUTPUT_DIR
+from exp.config.plain_tree import is_node, leaves
 
 Plain = Mapping[str, Any]
 
@@ -174,6 +174,9 @@ def _obstacles(plain: Plain) -> Iterator[str]:
         yield _line("monitor", "a stack compares one value of each member")
     if _steps_on_plateau(plain):
         yield _line("scheduler.interval", "a schedule on plateau moves at epochs in a stack")
+    for key, value in leaves(plain):
+        if isinstance(value, str) and OUTPUT_DIR in value:
+            yield _line(key, "it is in the directory of one run")
 
 
 def _steps_on_plateau(plain: Plain) -> bool:

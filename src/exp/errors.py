@@ -33,6 +33,7 @@ class Fault:
     source: the file with its line, or the command line.
     origins: keys whose place is the source, where it is another than that of `key`: of these the first that is set.
     at: line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
+    subject: what the error is about, such as a column, if a key may have an error for each of several.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Fault:
     source: str | None = None
     origins: tuple[str, ...] = ()
     at: tuple[int, int] | None = None
+    subject: str = ""
 
     def __str__(self) -> str:
         place = f"line {self.at[0]}, column {self.at[1]}: " if self.at else ""

@@ -22,6 +22,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 
+from exp.check.stages import compose
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION
 from exp.engine.trial_record import STUDY, opened
@@ -227,6 +228,32 @@ def test_a_sweep_directory_does_not_follow_a_swept_name():
 def test_jobs_are_named_by_their_own_overrides():
     run_sweep("seed=1,2", "optimizer.lr=0.1,0.01", "hydra.sweep.subdir=${hydra.job.override_dirname}", HERE)
     assert directories() == [f"optimizer.lr={lr},seed={seed}" for lr in ("0.01", "0.1") for seed in (1, 2)]
+
+
+def test_a_swept_option_does_not_set_the_sweep(capsys):
+    Path("conf/experiment").mkdir(parents=True)
+    files = {
+        "slow": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02'}}}",
+        "few": "defaults: [slow]\nsweep: {trials: 2}",
+        "plain": "seed: 3",
+        "best": "{monitor: accuracy/val, mode: max}",
+    }
+    for name, text in files.items():
+        Path(f"conf/experiment/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    lr, trials = "hydra.sweeper.params.optimizer.lr", "sweep.trials"
+    for names, keys in (("slow,plain", [lr]), ("few,slow", [trials, lr, lr]), ("few,plain sweep.trials=2", [lr])):
+        with pytest.raises(ConfigError) as caught:
+            run_sweep("sweep.sampler=random", *f"experiment={names}".split())
+        assert [fault.key for fault in caught.value.faults] == keys
+    assert caught.value.faults[0].cure == "Start one sweep for each option: -m experiment=few"
+    assert "conf/experiment/slow.yaml, line 2" in caught.value.faults[0].source
+    with pytest.raises(ConfigError, match="monitor: 'accuracy/val' in an option that is swept; expected 'loss/val'"):
+        run_sweep("sweep.sampler=random", "experiment=best,plain")
+    assert len(run_sweep("experiment=best,plain")[1].configs) == 2
+    assert len(run_sweep("experiment=slow")[1].configs) == 2
+    capsys.readouterr()
+    compose(["experiment=slow"])
+    assert capsys.readouterr().err.startswith(f"{lr} is not used: -m makes a sweep of it  [conf/experiment/slow.yaml")
 
 
 def test_two_sweeps_never_share_a_directory():

@@ -168,6 +168,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     config = composition.config
     if sweep is None:
         refuse_cluster(config.hydra.launcher._target_)
+    unused = [] if sweep is not None else list(OmegaConf.select(config, "hydra.sweeper.params") or ())
     with open_dict(config):
         if job is not None:
             config.hydra.job.num = job
@@ -181,6 +182,9 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     config = _without_hydra(composition, directory=directory)
     if faults:
         raise ConfigError([replace(fault, source=source_of(config, fault.key)) for fault in faults])
+    for key in unused:
+        place = source_of(config, f"hydra.sweeper.params.{key}")
+        print(f"hydra.sweeper.params.{key} is not used: -m makes a sweep of it  [{place}]", file=sys.stderr)
     return config
 
 

@@ -19,11 +19,15 @@ from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
-from exp.config.plain_tree import are_referred, with_changes
+from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Unknown, Values, plain_values, read
+from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault
+from exp.spelling import show
 
 MAX_FAULTS = 30
+# What a sweep reads once, before its jobs.
+READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
 # Of the configs of several jobs, the faults of each; None where there is none.
 Check = Callable[[Sequence[DictConfig]], Sequence[ConfigError | None]]
 
@@ -110,11 +114,21 @@ class Jobs:
 
     directory: of the sweep. check: the faults of each of several configs.
     everything: where a job has faults that need no torch, look for the others, too.
+    reads: the keys that the sweep reads before its jobs, which have one value in all of them.
     """
 
-    def __init__(self, *, master: Composition, directory: Path, check: Check, everything: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        master: Composition,
+        directory: Path,
+        check: Check,
+        everything: bool = False,
+        reads: Sequence[str] = READ_ONCE,
+    ) -> None:
         self.directory, self.check, self.everything = directory, check, everything
         self.config_dir, self.config_name = master.config_dir, master.config_name
+        self.reads, self._settings = reads, _settings(master.config, reads)
         self._hydra_overrides = recorded_overrides(master.config, "hydra")
         typed = [parse_override(text) for text in task_overrides(master.config)]
         # Of two equal keys the last one counts.
@@ -145,7 +159,13 @@ class Jobs:
                 return alike
             composition = self._composition(lines, [*self._hydra_overrides, *overrides])
             is_plain = _follows_no_hydra_value(composition.config)
+            others = self._other_settings(composition.config)
             config = job_config(composition, job=number, sweep=str(self.directory))
+            if others:
+                options = [key for key in swept if composition.loader.group_exists(key)]
+                groups = [text for line, text in zip(lines, overrides, strict=True) if line.key_or_group in options]
+                cure = f"Start one sweep for each option: -m {' '.join(groups)}"
+                raise ConfigError([replace(one, cure=cure, source=source_of(config, one.key)) for one in others])
             if not self.everything:
                 refuse_early(config)
         except ConfigError as error:
@@ -221,6 +241,17 @@ class Jobs:
         self._last = (replace(composition, config=copied(composition.config)), list(lines))
         return composition
 
+    def _other_settings(self, config: DictConfig) -> list[Fault]:
+        """Return an error for each setting of the sweep that a job has and the sweep has not, or the reverse."""
+        own, shared = _settings(config, self.reads), self._settings
+        both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
+        expected = "{}, the value of the whole sweep, which reads it before its jobs"
+        return [
+            Fault(key=name, got=f"{show(mine)} in an option that is swept", expected=expected.format(show(whole)))
+            for name, (mine, whole) in both.items()
+            if not are_same(mine, whole)
+        ]
+
     def _refuse_security(self, lines: Sequence[Override]) -> None:
         """Rejects security keys in a job that were not typed: a sweeper may have read them in a file."""
         for line in lines:
@@ -229,6 +260,12 @@ class Jobs:
                 cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
                 fault = Fault(key=key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
                 raise ConfigError([fault])
+
+
+def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values of some nodes by dotted key, as they are written."""
+    raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+    return {key: value for key, value in leaves({key: raw[key] for key in keys}) if not isinstance(value, dict)}
 
 
 def _as_typed(line: Override, text: str) -> str:
@@ -262,8 +299,11 @@ def _is_other_value(was: Override, now: Override, composition: Composition) -> b
 def job_faults(jobs: Sequence[Job]) -> list[Fault]:
     """The faults of all jobs, one that several share told once, with the numbers of those jobs."""
     where: dict[Fault, list[int]] = {}
+    # Options that are swept have other keys, which a fault lists.
+    first: dict[object, Fault] = {}
     for job in jobs:
         for fault in job.error.faults if job.error else ():
+            fault = first.setdefault((fault.key, fault.got, fault.at, fault.subject, fault.source), fault)
             where.setdefault(fault, []).append(job.number)
     faults = []
     for fault, numbers in itertools.islice(where.items(), MAX_FAULTS):

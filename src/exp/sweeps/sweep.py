@@ -41,7 +41,7 @@ from exp.signals import heeding
 from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
 from exp.sweeps.job_queue import Listed, Queue, Running, Searched
-from exp.sweeps.jobs import Check, Job, Jobs, is_of_sweep, job_faults, packed
+from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, is_of_sweep, job_faults, packed
 from exp.sweeps.ledger import (
     AUTO,
     JOBS,
@@ -108,7 +108,6 @@ class Sweep:
         everything: bool = False,
     ) -> None:
         self.directory, self.executor, self.is_dry = directory, executor, is_dry
-        self.jobs = Jobs(master=master, directory=directory, check=check, everything=everything)
         self.monitor, self.mode = master.config.monitor, master.config.mode
         self.settings = cast(dict[str, Any], OmegaConf.to_container(master.config.sweep, resolve=True))
         self.seed = int(master.config.seed)
@@ -116,6 +115,9 @@ class Sweep:
         self.rows: dict[int, Row] = {}
         self.planned: list[Job] = []
         self._space = space_of(master.config, master.loader, seed=self.seed)
+        is_compared = self.is_search and self.settings["monitor"] is None
+        reads = (*READ_ONCE, "monitor", "mode") if is_compared else READ_ONCE
+        self.jobs = Jobs(master=master, directory=directory, check=check, everything=everything, reads=reads)
         # Of a search the identity of what all of its jobs share.
         self._shared = identity_of(plain_values(master.config)) if self.is_search else None
         typed = task_overrides(master.config)

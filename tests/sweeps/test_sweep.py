@@ -256,6 +256,20 @@ def test_a_swept_option_does_not_set_the_sweep(capsys):
     assert capsys.readouterr().err.startswith(f"{lr} is not used: -m makes a sweep of it  [conf/experiment/slow.yaml")
 
 
+def test_a_key_of_some_swept_options_names_its_fix():
+    _, runs = run_sweep("model=mlp,parameter_dict", "model.constants.width=8")
+    assert [config.model.constants.width for config in runs.configs] == [8, 8]
+    for sign in ("", "+"):
+        with pytest.raises(ConfigError) as caught:
+            run_sweep("model=mlp,lenet", f"{sign}model.constants.width=8")
+        (fault,) = caught.value.faults
+        assert fault.cure == "Write ++model.constants.width=8, which sets it or adds it"
+    _, runs = run_sweep("model=mlp,lenet", "++model.constants.width=8")
+    assert [config.model.constants.width for config in runs.configs] == [8, 8]
+    with pytest.raises(ConfigError, match=r"Write conf/callbacks/NAME\.yaml with `defaults: \[ema\]` and this value"):
+        run_sweep("callbacks=[],[ema]", "callbacks.ema.decay=0.9")
+
+
 def test_two_sweeps_never_share_a_directory():
     for _ in range(3):
         run_sweep("seed=1", "hydra.sweep.dir=outputs/mine")

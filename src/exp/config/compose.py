@@ -90,7 +90,15 @@ def composition_of(
         faults += error.faults
     except HYDRA_ERRORS as error:
         found = diagnose(loader, lines)
-        faults += found.faults or (with_value(fault_of(error), lines),)
+        is_of_jobs = bool(found.faults) and multirun and any(line.group and line.is_sweep for line in lines)
+        if is_of_jobs and not faults:
+            # An option that is swept may have the keys: each job is told.
+            late = [line for line in lines if not (line.group or line.is_sweep or line in found.healthy)]
+            kept = [line.text for line in lines if line not in late]
+            shared = composition_of(kept, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
+            record_overrides(shared.config, for_hydra(lines, vocabulary))
+            return replace(shared, overrides=tuple(overrides))
+        faults += () if is_of_jobs else found.faults or (with_value(fault_of(error), lines),)
         config, lines = found.config, list(found.healthy)
         if config is not None:
             use_resolvers(config, allow=sorted(packages_allowed_by(overrides)))

@@ -64,6 +64,7 @@ SUBCOMMANDS = {
     "predict": "Write train=false test=false predict=true resume=auto",
 }
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
+NO_SUCH_KEY, IS_THERE = "there is no such key", "+ on a key that is there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,7 +463,7 @@ def _refused_fault(line: Line, config: DictConfig, loader: Loader, error: Except
         return _missing_key_fault(line, config, loader, parent=parent, node=node)
     holds_keys = isinstance(node, DictConfig) and bool(node) and not line.value_text.startswith("{")
     if line.sign == "+" and not holds_keys:
-        return _fault(line.key, "+ on a key that is there", "= to change it", f"Write {line.text[1:]}")
+        return _fault(line.key, IS_THERE, "= to change it", f"Write {line.text[1:]}")
     is_mapping = line.sign == "" and isinstance(node, DictConfig)
     adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
     if isinstance(node, DictConfig) and holds_keys:
@@ -528,7 +529,7 @@ def _missing_key_fault(line: Line, config: DictConfig, loader: Loader, *, parent
     if "_target_" in siblings and line.sign == "" and isinstance(node, DictConfig):
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
-    return _fault(line.key, "there is no such key", where, cure)
+    return _fault(line.key, NO_SUCH_KEY, where, cure)
 
 
 def _near_habit(key: str) -> str | None:

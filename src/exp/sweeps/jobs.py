@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from exp.check.stages import config_faults, early_faults, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
+from exp.config.group_kinds import MANY
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
+from exp.config.overrides import IS_THERE, NO_SUCH_KEY
 from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Unknown, Values, plain_values, read
 from exp.config.sources import source_of
@@ -305,6 +308,7 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
         for fault in job.error.faults if job.error else ():
             fault = first.setdefault((fault.key, fault.got, fault.at, fault.subject, fault.source), fault)
             where.setdefault(fault, []).append(job.number)
+    refused = Counter(fault.key for job in jobs if job.error for fault in job.error.faults)
     faults = []
     for fault, numbers in itertools.islice(where.items(), MAX_FAULTS):
         many = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
@@ -312,10 +316,21 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
         if len(numbers) == 1:
             overrides = next(job.overrides for job in jobs if job.number == numbers[0])
             label += f" ({' '.join(overrides)})"
+        if fault.got in (NO_SUCH_KEY, IS_THERE) and refused[fault.key] < len(jobs):
+            fault = replace(fault, cure=_cure_for_some(fault.key, jobs[0].overrides))
         faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
     if len(where) > MAX_FAULTS:
         faults.append(Fault(key="sweep", got=f"{len(where) - MAX_FAULTS} more faults", expected="none"))
     return faults
+
+
+def _cure_for_some(key: str, overrides: Sequence[str]) -> str | None:
+    """Return what to write instead of an override of a key that only some of the swept options have."""
+    group, _, entry = key.rpartition(".")[0].partition(".")
+    if group in MANY and entry:
+        return f"Write conf/{group}/NAME.yaml with `defaults: [{entry}]` and this value, and sweep over NAME"
+    text = next((text for text in overrides if parse_override(text).key_or_group == key), None)
+    return None if text is None else f"Write ++{text.lstrip('+')}, which sets it or adds it"
 
 
 def is_of_sweep(override: str) -> bool:

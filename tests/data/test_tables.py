@@ -19,6 +19,8 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+import exp
+from exp.check.plan import examine, resolve
 from exp.data.data import Data
 from exp.data.delimited import Csv
 from exp.data.in_memory import Selection, Tensors
@@ -246,6 +248,19 @@ def test_any_bytes_are_a_table_or_an_error(tmp_path, content):
     path.write_bytes(content)
     with contextlib.suppress(ConfigError):
         assert len(Csv(path=str(path), target="0", header=False)) > 0
+
+
+def test_all_bad_columns_are_found_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.csv").write_text("id,colour,when,size,kind\nA1,red,3.5.24,,x\nA2,blue,4.5.24,2,y\n")
+    table = ["data=csv", "data.dataset={path: x.csv, target: kind, dates: [when]}"]
+    faults = examine(resolve(exp.compose(table))).faults
+    assert [(fault.key, fault.subject) for fault in faults] == [
+        ("data.dataset.path", name) for name in ("id", "colour", "when", "size")
+    ]
+    wrong = ["data.dataset.ignore=[idd,colours]", "data.dataset.target=knd"]
+    faults = examine(resolve(exp.compose([*table, *wrong]))).faults
+    assert sorted(fault.subject for fault in faults) == ["colours", "idd", "knd"]
 
 
 ABC = "a,b,c\n"

@@ -145,6 +145,20 @@ def test_the_message_points_at_the_place() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x = haed(x)\ny = x.foo(z)\nreturn torch.rellu(y) + z", [(1, 5), (2, 5), (2, 11), (3, 8)]),
+        ("x = lineaars(x)\nx.y = head(x, out=x)\nbreak\nlambda a: a", [(1, 5), (2, 1), (2, 15), (3, 1), (4, 1)]),
+        ("return head(a(b(c)), **{d: 1}) + linears", [(1, 13), (1, 15), (1, 17), (1, 22), (1, 25)]),
+    ],
+)
+def test_all_errors_of_a_program_are_found(text: str, found: list[tuple[int, int]]) -> None:
+    with pytest.raises(ProgramError) as caught:
+        parse(text, LAYERS)
+    assert [(one.line, one.column) for one in (caught.value, *caught.value.others)] == found
+
+
 def test_a_fault_survives_pickling() -> None:
     error = ProgramError(line=1, column=2, message="a", expected="b", source_line="c")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -194,6 +194,14 @@ def test_a_program_cannot_eat_the_machine(text: str) -> None:
         ModuleListModel(layers={}, forward=f"{text}\nreturn x")
 
 
+def test_all_errors_of_a_trial_are_found() -> None:
+    text = "if training:\n    y = not x\nelse:\n    y = a + x\nfor z in x:\n    y = z\nreturn a(dropout(x))"
+    with pytest.raises(ProgramError) as caught:
+        ModuleDictModel(layers={"a": nn.Linear(4, 4)}, forward=text)
+    found = [(one.line, one.column) for one in (caught.value, *caught.value.others)]
+    assert found == [(2, 9), (4, 9), (5, 10), (7, 10)]
+
+
 def test_the_traceback_of_a_run_shows_the_program(capsys: pytest.CaptureFixture) -> None:
     import traceback
 

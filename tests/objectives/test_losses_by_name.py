@@ -114,12 +114,17 @@ BESIDE = term("torch.nn.MSELoss", FAMILY["MSELoss"])
         (["+objective=r1", "objective.r1.input=inputs"], "objective.r1.input", "which neither network nor batch gives"),
         ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse"], "objective.mse.target", "which both network"),
         ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "beside output or target"),
+        # One cause at several keys is one error.
+        (["objective.cross_entropy.target=goal", "+metrics.accuracy.target=goal"], "objective.cross_entropy.target",
+         "neither network nor batch gives, read by objective.cross_entropy.target, metrics.accuracy.target"),
+        ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse", "metrics=[mae]"], "objective.mse.target",
+         "'target', which both network and batch give, read by objective.mse.target, metrics.mae.target"),
     ],
 )  # fmt: skip
 def test_the_check_refuses_unknown_and_ambiguous_values(overrides, key, message) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose(overrides))
-    assert [message in str(error) for error in raised.value.faults if error.key == key] == [True], raised.value
+    assert [(error.key, message in str(error)) for error in raised.value.faults] == [(key, True)], raised.value
 
 
 def test_inputs_in_any_order_are_passed_by_position() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ CALLED = 64
 # Numbers of an output that are made for that, such as of a text's tokens over a vocabulary: 64 MiB.
 MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
+BOTH = "which both network and batch give"
 
 
 def is_shipped(data: Mapping[str, object]) -> bool:
@@ -107,6 +108,7 @@ def look_at_samples(subject: Subject, stages: Sequence[Stage]) -> Findings:
             found.faults += error.faults
         except RunError:
             continue
+    found.faults = _by_cause(found.faults)
     return found
 
 
@@ -125,6 +127,7 @@ def look_at_names(subject: Subject) -> Findings:
             if subject.accumulates and not unnamed:
                 part.known_divisors(named_values(batch))
     _look_at_metrics(subject, batch, stage, found)
+    found.faults = _by_cause(found.faults)
     return found
 
 
@@ -161,9 +164,10 @@ def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
         if wanted in parts and wanted in held:
             yield Fault(
                 key=key,
-                got=f"{show(wanted)}, which both network and batch give",
+                got=f"{show(wanted)}, {BOTH}",
                 expected="a name that one of them gives",
                 cure="Give it another name in what the network returns, or in the data set",
+                subject=wanted,
             )
         if wanted not in known:
             yield Fault(
@@ -171,7 +175,24 @@ def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
                 got=f"{show(wanted)}, which neither network nor batch gives",
                 expected=f"one of {among(sorted(known), word=wanted)}",
                 cure=did_you_mean(wanted, known),
+                subject=wanted,
             )
+
+
+def _by_cause(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the errors, and one for all keys that read the same wrong name, or names that two give."""
+    groups: dict[object, list[Fault]] = {}
+    for fault in faults:
+        cause = fault.subject and (BOTH if fault.got.endswith(BOTH) else fault.got)
+        groups.setdefault(cause or fault, []).append(fault)
+    found = []
+    for first, *others in groups.values():
+        keys, names = ({getattr(one, name): None for one in (first, *others)} for name in ("key", "subject"))
+        if len(keys) > 1:
+            told = " and ".join(map(show, names)) + first.got.removeprefix(show(first.subject))
+            first = replace(first, got=f"{told}, read by {among(list(keys))}", subject="")
+        found.append(first)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -368,4 +368,4 @@ def _fault(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> It
     try:
         parse(text, layers, **offers)
     except ProgramError as error:
-        yield program_fault(key, error)
+        yield from (program_fault(key, one) for one in (error, *error.others))

@@ -1021,7 +1021,7 @@ def _examine_shapes(decided: Plan, phases: tuple[Phase, ...]) -> ShapeExaminatio
             return build_unsized_network(decided.plain, device="meta")
         except ProgramError as error:
             key = error.key or "model.forward"
-            raise ConfigError([program_fault(key, error)]) from error
+            raise ConfigError([program_fault(key, one) for one in (error, *error.others)]) from error
 
     return examine_shapes(
         network_factory=network,

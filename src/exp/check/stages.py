@@ -126,10 +126,13 @@ def allowed(plain: dict[str, Any]) -> list[str]:
 
 
 def once(faults: Sequence[Fault]) -> list[Fault]:
-    """One fault a key, the first: a later stage stumbles over what an earlier one has named."""
-    first: dict[str, Fault] = {}
+    """Return the first error of each key, or of each place in its text and each of its subjects.
+
+    A later stage finds again what an earlier stage has named.
+    """
+    first: dict[object, Fault] = {}
     for fault in faults:
-        first.setdefault(fault.key, fault)
+        first.setdefault((fault.key, fault.at, fault.subject), fault)
     return list(first.values())
 
 

@@ -39,14 +39,14 @@ class Sheet(ABC):
     def __init__(self, *, file: Path, names: Sequence[str]) -> None:
         self.file, self.names = file, tuple(names)
 
-    def column(self, name: Name, *, key: str) -> int:
-        """The number of a column.
-
-        Raises: ConfigError where there is no such one.
-        """
-        if str(name) in self.names:
-            return self.names.index(str(name))
-        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
+    def columns(self, names: Iterable[Name], key: str, faults: list[Fault]) -> Iterator[int]:
+        """Yield the numbers of columns. faults: gets an error at the key for each name that no column has."""
+        for name in map(str, names):
+            if name in self.names:
+                yield self.names.index(name)
+            else:
+                cure, expected = name_cure(name, self.names), f"a column of {self.file}"
+                faults += data_fault(key, got=name, expected=expected, cure=cure, subject=name).faults
 
     def load(  # noqa: B027 - most sheets are at hand
         self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]
@@ -129,7 +129,8 @@ class Sheet(ABC):
     def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
         """The error of one value."""
         place = f"{self.place(row)}, column {self.names[column]}"
-        return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure)
+        subject = self.names[column]
+        return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure, subject=subject)
 
     def no_date(self, row: int, column: int, text: str, form: str | None) -> ConfigError:
         expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
@@ -161,14 +162,16 @@ class SheetTable(Table):
         encoding: Encoding,
         standardise: bool,
     ) -> None:
+        faults: list[Fault] = []
         targets = {
-            name: [sheet.column(one, key="dataset.target") for one in columns]
-            for name, columns in _by_name(target).items()
+            name: list(sheet.columns(columns, "dataset.target", faults)) for name, columns in _by_name(target).items()
         }
-        words = [sheet.column(name, key="dataset.categorical") for name in categorical]
+        words = list(sheet.columns(categorical, "dataset.categorical", faults))
         forms = dates if isinstance(dates, Mapping) else dict.fromkeys(dates)
-        days = {sheet.column(name, key="dataset.dates"): form for name, form in forms.items()}
-        left_out = {sheet.column(name, key="dataset.ignore") for name in ignore}
+        days = dict(zip(sheet.columns(forms, "dataset.dates", faults), forms.values(), strict=False))
+        left_out = set(sheet.columns(ignore, "dataset.ignore", faults))
+        if faults:
+            raise ConfigError(faults)
         left_out.update(column for columns in targets.values() for column in columns)
         features = [column for column in range(len(sheet.names)) if column not in left_out]
         if not features:
@@ -176,7 +179,6 @@ class SheetTable(Table):
         cure = (
             "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
         )
-        faults: list[Fault] = []
 
         def whole(column: int, values: Column) -> Column:
             if impute is None:

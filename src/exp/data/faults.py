@@ -19,9 +19,10 @@ class SampleError(RunError):
         super().__init__(str(fault))
 
 
-def data_fault(key: str, *, got: str, expected: str, cure: str | None = None) -> ConfigError:
-    """The error to raise for one fault below `data`. key: dotted, below `data.`."""
-    return ConfigError([Fault(key=f"data.{key}" if key else "data", got=got, expected=expected, cure=cure)])
+def data_fault(key: str, *, got: str, expected: str, cure: str | None = None, subject: str = "") -> ConfigError:
+    """The error to raise for one fault below `data`. key: dotted, below `data.`. subject: see Fault."""
+    key = f"data.{key}" if key else "data"
+    return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, subject=subject)])
 
 
 def name_cure(name: str, names: Collection[str]) -> str | None:

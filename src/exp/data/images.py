@@ -266,7 +266,11 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     Raises: ConfigError for a picture that is not there, and where there are no two classes.
     """
     sheet = read_sheet(file, delimiter=",", header=True)
-    column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
+    faults: list[Fault] = []
+    found = [*sheet.columns([picture], "dataset.picture", faults), *sheet.columns([target], "dataset.target", faults)]
+    if faults:
+        raise ConfigError(faults)
+    column, wanted = found
     sheet.load(numbers=(), days={}, words=[column] if task == "regression" else [column, wanted])
     texts = sheet.texts(column)
     sheet.complete(column, texts, cure="Leave the row out")

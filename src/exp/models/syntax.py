@@ -20,6 +20,7 @@ class ProgramError(ExpError):
     """A fault in a forward program. `line` and `column` count from 1, inside the program's own text.
 
     place: the key of the program below the model's. key: the whole config key, where whoever built the model knows it.
+    others: the other errors of the program's text.
     """
 
     exit_status = 2
@@ -30,6 +31,7 @@ class ProgramError(ExpError):
         self.source_line = source_line
         self.place = "forward"
         self.key: str | None = None
+        self.others: tuple[ProgramError, ...] = ()
         text = f"forward program, line {line}, column {column}: {message}; expected {expected}"
         if source_line is not None:
             text += f"\n    {source_line}\n    {' ' * (column - 1)}^"
@@ -41,6 +43,13 @@ class ProgramError(ExpError):
 
 def _rebuild(line: int, column: int, message: str, expected: str, source_line: str | None) -> ProgramError:
     return ProgramError(line=line, column=column, message=message, expected=expected, source_line=source_line)
+
+
+def joined(errors: Iterable[ProgramError]) -> ProgramError:
+    """Return the first error of a program in the order of its text, with the other errors as `others`."""
+    first, *others = sorted(errors, key=lambda error: (error.line, error.column))
+    first.others = tuple(others)
+    return first
 
 
 def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
@@ -84,17 +93,23 @@ class Names:
 
 
 def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
-    """Raise ProgramError at the first node, in the order of the text, that is not on the closed list."""
+    """Raise ProgramError for the first node, in the order of the text, that is not on the closed list.
+
+    The error has those of the other nodes as `others`.
+    """
     _check_names(tree, names, error)
-    _Checker(tree, names, error).visit(tree)
+    checker = _Checker(tree, names, error)
+    checker.visit(tree)
     nodes = list(ast.walk(tree))
     in_loops = {part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node)}
     for node in nodes:
         if isinstance(node, ast.Break | ast.Continue) and node not in in_loops:
-            raise error(node, "break or continue outside a loop", "a loop around it")
+            checker.refuse(node, "break or continue outside a loop", "a loop around it")
     if not any(isinstance(node, ast.Return) for node in nodes):
         last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
-        raise error(last, "the program returns nothing", "a last line such as `return x`")
+        checker.refuse(last, "the program returns nothing", "a last line such as `return x`")
+    if checker.found:
+        raise joined(checker.found)
     loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
     unused = sorted(names.layers - loaded - names.used_elsewhere)
     names_all = "layers" in loaded and "layers" not in names.layers
@@ -122,64 +137,71 @@ def _check_names(tree: ast.Module, names: Names, error: ErrorAt) -> None:
 class _Checker(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, names: Names, error: ErrorAt) -> None:
         self.names, self.error = names, error
+        self.found: list[ProgramError] = []
         self.assigned = assigned_names(tree)
         self.variables = own_names(tree, inputs=names.inputs, layers=names.layers, constants=names.constants)
         self.known = self.variables | names.functions | vocabulary.FUNCTIONS | vocabulary.BUILTINS
         self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
+    def refuse(self, node: ast.AST, message: str, expected: str) -> None:
+        """Keep an error, if there is none of its place or with its message: an unknown name is told once."""
+        found = self.error(node, message, expected)
+        if all((found.line, found.column) != (one.line, one.column) and message != one.message for one in self.found):
+            self.found.append(found)
+
     def visit(self, node: ast.AST) -> None:
-        if not isinstance(node, _ALLOWED):
-            kind = type(node).__name__
-            expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
-            raise self.error(node, f"{kind} is not part of a forward program", expected)
-        super().visit(node)
+        if isinstance(node, _ALLOWED):
+            super().visit(node)
+            return
+        expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
+        self.refuse(node, f"{type(node).__name__} is not part of a forward program", expected)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if not isinstance(node.value, _CONSTANTS) or node.kind is not None:
-            raise self.error(node, f"a constant of type {type(node.value).__name__}", "a number, string, bool or None")
+            self.refuse(node, f"a constant of type {type(node.value).__name__}", "a number, string, bool or None")
         if isinstance(node.value, int) and abs(node.value) >= 2**63:
-            raise self.error(node, "an integer of more than 64 bits", "a smaller one")
+            self.refuse(node, "an integer of more than 64 bits", "a smaller one")
 
     def visit_Name(self, node: ast.Name, *, called: bool = False) -> None:
         if isinstance(node.ctx, ast.Store):
             if node.id in self.names.layers | self.names.constants | self.names.functions | RESERVED:
                 expected = "a name that no layer, constant or listed function has"
-                raise self.error(node, f"`{node.id}` would be overwritten", expected)
+                self.refuse(node, f"`{node.id}` would be overwritten", expected)
         elif node.id not in self.known:
-            if called:
-                self.refuse_left_out(node, f"`{node.id}`", node.id, self.known)
+            if called and self.is_left_out(node, f"`{node.id}`", node.id, self.known):
+                return
             # What is not called is no function, however like one it is written.
             near = self.known if called else self.variables
             inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
             otherwise = "a layer or a listed function" if called else f"an input ({inputs}), a layer or a variable"
-            raise self.error(node, f"`{node.id}` is unknown", nearest_or(node.id, near, otherwise=otherwise))
+            self.refuse(node, f"`{node.id}` is unknown", nearest_or(node.id, near, otherwise=otherwise))
 
     def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
         if not isinstance(node.ctx, ast.Load):
-            raise self.error(node, f"`.{node.attr}` is assigned to", "a variable: a program changes no object")
+            self.refuse(node, f"`.{node.attr}` is assigned to", "a variable: a program changes no object")
+            return
         prefix = prefix_of(node, self.variables)
         if prefix is not None:
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
-            if node.attr not in known:
-                self.refuse_left_out(node, f"`{prefix}.{node.attr}`", node.attr, known)
+            if node.attr not in known and not self.is_left_out(node, f"`{prefix}.{node.attr}`", node.attr, known):
                 expected = nearest_or(node.attr, known, otherwise="a listed function (docs/vocabulary.md)")
-                raise self.error(node, f"`{prefix}.{node.attr}` is not on the list", expected)
+                self.refuse(node, f"`{prefix}.{node.attr}` is not on the list", expected)
             return
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
         if not called:
             known = _ATTRIBUTES
         owned_by_layer = not node.attr.startswith("_") and _root(node) in self.may_hold_layers
         if node.attr not in known and not owned_by_layer:
-            kind = "method" if called else "attribute"
-            self.refuse_left_out(node, f"the {kind} `.{node.attr}`", node.attr, known)
-            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/vocabulary.md)")
-            raise self.error(node, f"the {kind} `.{node.attr}` is not on the list", expected)
+            written = f"the {'method' if called else 'attribute'} `.{node.attr}`"
+            if not self.is_left_out(node, written, node.attr, known):
+                otherwise = f"a listed {'method' if called else 'attribute'} (docs/vocabulary.md)"
+                self.refuse(node, f"{written} is not on the list", nearest_or(node.attr, known, otherwise=otherwise))
         self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
         if not isinstance(node.func, _CALLABLE):
-            raise self.error(node, "this cannot be called", "a layer, a listed function or a listed method")
-        if isinstance(node.func, ast.Attribute):
+            self.refuse(node, "this cannot be called", "a layer, a listed function or a listed method")
+        elif isinstance(node.func, ast.Attribute):
             self.visit_Attribute(node.func, called=True)
         elif isinstance(node.func, ast.Name):
             self.visit_Name(node.func, called=True)
@@ -187,9 +209,9 @@ class _Checker(ast.NodeVisitor):
             self.visit(node.func)
         for argument in node.keywords:
             if argument.arg is None:
-                raise self.error(argument, "`**` in a call", "the arguments by name")
+                self.refuse(argument, "`**` in a call", "the arguments by name")
             if argument.arg == "out":
-                raise self.error(argument, "`out=` writes into a tensor", "the function's result")
+                self.refuse(argument, "`out=` writes into a tensor", "the function's result")
         for child in (*node.args, *node.keywords):
             self.visit(child)
 
@@ -200,37 +222,38 @@ class _Checker(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            raise self.error(node.target, "an augmented assignment to a part", "a variable on the left")
+            self.refuse(node.target, "an augmented assignment to a part", "a variable on the left")
         self.generic_visit(node)
 
     def visit_Dict(self, node: ast.Dict) -> None:
         if None in node.keys:
-            raise self.error(node, "`**` in a dict", "the entries by name")
+            self.refuse(node, "`**` in a dict", "the entries by name")
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
         if node.orelse:
-            raise self.error(node.orelse[0], "`else` of a loop", "a loop without it")
+            self.refuse(node.orelse[0], "`else` of a loop", "a loop without it")
         self.check_target(node.target)
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if node.is_async:
-            raise self.error(node.target, "an async comprehension", "a plain one")
+            self.refuse(node.target, "an async comprehension", "a plain one")
         self.check_target(node.target)
         self.generic_visit(node)
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
         if node.format_spec is not None or node.conversion != -1:
-            raise self.error(node, "a format in an f-string", "a plain {name}")
+            self.refuse(node, "a format in an f-string", "a plain {name}")
         self.generic_visit(node)
 
-    def refuse_left_out(self, node: ast.AST, written: str, name: str, known: Set[str]) -> None:
+    def is_left_out(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
         """Say why a name of torch is not listed, where it is known: a similar spelling would mislead."""
         found = hint(name, known)
         if found is not None:
             why, expected = found
-            raise self.error(node, f"{written} is not on the list: it {why}", expected)
+            self.refuse(node, f"{written} is not on the list: it {why}", expected)
+        return found is not None
 
     def check_target(self, target: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -239,9 +262,9 @@ class _Checker(ast.NodeVisitor):
         elif isinstance(target, ast.Subscript):
             if not isinstance(target.value, ast.Name) or target.value.id not in self.assigned:
                 expected = f"`outputs[name] = ...` of a dict or list made here; {INSTEAD_OF_WRITING}"
-                raise self.error(target, "an assignment into an object", expected)
+                self.refuse(target, "an assignment into an object", expected)
         elif not isinstance(target, ast.Name):
-            raise self.error(target, "an assignment to something that is not a variable", "a name on the left")
+            self.refuse(target, "an assignment to something that is not a variable", "a name on the left")
 
 
 def assigned_names(tree: ast.Module) -> set[str]:

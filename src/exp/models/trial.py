@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from exp.models import constants, vocabulary
 from exp.models.program import Program
 from exp.models.stand_ins import COMPUTABLE, LIMITS, UNKNOWN, Function, Layer, Refusal, stand_in
-from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError
+from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError, joined
 
 MAX_STEPS = 200_000
 MAX_ARGUMENT_DEPTH = 20
@@ -44,16 +44,51 @@ def try_out(program: Program, code: CodeType, functions: Mapping[str, object], g
 
     Raises: ProgramError, with the line and column of the program.
     """
+    found: dict[tuple[int, int], ProgramError] = {}
     for training in (True, False) if "training" in program.names else (True,):
         guards = Guards()
-        methods = {f"{GUARDS}.{name}": getattr(guards, name) for name in vars(Guards) if not name.startswith("_")}
+        methods = {
+            f"{GUARDS}.{name}": _collect_refusals(getattr(guards, name), guards, program, code, found)
+            for name in vars(Guards)
+            if not name.startswith("_")
+        }
         namespace = {"__builtins__": {}, SLICE: slice, **methods, **functions}
         values = {**given, **dict.fromkeys(program.inputs, UNKNOWN), "training": training}
         names = code.co_varnames[: code.co_argcount]
         try:
             FunctionType(code, namespace)(*(_own(values[name]) for name in names))
         except Exception as fault:
-            raise _placed(program, code, fault) from None
+            place = _place(code, fault.__traceback__)
+            if not found:  # else what came of a refusal
+                found[place[:2]] = _placed(program, fault, place)
+    if found:
+        raise joined(found.values()) from None
+
+
+def _collect_refusals(
+    guard: Callable[..., object],
+    guards: Guards,
+    program: Program,
+    code: CodeType,
+    found: dict[tuple[int, int], ProgramError],
+) -> Callable[..., object]:
+    """Return a guard that keeps what it refuses, by its place, and gives a tensor, or a loop without a round."""
+
+    def guarded(*operands: object, **named: object) -> object:
+        try:
+            return guard(*operands, **named)
+        except Exception as fault:
+            frame = inspect.currentframe()
+            while frame is not None and frame.f_code.co_filename != code.co_filename:
+                frame = frame.f_back
+            assert frame is not None
+            place = _position(frame.f_code, frame.f_lasti)
+            found.setdefault(place[:2], _placed(program, fault, place))
+            if guards.steps > MAX_STEPS:
+                raise
+        return () if guard.__name__ == "rounds" else UNKNOWN
+
+    return guarded
 
 
 def all_layers(held: Mapping[str, nn.Module | Tensor], layers_as: str) -> object:
@@ -445,9 +480,9 @@ def _own(value: object) -> object:
     return [_own(item) for item in value] if isinstance(value, list) else value
 
 
-def _placed(program: Program, code: CodeType, fault: Exception) -> ProgramError:
+def _placed(program: Program, fault: Exception, place: tuple[int, int, int]) -> ProgramError:
     """The fault of a trial, at the place in the program that was being run."""
-    line, column, end = _place(code, fault.__traceback__)
+    line, column, end = place
     message, expected = str(fault), COMPUTABLE
     if isinstance(fault, Refusal):
         expected = fault.expected
@@ -463,7 +498,12 @@ def _place(code: CodeType, traceback: TracebackType | None) -> tuple[int, int, i
     while traceback is not None:
         running = traceback.tb_frame.f_code
         if running.co_filename == code.co_filename:
-            line, _, column, end = list(running.co_positions())[traceback.tb_lasti // 2]
-            place = (line or 1, column or 0, end or 0)
+            place = _position(running, traceback.tb_lasti)
         traceback = traceback.tb_next
     return place
+
+
+def _position(code: CodeType, instruction: int) -> tuple[int, int, int]:
+    """Line, and first and last column in bytes, of an instruction."""
+    line, _, column, end = list(code.co_positions())[instruction // 2]
+    return line or 1, column or 0, end or 0

@@ -192,10 +192,12 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
-def build_data(plain: Plain) -> Data:
+def build_data(plain: Plain, *, keeps_raw: bool = False) -> Data:
     """The data set with its parts; its samples are read where a loader asks for them.
 
     A run that goes on from a checkpoint takes from it what the training part told, not from a file changed since.
+
+    keeps_raw: as of Data.
     """
     ignored = set(_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")]))
     # exp's own leave nothing out unless told so; others may, as torch's do.
@@ -208,6 +210,7 @@ def build_data(plain: Plain) -> Data:
         "ignored_labels": sorted(ignored),
         "earlier": earlier,
         "keeps_doubles": plain["precision"]["word"] == "fp64",
+        "keeps_raw": keeps_raw,
     }
     # Made by the data, once it has the part that they are of.
     partial = {

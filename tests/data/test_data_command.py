@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 from sklearn.preprocessing import StandardScaler
 
+import exp
+from exp.check.plan import resolve
 from exp.construct import build_data
 from exp.dashboard import page_for
 from exp.data.__main__ import main
@@ -146,9 +148,6 @@ def close(numbers: dict, values: np.ndarray) -> None:
 
 def arrays(stage: str, *words: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs and targets of a split, as the network gets them."""
-    import exp
-    from exp.check.plan import resolve
-
     input, target = build_data(resolve(exp.compose(list(words))).plain).part(stage).entries
     return input.numpy().astype(np.float64), target.numpy()
 
@@ -203,8 +202,9 @@ def test_tensorboard_shows_the_report(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_columns_have_the_statistics_of_scikit_learn() -> None:
-    found = look("data=diabetes", "data.dataset.standardise=false")
-    rows, target = arrays("train", "data=diabetes", "data.dataset.standardise=false")
+    found = look("data=diabetes")
+    raw = build_data(resolve(exp.compose(["data=diabetes"])).plain, keeps_raw=True).raw["train"].entries
+    rows, target = raw["numbers"].numpy(), raw["target.target"].numpy()
     columns = found["parts"]["train"]["numbers"]["input"]
     scaler = StandardScaler().fit(rows)
     assert [one["name"] for one in columns] == ["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]
@@ -215,6 +215,28 @@ def test_columns_have_the_statistics_of_scikit_learn() -> None:
     assert not any(line.startswith(("leak", "repeated", "differs")) for line in found["findings"])
     assert (found["directory"] / "histograms_input.png").is_file()
     assert (found["directory"] / "histograms_target.png").is_file()
+
+
+def test_a_table_is_shown_as_its_file_has_it(place: Path) -> None:
+    draws = np.random.default_rng(0)
+    kinds, ages = draws.integers(0, 2, 60), draws.normal(1e8, 1, 60)
+    numbers = [repr(age) if row % 9 else "" for row, age in enumerate(ages.tolist())]
+    colours = ["red" if row % 7 else "" for row in range(60)]
+    rows = [
+        f"{300 + row},{numbers[row]},{colours[row]},{10 * kind + row % 10},{kind}" for row, kind in enumerate(kinds)
+    ]
+    (place / "t.csv").write_text("\n".join(["id,age,colour,sorted,kind", *rows]), encoding="utf-8")
+    words = "impute: most_frequent, categorical: [colour]"
+    found = look(own(f"{{_target_: exp.data.delimited.Csv, path: t.csv, target: kind, {words}}}"))
+    number, age, _, _ = found["parts"]["train"]["numbers"]["input"]
+    close(number, np.arange(300, 360))
+    close(age, [one for row, one in enumerate(ages) if row % 9])
+    assert age["missing"] == 7
+    told = " ".join(found["findings"])
+    assert "unique: id is different in each of 60 rows" in told
+    assert "order: sorted sorts the rows by target nearly alone" in told
+    assert "missing: colour of train has no word in 9 of 60 rows" in told
+    assert not any(word in told for word in ("order: id", "order: age", "order: colour", "unique: sorted"))
 
 
 def test_a_large_mean_costs_no_digits(place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import random
 import tracemalloc
 from datetime import datetime
@@ -21,10 +22,13 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
 from exp.check.plan import examine, resolve
+from exp.data.cells import finite_number
 from exp.data.data import Data
 from exp.data.delimited import Csv
 from exp.data.in_memory import Selection, Tensors
 from exp.data.tables import moments_of
+from exp.data.unlabelled import UnlabelledTable
+from exp.data.windows import Windows
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.datamodule import fitted_in
 from exp.errors import ConfigError
@@ -169,6 +173,40 @@ def test_numeric_labels_are_sorted_as_numbers(tmp_path):
     assert made.columns == ("1",)
 
 
+def test_a_comma_may_precede_fractions(tmp_path):
+    (tmp_path / "t.csv").write_text("a;b;c\n-1,5;1e1;0,5\n2;3,25;?\n")
+    settings = {"path": str(tmp_path / "t.csv"), "delimiter": ";", "decimal": ",", "missing_values": ["?"]}
+    made = Csv(**settings, target="a", task="regression", standardise=False, impute="mean")
+    assert values(made).tolist() == [[10, 0.5], [3.25, 0.5]]
+    assert made.prepare(made.fit()).entries[1].tolist() == [[-1.5], [2.0]]
+    del settings["missing_values"]
+    series = Windows(**settings, targets="a", columns=["a", "b"], length=1, standardise=False)
+    assert series.values.tolist() == [[-1.5, 10], [2, 3.25]]
+
+
+def test_words_may_be_what_else_is_missing(tmp_path):
+    (tmp_path / "t.csv").write_text("region,n,kind\nNA,-999.0,None\nEU,2,yes\nNA,-9.99e2,yes\n")
+    made = Csv(
+        path=str(tmp_path / "t.csv"), target="kind", categorical=["region"], missing_values=[-999], impute="mean"
+    )
+    assert made.fit()["table"]["words"] == {"region": ["EU", "NA"]}
+    assert made.classes == {"target": ("None", "yes")}
+    assert made.fit()["table"]["fills"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(f"{name},a,c\n7,0.5,x\n3,1.5,y\n4,2.5,y\n")
+    data = Data(train=Csv(path=str(path), target="c"))
+    assert data.spec.input_shape == (1,)
+    (note,) = data.notes
+    assert "numbers the rows and is left out" in note
+    path.write_text(f"{name},a,c\n7,0.5,x\n7,1.5,y\n")
+    kept = Data(train=Csv(path=str(path), target="c"))
+    assert (kept.spec.input_shape, kept.notes) == ((2,), ())
+
+
 def test_dates_may_have_a_format(tmp_path):
     (tmp_path / "days.csv").write_text("when,same,y\n31.01.2024,0.1,1\n2.2.2024,0.1,2\n3.2.2024,0.1,3\n")
     raw = Csv(path=str(tmp_path / "days.csv"), target="y", dates={"when": "%d.%m.%Y"}, standardise=False)
@@ -226,6 +264,7 @@ def test_packing_refuses_numbers_that_it_would_lose(tmp_path):
 
 numbers = st.floats(-1e100, 1e100)
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(str.strip).filter(bool)
+words = words.filter(lambda word: finite_number(word) is None)
 
 
 @given(rows=st.lists(st.tuples(numbers, words, numbers), min_size=1, max_size=8))
@@ -287,6 +326,18 @@ ABC = "a,b,c\n"
         ("a,a,c\n1,2,x\n", {}, r"with a twice"),
         (ABC, {}, r"without a row"),
         (ABC + '1,"1,x\n', {}, r"near line 2.*expected CSV in UTF-8"),
+        (ABC + "2_31,1,x\n", {}, r"'2_31' in line 2 of .*column a; expected a number"),
+        (ABC + "1,1,x\n\u0661\u0662,1,y\n", {}, r"'\u0661\u0662' in line 3 of .*column a; expected a number"),
+        (ABC + "1,\uff11\uff12,x\n", {}, r"'\uff11\uff12' in line 2 of .*column b; expected a number"),
+        (ABC + "1,\uff1224-1,x\n", {"dates": {"b": "%Y-%m"}}, r"column b; expected a date"),
+        (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*'data.dataset.decimal=\",\"' reads"),
+        (ABC + "1,2,x\n", {"decimal": ","}, r"data.dataset.decimal: ',', which is the delimiter, too"),
+        ("a;b;c\n1.234,5;2;x\n", {"decimal": ",", "delimiter": ";"}, r"'1.234,5' in line 2 of .*; expected a number"),
+        (ABC + "1,NA,x\n", {"categorical": ["b"]}, r"'NA', which stands for no value, in line 2 .*missing_values=\[\]"),
+        (ABC + "1,2,None\n", {}, r"'None', which stands for no value, in line 2 of .*data.dataset.missing_values=\[\]"),
+        (ABC + "1,2,\n", {"missing_values": ["?"]}, r"no value in line 2 of .*column c"),
+        (ABC + "1,,x\n", {"missing_values": ["?"], "categorical": ["b"]}, r"no value in line 2 of .*column b"),
+        (ABC + "1,2,x\n-999.0,2,x\n", {"missing_values": ["-999"]}, r"no value in line 3 of .*column a"),
         (ABC + "".join(f"1,1,{i}.5\n" for i in range(30)), {}, r"classification of 30 labels.*data=csv_regression"),
     ],
 )  # fmt: skip
@@ -317,6 +368,33 @@ def test_a_file_is_searched_in_the_data_directory(flowers, tmp_path, monkeypatch
     assert len(Csv(path="flowers.csv", directory=str(tmp_path), target="kind", ignore=["colour"])) == 4
     with pytest.raises(ConfigError, match=r"path: no file at /flower.csv nor at .*Did you mean flowers.csv"):
         Csv(path="flower.csv", directory=str(tmp_path), target="kind")
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "npz", "parquet"])
+def test_a_number_is_one_word_in_every_format(ending, tmp_path):
+    (tmp_path / "train.csv").write_text("grade,x,y\n1,0,7\n2,0,8.0\n2.0,0,7.00\n01,0,8\n0.1,0,8\n")
+    train = Csv(path=str(tmp_path / "train.csv"), target="y", categorical=["grade"])
+    assert train.classes == {"target": ("7", "8.0")}
+    fitted, path = train.fit(), tmp_path / f"new.{ending}"
+    order = fitted["table"]["words"]["grade"]
+    small = np.array([1, 0.1, 9], "f4" if ending in ("npz", "parquet") else "f8")
+    for grades in (np.array([1, 2, 9]), np.array([1.0, 2.0, 9.0]), small, np.array(["1.0", "+2e0", "001"])):
+        if ending == "csv":
+            path.write_text("grade,x\n" + "".join(f"{grade},0\n" for grade in grades))
+        elif ending == "jsonl":
+            path.write_text("".join(json.dumps({"grade": grade, "x": 0}) + "\n" for grade in grades.tolist()))
+        elif ending == "npz":
+            np.savez(path, grade=grades, x=np.zeros(3))
+        else:
+            pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+            parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+            parquet.write_table(pyarrow.table({"grade": grades, "x": np.zeros(3)}), path)
+        part = UnlabelledTable(path=str(path))
+        found = part.prepare(fitted).entries["input"][:, 1:]
+        second = "0.1" if grades is small else "2"
+        assert [order[place] for place in found.argmax(1)[:2].tolist()] == ["1", second]
+        assert found.sum(1).tolist() == [1, 1, 0]
+        assert "1 of 3 rows of test have in grade" in part.notes_in(fitted, stage="test")[0]
 
 
 def test_a_class_unknown_to_training_is_named(tmp_path):

@@ -14,6 +14,7 @@ SNAPSHOT = Path(__file__).with_name("config_keys.txt")
 FILLED = {
     "data.earlier",
     "data.keeps_doubles",
+    "data.keeps_raw",
     "data.seed",
     "hooks.throughput.workload",
     "logger.tensorboard.directory",

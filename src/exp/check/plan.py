@@ -523,12 +523,10 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     plain = decided.plain
     try:
         if plain["predict"]:
-            _ = decided.data  # has no answers that anything could be held against
-            return ()
+            return decided.data.notes  # it has no answers that anything could be held against
         if decided.own is not None:
             # Built, for what its constructor refuses; what the module's steps take, nobody knows before the first.
-            _ = decided.data if decided.data_module is None else decided.data_module
-            return ()
+            return decided.data.notes if decided.data_module is None else ()
         data = decided.data
         at_work: dict[Stage, bool] = {
             "train": plain["train"],
@@ -551,7 +549,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         elif decided.metrics or _reads_other_names(decided) or (accumulates and decided.objective.weighed):
             found = look_at_names(subject)
         else:
-            return ()
+            return data.notes
     except ConfigError as error:
         raise ConfigError(located(decided.resolved.config, error.faults)) from error
     except SampleError as error:
@@ -564,7 +562,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         faults += mode_faults(tags["monitor"], plain["mode"], decided.metrics)
     if faults:
         raise ConfigError(located(decided.resolved.config, once(faults)))
-    return tuple(found.notes)
+    return (*data.notes, *found.notes)
 
 
 def _reads_other_names(decided: Plan) -> bool:

@@ -100,7 +100,7 @@ def _built(resolved: Resolved) -> Data:
     from exp.data.data import Data
 
     try:
-        data: object = build_data(resolved.plain)
+        data: object = build_data(resolved.plain, keeps_raw=True)
     except ConfigError as error:
         raise ConfigError(located(resolved.config, error.faults)) from error
     if isinstance(data, Data):
@@ -157,7 +157,7 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
     from exp.files import write_whole
     from exp.hooks.panels import png
 
-    told = findings(found, origins=_origins(data, found), classes=_class_counts(data, found))
+    told = findings(found, origins=_origins(data, found), classes=_class_counts(data, found), notes=data.notes)
     text = markdown(found, command=command, findings=told)
     sheets = dict(_sheets(data, found))
     content = json.dumps(plain(found, command=command, findings=told), indent=2, allow_nan=False, default=str)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from exp.data.cells import Missing, WordCodes, finite_number
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, name_cure
 from exp.data.tables import Encoding, Impute, Packed, Table, Words, beside
@@ -24,6 +26,8 @@ Values: TypeAlias = "Iterable[object] | Packed | Words"
 Column = TypeVar("Column", bound=Values)
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
 MANY_LABELS = 20
+# The names that pandas gives to a column of row numbers when it reads a CSV file, and when it writes a Parquet file.
+NAMELESS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -31,13 +35,14 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Sheet(ABC):
     """The columns of a file.
 
-    file: where it is. names: of the columns, in order. packed: an attribute, whether its columns of numbers are Packed.
+    file: where it is. names: of the columns, in order. missing: the texts without a value. packed: an attribute,
+    whether its columns of numbers are Packed.
     """
 
     packed = False
 
-    def __init__(self, *, file: Path, names: Sequence[str]) -> None:
-        self.file, self.names = file, tuple(names)
+    def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
+        self.file, self.names, self.missing = file, tuple(names), missing
 
     def columns(self, names: Iterable[Name], key: str, faults: list[Fault]) -> Iterator[int]:
         """Yield the numbers of columns. faults: gets an error at the key for each name that no column has."""
@@ -79,6 +84,10 @@ class Sheet(ABC):
             column, lambda text: days_since_1970(text, form), lambda row, text: self.no_date(row, column, text, form)
         )
 
+    def holds_dates(self, column: int) -> bool:
+        """Return whether the file says that a column holds dates."""
+        return False
+
     def words(self, column: int) -> Words:
         """A column of words, coded."""
         return words_of(self.texts(column))
@@ -112,6 +121,10 @@ class Sheet(ABC):
     def place(self, row: int) -> str:
         """A row in words."""
 
+    def cell(self, row: int, column: int) -> str:
+        """Return the text of a value as the file has it; of types other than text nothing."""
+        return ""
+
     def complete(self, column: int, values: Values, *, cure: str) -> None:
         """Raises: ConfigError where one of the values is missing. cure: against it."""
         if isinstance(values, Packed):
@@ -124,7 +137,11 @@ class Sheet(ABC):
             missing = [row for row, value in enumerate(values) if value is None or value != value]
         if missing:
             many = f" there and in {len(missing) - 1} more rows," if missing[1:] else ""
-            raise self.bad(missing[0], column, f"no value{many}", "one in every row", cure)
+            text = self.cell(missing[0], column) if isinstance(values, Words) else ""
+            if text:
+                cure += f". If {text} is a value, list what is not in data.dataset.missing_values=[]"
+            got = f"{text!r}, which stands for no value," if text else "no value"
+            raise self.bad(missing[0], column, f"{got}{many}", "one in every row", cure)
 
     def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
         """The error of one value."""
@@ -139,6 +156,9 @@ class Sheet(ABC):
 
     def no_number(self, row: int, column: int, text: str) -> ConfigError:
         name = self.names[column]
+        if finite_number(text, decimal=",") is not None:
+            cure = "'data.dataset.decimal=\",\"' reads commas as the signs before fractions"
+            return self.bad(row, column, repr(text), "a number", cure)
         cure = (
             f"Put it in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{name}],"
             " or name what stands for a missing value in data.dataset.missing_values"
@@ -147,7 +167,10 @@ class Sheet(ABC):
 
 
 class SheetTable(Table):
-    """A table out of the columns of a file; see Csv for what the parameters mean."""
+    """A table out of the columns of a file; see Csv for what the parameters mean.
+
+    A column without a name that numbers the rows, such as the index of pandas, is left out of the input.
+    """
 
     def __init__(
         self,
@@ -173,7 +196,8 @@ class SheetTable(Table):
         if faults:
             raise ConfigError(faults)
         left_out.update(column for columns in targets.values() for column in columns)
-        features = [column for column in range(len(sheet.names)) if column not in left_out]
+        index = _row_numbers(sheet, named={*words, *days, *left_out})
+        features = [column for column in range(len(sheet.names)) if column not in {*left_out, *index}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
         cure = (
@@ -205,19 +229,23 @@ class SheetTable(Table):
             encoding=encoding,
             packed=sheet.packed,
         )
+        of_dates = [column for column in figures if column in days or sheet.holds_dates(column)]
+        self.dates = {sheet.names[column]: days.get(column) for column in of_dates}
+        told = f"of {sheet.file} numbers the rows and is left out; give it a name to keep it"
+        self.notes = tuple(f"the column {sheet.names[column] or 'without a name'} {told}" for column in index)
 
 
 def words_of(values: Sequence[str | None]) -> Words:
     """A column of words: in the order of numbers where all of them are, else of the alphabet."""
-    names = list(dict.fromkeys(value for value in values if value is not None))
-    places: dict[str | None, int] = {None: -1, **{name: number for number, name in enumerate(names)}}
-    return words_in_order(np.array([places[value] for value in values], dtype=np.int64), names)
+    codes = WordCodes()
+    numbered = np.array([codes[value or ""] for value in values], dtype=np.int64)
+    return words_in_order(numbered, codes.words)
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
     """A column of words that are numbered in any order, `[N]`, -1 for a missing one, as `words_of` has them."""
     names = sorted(words)
-    numbers = [number for name in names if (number := _number(name)) is not None]
+    numbers = [number for name in names if (number := finite_number(name)) is not None]
     if len(numbers) == len(names):
         names = [name for _, name in sorted(zip(numbers, names, strict=True))]
     order = {name: number for number, name in enumerate(names)}
@@ -232,7 +260,7 @@ def labels_in(sheet: Sheet, column: int) -> Words:
     """
     labels = sheet.words(column)
     sheet.complete(column, labels, cure=NO_ANSWER)
-    numbers = [number for name in labels.names if (number := _number(name)) is not None]
+    numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
         raise data_fault(
@@ -249,9 +277,26 @@ def days_since_1970(text: str, form: str | None) -> float:
 
     Raises: ValueError.
     """
+    if not text.isascii() and any(sign.isdecimal() and not sign.isascii() for sign in text):
+        raise ValueError(text)  # strptime would read them
     found = datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
     aware = found if found.tzinfo else found.replace(tzinfo=UTC)
     return (aware - EPOCH) / timedelta(days=1)
+
+
+def _row_numbers(sheet: Sheet, *, named: Collection[int]) -> list[int]:
+    """Return the columns without a name that hold whole numbers, each once. named: columns that the config names."""
+    found = []
+    for column, name in enumerate(sheet.names):
+        if column in named or not (NAMELESS.fullmatch(name) or (column == 0 and not name)):
+            continue
+        try:
+            numbers = np.asarray(sheet.numbers(column))
+        except ConfigError:
+            continue  # words, or a fault that reading the other columns reports, too
+        if (numbers == np.round(numbers)).all() and len(np.unique(numbers)) == len(numbers):
+            found.append(column)
+    return found
 
 
 def _each(sheet: Sheet, columns: Sequence[int], read: Callable[[int], Value], faults: list[Fault]) -> dict[str, Value]:
@@ -311,11 +356,3 @@ def _incomplete(sheet: Sheet, columns: Mapping[str, np.ndarray | Packed]) -> Ite
             sheet.complete(sheet.names.index(name), values, cure=NO_ANSWER)
         except ConfigError as error:
             yield from error.faults
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None

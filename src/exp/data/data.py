@@ -7,18 +7,29 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import BatchForm, by_name, target_in
 from exp.data.faults import data_fault
 from exp.data.fingerprints import fingerprint
-from exp.data.in_memory import Fitted, Indexed, IndexedLoader, Tensors, gathered, sample_name, samples_in
+from exp.data.in_memory import (
+    AnyDataset,
+    Fitted,
+    Indexed,
+    IndexedLoader,
+    Noted,
+    Tensors,
+    gathered,
+    sample_name,
+    samples_in,
+)
 from exp.data.joint_transforms import Transform, callables
 from exp.data.labels import IGNORED, Labels
 from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler, batch_count
@@ -29,6 +40,7 @@ from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder,
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, declared_length, open_stream
+from exp.data.tables import Table
 from exp.data.tv_tensors import plain_tensors, wrapping
 from exp.data.workers import (
     Assembly,
@@ -88,6 +100,8 @@ class Data:
     rounded: an attribute, the entries of a sample that come in float64 and become float32.
     earlier: gives what the training part told in the run that this one goes on from; this one's is asked without.
     fitted: an attribute, what the training part told, such as means, words or classes. Checkpoints keep it.
+    notes: an attribute, what to say of the data, a line each.
+    keeps_raw: whether tables stay in memory as their files have them, too, in the attribute `raw`, by stage.
     seed: of the run.
 
     Raises: ConfigError that names the key.
@@ -134,6 +148,7 @@ class Data:
         ignored_labels: Sequence[int] | None = None,
         keeps_doubles: bool = False,
         earlier: Callable[[], Fitted | None] | None = None,
+        keeps_raw: bool = False,
         seed: int = 0,
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
@@ -150,14 +165,22 @@ class Data:
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
         raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
-        self.fitted = fit(raw, earlier=earlier or (lambda: None))
-        self._parts = prepare(raw, self.fitted)
+        self._prepare(raw, earlier=earlier, keeps_raw=keeps_raw)
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
         self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
         self._check_labels()
         self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
+
+    def _prepare(
+        self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None] | None, keeps_raw: bool
+    ) -> None:
+        self.fitted = fit(raw, earlier=earlier or (lambda: None))
+        self._parts = prepare(raw, self.fitted)
+        lines = [part.notes_in(self.fitted, stage=stage) for stage, part in raw.items() if isinstance(part, Noted)]
+        self.notes = tuple(dict.fromkeys(chain.from_iterable(lines)))
+        self.raw = {stage: part for stage, part in raw.items() if keeps_raw and isinstance(part, Table)}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -267,6 +290,11 @@ class Data:
         assembly = self._read_assembly(self._assembly(source.named))
         loader = WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._unpinned, assembly=assembly)
         return read_from(loader, count=count)
+
+    def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
+        """Return rows of a raw table as Table.in_own_units does; nothing of other data, or if transforms follow."""
+        is_changed = not self._by_index(stage) or self.transforms_batches(stage)
+        return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 
     def transforms_batches(self, stage: Stage) -> bool:
         """Whether the batches of a stage go through transforms once they are on the device."""

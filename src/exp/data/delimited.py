@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import numpy as np
 from annotated_types import Len
 
+from exp.data.cells import DecimalSign, Missing, WordCodes, finite_number, number_in
 from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970, words_in_order
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault
@@ -28,7 +29,16 @@ PACKED = 64 * 2**20
 CHARACTERS = 2**20
 # Rows that are looked at, and what float32 rounds away of a number.
 SAMPLED, FLOAT32 = 2**16, 2.0**-24
-MISSING_VALUES = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+MISSING_VALUES = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """The form of a CSV file: the sign between values, the sign before fractions, and a first line of names."""
+
+    delimiter: str = ","
+    decimal: DecimalSign = "."
+    header: bool = True
 
 
 class Csv(SheetTable):
@@ -37,15 +47,16 @@ class Csv(SheetTable):
     A sample is what Table says. With several numbers to predict they are one target, float32 `[K]`; targets by name
     become entries of these names, and a mapping.
 
-    path: relative to the current folder, or else to directory. delimiter: between values. header: the first line names
-        the columns.
+    path: relative to the current folder, or else to directory. delimiter: between values. decimal: before the fraction
+        of a number. header: the first line names the columns.
     target: the column to predict, by its name, or its number from 0 where there is no header; a list of columns of
         numbers; or a mapping of names to either, such as {kind: species, size: [length, width]}.
     task: "classification", whose labels may be any words, or "regression"; with targets by name one for all, or one
         each, {kind: classification, size: regression}.
     categorical: columns of words. dates: columns of dates in ISO 8601, or {when: "%d.%m.%Y"}: a number of days each.
     ignore: columns to leave out.
-    missing_values: texts that stand for a missing value. impute: what to take for one, see Table; None refuses them.
+    missing_values: texts that stand for a missing value, besides an empty one. impute: what to take for one, see Table;
+        None refuses them.
     encoding: of words, "one_hot" or "index"; see Table. standardise: see Table.
     packed: whether numbers are kept in half the memory and samples are encoded where a batch needs them, see Table;
         None means for a file of 64 MiB or more.
@@ -62,19 +73,21 @@ class Csv(SheetTable):
         task: Task | Mapping[str, Task] = "classification",
         directory: str = "data",
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
+        decimal: DecimalSign = ".",
         header: bool = True,
         categorical: Sequence[Name] = (),
         dates: Sequence[Name] | Mapping[str, str | None] = (),
         ignore: Sequence[Name] = (),
-        missing_values: Sequence[str] = MISSING_VALUES,
+        missing_values: Sequence[str | int | float] = MISSING_VALUES,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
         packed: bool | None = None,
     ) -> None:
+        dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         file = data_file(path, directory=directory)
         super().__init__(
-            sheet=read_sheet(file, delimiter=delimiter, header=header, missing_values=missing_values, packed=packed),
+            sheet=read_sheet(file, dialect, missing_values=missing_values, packed=packed),
             target=target,
             task=task,
             categorical=categorical,
@@ -86,23 +99,14 @@ class Csv(SheetTable):
         )
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """How a CSV file is written. missing_values: texts that stand for a missing value."""
-
-    delimiter: str
-    header: bool
-    missing_values: frozenset[str]
-
-
 class CsvSheet(Sheet):
     """The columns of a CSV file, read in one pass over it for all that are asked for together, a megabyte at a time.
 
     packed: whether columns of numbers are Packed.
     """
 
-    def __init__(self, *, file: Path, names: Sequence[str], dialect: Dialect, packed: bool) -> None:
-        super().__init__(file=file, names=names)
+    def __init__(self, *, file: Path, dialect: Dialect, missing: Missing, packed: bool) -> None:
+        super().__init__(file=file, names=(), missing=missing)
         self.dialect, self.packed = dialect, packed
         self._rows = 0
         self._numbers: dict[tuple[int, str | bool | None], np.ndarray | Packed | ConfigError] = {}
@@ -119,7 +123,7 @@ class CsvSheet(Sheet):
         readers: dict[int, Callable[[str], float]] = {}
         for column in figures:
             readers[column] = self._reader(days.get(column), is_day=column in days)
-        codes = {column: WordCodes(self.dialect.missing_values) for column in words}
+        codes = {column: WordCodes(self.missing) for column in words}
         readers |= {column: code.__getitem__ for column, code in codes.items()}
         parser = Parser(sheet=self, readers=readers, plain=[one for one in readers if one not in {*days, *codes}])
         blocks = [Block(columns=group, packed=self.packed) for group in numbers]
@@ -160,11 +164,10 @@ class CsvSheet(Sheet):
         return self._read(column, days)
 
     def place(self, row: int) -> str:
-        with self.file.open(newline="", encoding="utf-8-sig") as text:
-            reader = self.rows_in(text)
-            rows = filter(None, reader)
-            next(islice(rows, row + self.dialect.header, None))
-            return f"line {reader.line_num} of {self.file}"
+        return f"line {self._row(row)[0]} of {self.file}"
+
+    def cell(self, row: int, column: int) -> str:
+        return self._row(row)[1][column].strip()
 
     def rows_in(self, lines: Iterator[str] | TextIO) -> Reader:
         """What the csv module makes of lines."""
@@ -206,17 +209,38 @@ class CsvSheet(Sheet):
             raise found
         return found
 
+    def rows(self) -> list[list[str]]:
+        """Return the texts of all rows. Raises: ConfigError for rows of unequal length, and for what is no CSV."""
+        found: list[list[str]] = []
+        with self.file.open(newline="", encoding="utf-8-sig") as text:
+            reader = self.rows_in(text)
+            try:
+                for row in islice(filter(None, reader), self.dialect.header, None):
+                    if len(row) != len(self.names):
+                        raise self.uneven(row, reader.line_num)
+                    found.append(row)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise self.unreadable(error, reader.line_num) from error
+        return found
+
+    def _row(self, row: int) -> tuple[int, Sequence[str]]:
+        """Return the line on which a row ends, and its values."""
+        with self.file.open(newline="", encoding="utf-8-sig") as text:
+            reader = self.rows_in(text)
+            found = next(islice(filter(None, reader), row + self.dialect.header, None))
+            return reader.line_num, found
+
     def _reader(self, form: str | None, *, is_day: bool) -> Callable[[str], float]:
-        missing = self.dialect.missing_values
+        missing, decimal = self.missing, self.dialect.decimal
 
         def read(text: str) -> float:
             text = text.strip()
-            if text in missing:
+            if text in missing.texts or (is_day and text in missing):
                 return math.nan
-            value = days_since_1970(text, form) if is_day else float(text)
+            value = days_since_1970(text, form) if is_day else number_in(text, decimal=decimal)
             if not math.isfinite(value):
                 raise ValueError("not finite")
-            return value
+            return value if is_day or value not in missing.numbers else math.nan
 
         return read
 
@@ -224,15 +248,13 @@ class CsvSheet(Sheet):
         if column not in parser.unread:
             return None
         row, text = parser.unread[column]
+        if column in days:
+            return self.no_date(row, column, text, days[column])
         try:
-            float(text)
+            number_in(text, decimal=self.dialect.decimal)
         except ValueError:
-            is_number = False
-        else:
-            is_number = column not in days
-        if is_number:
-            return self.bad(row, column, text, "a finite number")
-        return self.no_date(row, column, text, days[column]) if column in days else self.no_number(row, column, text)
+            return self.no_number(row, column, text)
+        return self.bad(row, column, text, "a finite number")
 
 
 class Parser:
@@ -255,8 +277,7 @@ class Parser:
         }
         self._by_numpy = {column: read for column, read in self._by_function.items() if column not in plain}
         # A number that stands for a missing one is none, which NumPy cannot know.
-        missing = filter(_is_number, sheet.dialect.missing_values)
-        self._is_plain = bool(plain) and not any(math.isfinite(float(text)) for text in missing)
+        self._is_plain = bool(plain) and not sheet.missing.numbers and sheet.dialect.decimal == "."
         self._rows = 0
 
     def pieces(self) -> Iterator[tuple[np.ndarray, float]]:
@@ -351,26 +372,6 @@ class Parser:
             return math.nan
 
 
-class WordCodes(dict[str, int]):
-    """A number for each text as it stands in a file: of a word, from 0 on in the order of their coming; -1 if missing.
-
-    words: an attribute, the words by number.
-    """
-
-    def __init__(self, missing_values: frozenset[str]) -> None:
-        super().__init__(dict.fromkeys(missing_values, -1))
-        self.words: list[str] = []
-
-    def __missing__(self, text: str) -> int:
-        word = text.strip()
-        if word == text:
-            self[text] = len(self.words)
-            self.words.append(word)
-        else:
-            self[text] = self[word]
-        return self[text]
-
-
 class Block:
     """Some columns that are read together, `[N, K]`, in memory that grows. columns: of the file.
 
@@ -447,16 +448,8 @@ def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
 
 def are_numbers(names: Sequence[str]) -> bool:
     """Whether what is read as a header is a row of numbers, some of which may be missing."""
-    told = [name for name in names if name not in MISSING_VALUES]
-    return bool(told) and all(map(_is_number, told))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    told = [name for name in names if name not in ("", *MISSING_VALUES)]
+    return bool(told) and all(finite_number(name) is not None for name in told)
 
 
 def _nothing(text: str) -> float:
@@ -465,31 +458,34 @@ def _nothing(text: str) -> float:
 
 def read_sheet(
     file: Path,
+    dialect: Dialect | None = None,
     *,
-    delimiter: str,
-    header: bool,
-    missing_values: Sequence[str] = MISSING_VALUES,
+    missing_values: Sequence[object] = MISSING_VALUES,
     packed: bool | None = False,
 ) -> CsvSheet:
     """The columns of a file, of which its names are read at once. Empty lines are left out.
 
-    packed: of Csv.
+    dialect: how the file is written; None for commas and a header. packed: of Csv.
     Raises: ConfigError for names that are there twice, and a file without rows; where a column is read, for rows of
         unequal length.
     """
-    dialect = Dialect(delimiter=delimiter, header=header, missing_values=frozenset(missing_values))
+    dialect = dialect or Dialect()
+    if dialect.decimal == dialect.delimiter:
+        got = f"{dialect.decimal!r}, which is the delimiter, too"
+        told = "If values stand between semicolons, write data.dataset.delimiter=';'"
+        raise data_fault("dataset.decimal", got=got, expected="two different signs", cure=told)
     is_packed = file.stat().st_size >= PACKED if packed is None else packed
-    sheet = CsvSheet(file=file, names=(), dialect=dialect, packed=is_packed)
+    sheet = CsvSheet(file=file, dialect=dialect, missing=Missing.of(missing_values), packed=is_packed)
     with file.open(newline="", encoding="utf-8-sig") as text:
         rows = sheet.rows_in(text)
         try:
             first = next(filter(None, rows), None)
-            second = next(filter(None, rows), None) if header else first
+            second = next(filter(None, rows), None) if dialect.header else first
         except (csv.Error, UnicodeDecodeError) as error:
             raise sheet.unreadable(error, max(0, rows.line_num - 1)) from error
     if first is None or second is None:
         raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one below the header")
-    sheet.names = tuple(name.strip() for name in first) if header else tuple(map(str, range(len(first))))
+    sheet.names = tuple(name.strip() for name in first) if dialect.header else tuple(map(str, range(len(first))))
     twice = sorted({name for name in sheet.names if sheet.names.count(name) > 1})
     if twice:
         cure = "Its first line is taken for their names: write them above it" if are_numbers(sheet.names) else None

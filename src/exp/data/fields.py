@@ -14,6 +14,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from exp.data.cells import number_in
 from exp.data.columns import Task
 from exp.data.delimited import MISSING_VALUES
 from exp.data.entries import TARGET
@@ -336,7 +337,7 @@ def _plain_number(value: object) -> int | float | None:
         value = value.item()
     if isinstance(value, str):
         try:
-            return float(value)
+            return number_in(value.strip())
         except ValueError:
             return None
     return value if isinstance(value, int | float) else None

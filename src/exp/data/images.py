@@ -265,7 +265,7 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
 
     Raises: ConfigError for a picture that is not there, and where there are no two classes.
     """
-    sheet = read_sheet(file, delimiter=",", header=True)
+    sheet = read_sheet(file, missing_values=())
     faults: list[Fault] = []
     found = [*sheet.columns([picture], "dataset.picture", faults), *sheet.columns([target], "dataset.target", faults)]
     if faults:

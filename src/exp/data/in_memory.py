@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -81,6 +81,14 @@ class Fittable(Protocol):
 
     def prepare(self, fitted: Fitted) -> AnyDataset:
         """This part as a model sees it. fitted: what the training part told, of this run or of an earlier one."""
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A part that has something to say, once it is prepared."""
+
+    def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
+        """A line each. fitted: as of Fittable."""
 
 
 class Tensors(Dataset[Entries]):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from exp.data.cells import Missing, text_of
 from exp.data.columns import Name, Sheet, SheetTable, Task
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, require_extra
@@ -41,7 +42,7 @@ class Parquet(SheetTable):
         categorical: Sequence[Name] = (),
         dates: Sequence[Name] | Mapping[str, str | None] = (),
         ignore: Sequence[Name] = (),
-        missing_values: Sequence[str] = (),
+        missing_values: Sequence[str | int | float] = (),
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
@@ -63,20 +64,24 @@ class Parquet(SheetTable):
 class ParquetSheet(Sheet):
     """The columns of a Parquet file."""
 
-    def __init__(self, *, file: Path, table: pyarrow.Table, missing_values: Sequence[str]) -> None:
-        super().__init__(file=file, names=table.column_names)
-        self.table, self.missing_values = table, frozenset(missing_values)
+    def __init__(self, *, file: Path, table: pyarrow.Table, missing: Missing) -> None:
+        super().__init__(file=file, names=table.column_names, missing=missing)
+        self.table = table
 
     def texts(self, column: int) -> list[str | None]:
-        held = self.table.column(column).to_pylist()
-        texts = [None if value is None or value != value else str(value).strip() for value in held]
-        return [None if text in self.missing_values else text for text in texts]
+        from pyarrow import types
+
+        held = self.table.column(column)
+        # As NumPy's scalars, float32 numbers have the digits that a CSV file has.
+        values = held.to_numpy() if types.is_floating(held.type) else held.to_pylist()
+        texts = map(text_of, values)
+        return [None if text is None or text in self.missing else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
         from pyarrow import float64, types
 
         kind = self.table.column(column).type
-        if types.is_temporal(kind):
+        if self.holds_dates(column):
             return self.days(column, None)
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
         if not is_number and not types.is_boolean(kind):
@@ -86,7 +91,14 @@ class ParquetSheet(Sheet):
         values = self.table.column(column).cast(float64(), safe=False).to_numpy()
         if (infinite := np.flatnonzero(np.isinf(values))).size:
             raise self.bad(int(infinite[0]), column, str(values[infinite[0]]), "a finite number")
-        return np.asarray(values, dtype=np.float64)
+        found = np.array(values, dtype=np.float64)
+        found[np.isin(found, list(self.missing.numbers))] = np.nan
+        return found
+
+    def holds_dates(self, column: int) -> bool:
+        from pyarrow import types
+
+        return bool(types.is_temporal(self.table.column(column).type))
 
     def days(self, column: int, form: str | None) -> np.ndarray:
         from pyarrow import float64, int64, timestamp, types
@@ -102,8 +114,11 @@ class ParquetSheet(Sheet):
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"
 
+    def cell(self, row: int, column: int) -> str:
+        return text_of(self.table.column(column)[row].as_py()) or ""
 
-def read_parquet(file: Path, *, missing_values: Sequence[str] = ()) -> ParquetSheet:
+
+def read_parquet(file: Path, *, missing_values: Sequence[object] = ()) -> ParquetSheet:
     """The columns of a file.
 
     Raises: ConfigError where it is no Parquet file, or has no row.
@@ -119,4 +134,4 @@ def read_parquet(file: Path, *, missing_values: Sequence[str] = ()) -> ParquetSh
         raise data_fault("dataset.path", got=f"{file} ({reason})", expected="a Parquet file") from error
     if not len(table):
         raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one")
-    return ParquetSheet(file=file, table=table, missing_values=missing_values)
+    return ParquetSheet(file=file, table=table, missing=Missing.of(missing_values))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from exp.data.arrays import read_archive
+from exp.data.cells import DecimalSign, Missing, number_in, text_of
 from exp.data.columns import Sheet
-from exp.data.delimited import MISSING_VALUES, read_sheet
+from exp.data.delimited import MISSING_VALUES, Dialect, read_sheet
 from exp.data.faults import data_fault, require_extra
 
 FORMATS = (".csv", ".parquet", ".jsonl", ".npz", ".npy")
@@ -19,43 +21,52 @@ Columns = Mapping[str, Sequence[Any] | np.ndarray]
 
 
 class RecordSheet(Sheet):
-    """A table whose columns are at hand, with values of any type. columns: by name, of one length."""
+    """A table whose columns are at hand, with values of any type.
 
-    def __init__(self, *, file: Path, columns: Columns, missing_values: Sequence[str]) -> None:
-        super().__init__(file=file, names=list(columns))
-        self.columns, self.missing_values = list(columns.values()), frozenset(missing_values)
+    columns: by name, of one length. decimal: the sign before the fractions of numbers that are texts.
+    """
+
+    def __init__(self, *, file: Path, columns: Columns, missing: Missing, decimal: DecimalSign) -> None:
+        super().__init__(file=file, names=list(columns), missing=missing)
+        self.columns, self.decimal = list(columns.values()), decimal
 
     def texts(self, column: int) -> list[str | None]:
-        texts = [_text(value) for value in self.columns[column]]
-        return [None if text in self.missing_values else text for text in texts]
+        texts = [text_of(value, decimal=self.decimal) for value in self.columns[column]]
+        return [None if text is None or text in self.missing else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
-        return self.read(column, float, lambda row, text: self.no_number(row, column, text))
+        read = partial(number_in, decimal=self.decimal)
+        return self.read(column, read, lambda row, text: self.no_number(row, column, text))
 
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"
 
+    def cell(self, row: int, column: int) -> str:
+        return text_of(self.columns[column][row]) or ""
 
-def sheet_of(
-    file: Path, *, delimiter: str = ",", header: bool = True, missing_values: Sequence[str] = MISSING_VALUES
-) -> Sheet:
-    """The columns of a file as a table. delimiter, header: of a .csv file.
+
+def sheet_of(file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] = MISSING_VALUES) -> Sheet:
+    """The columns of a file as a table. dialect: of a .csv file.
 
     Raises: ConfigError for a file that cannot be read, or holds no row.
     """
     _require_format(file)
     if file.suffix == ".csv":
-        return read_sheet(file, delimiter=delimiter, header=header, missing_values=missing_values)
+        return read_sheet(file, dialect, missing_values=missing_values)
     if file.suffix == ".parquet":
         require_extra("pyarrow", feature=str(file), extra="parquet")
         from exp.data.parquet import read_parquet
 
         return read_parquet(file, missing_values=missing_values)
-    return sheet_of_columns(file, read_columns(file, takes_lists=False), missing_values=missing_values)
+    columns = read_columns(file, takes_lists=False)
+    decimal = "." if dialect is None else dialect.decimal
+    return sheet_of_columns(file, columns, missing_values=missing_values, decimal=decimal)
 
 
-def sheet_of_columns(file: Path, columns: Columns, *, missing_values: Sequence[str] = MISSING_VALUES) -> RecordSheet:
-    """Columns that are at hand as a table. file: that they are of, for messages.
+def sheet_of_columns(
+    file: Path, columns: Columns, *, missing_values: Sequence[object] = MISSING_VALUES, decimal: DecimalSign = "."
+) -> RecordSheet:
+    """Columns that are at hand as a table. file: that they are of, for messages. decimal: of numbers that are texts.
 
     Raises: ConfigError for one whose values are arrays.
     """
@@ -64,7 +75,7 @@ def sheet_of_columns(file: Path, columns: Columns, *, missing_values: Sequence[s
             raise data_fault(
                 "dataset.path", got=f"{name} of {file}, {list(values.shape)}", expected="a column of the table, [N]"
             )
-    return RecordSheet(file=file, columns=columns, missing_values=missing_values)
+    return RecordSheet(file=file, columns=columns, missing=Missing.of(missing_values), decimal=decimal)
 
 
 def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:
@@ -85,13 +96,33 @@ def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:
         sheet = sheet_of(file)
         sheet.load(numbers=(), days={}, words=range(len(sheet.names)))
         columns = {name: sheet.texts(place) for place, name in enumerate(sheet.names)}
-    lengths = {name: len(values) if np.ndim(values) else 0 for name, values in columns.items()}
+    # NumPy refuses to tell the dimensions of a list whose parts differ in length.
+    is_one = {name: isinstance(values, np.ndarray) and not values.ndim for name, values in columns.items()}
+    lengths = {name: 0 if is_one[name] else len(values) for name, values in columns.items()}
     if not lengths or 0 in lengths.values():
         raise data_fault("dataset.path", got=f"{file} without a sample", expected="at least one")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise data_fault("dataset.path", got=f"{file}, where {told}", expected="as many values in each")
     return columns
+
+
+def raw_columns(file: Path, dialect: Dialect) -> Columns:
+    """Return the columns of a file by name with the values that are there, such as the text 007 of a CSV file.
+
+    Raises: ConfigError as read_columns.
+    """
+    _require_format(file)
+    if file.suffix == ".csv":
+        sheet = read_sheet(file, dialect)
+        return dict(zip(sheet.names, zip(*sheet.rows(), strict=True), strict=True))
+    if file.suffix == ".parquet":
+        require_extra("pyarrow", feature=str(file), extra="parquet")
+        from exp.data.parquet import read_parquet
+
+        columns: Columns = read_parquet(file).table.to_pydict()
+        return columns
+    return read_columns(file)
 
 
 def _require_format(file: Path) -> None:
@@ -143,12 +174,3 @@ def _kind(value: object) -> str:
     """What a JSON value is, in words."""
     words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return words.get(type(value), "a number")
-
-
-def _text(value: object) -> str | None:
-    """A value as a CSV file would have it, so that 3 and 3.0 are one word."""
-    if value is None or value != value:
-        return None
-    if isinstance(value, float | np.floating) and float(value).is_integer():
-        return str(int(value))
-    return str(value).strip()

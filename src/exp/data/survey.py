@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -18,6 +19,7 @@ from exp.data.loader import batch_count
 from exp.data.randomness import preserve_generators
 from exp.data.read_once import Read, entries_of
 from exp.data.streams import declared_length
+from exp.data.tables import Table
 from exp.data.tallies import Counts, Lengths, Moments, Numbers, merged
 from exp.data.value_names import ValueNames, value_names
 from exp.nested import mapped
@@ -32,6 +34,8 @@ MOST_COLUMNS = 256
 FEW = 20
 # Samples of a part that are kept to be drawn: pictures, and rows of a table for histograms.
 PICTURES, ROWS, COLUMNS = 16, 10_000, 64
+# Rows from which on a column may be called telling, the share of the changes by chance that is few, and a correlation.
+LEAST_ROWS, FEW_CHANGES, NEAR_ONE = 20, 0.05, 0.995
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,8 @@ class PartSurvey:
     numbers, classes, whole, lengths: by name.
     pictures: of samples spread over the part, `[N, C, H, W]` or `[N, H, W]`, by name. shown: the samples' numbers.
     labels: their targets, `[N, ...]`, by name.
+    telling: columns of a table that number its rows, or tell its target by their order, in words. wordless: rows
+    without a word, by column.
     rows: of what is no picture, `[K, C]` in float32, spread over the part, of the first COLUMNS columns, by name.
     """
 
@@ -106,6 +112,8 @@ class PartSurvey:
     rows: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
     shown: list[int] = field(default_factory=list)
+    telling: list[str] = field(default_factory=list)
+    wordless: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +231,12 @@ class _Part:
             )
         for name, entry in self._entries.items():
             entry.close(name, found)
+        if self._stage in self._data.raw:
+            table = self._data.raw[self._stage]
+            columns = {name: values[: found.seen] for name, values in table.each_column()}
+            found.wordless = {name: int((columns[name] < 0).sum()) for name in table.words}
+            if self._stage == self._data.stages[0]:
+                found.telling += telling_columns(table, columns, count=found.seen)
         return found
 
     def _batches(self) -> int | None:
@@ -244,8 +258,9 @@ class _Part:
             self._found.changed = {
                 name: value for name, value in changed.items() if value != self._found.batch.get(name)
             }
-        # Labels are those of the samples: mixed ones are shares.
+        # Labels are those of the samples: mixed ones are shares. Of a table a person knows the numbers in its file.
         entries = {**after, **{name: value for name, value in before.items() if name in self._targets}}
+        entries |= self._data.in_own_units(self._stage, torch.arange(read.first, read.first + read.count))
         quota = ROWS if self._found.samples is None else -(-ROWS * read.count // max(self._known, 1))
         for name, value in entries.items():
             if name not in self._entries:
@@ -350,6 +365,35 @@ class _Entry:
             channels = value.shape[1]
             return value.movedim(1, -1).reshape(-1, channels), tuple(f"channel {place}" for place in range(channels))
         return value.reshape(-1, 1), ("",)
+
+
+def telling_columns(table: Table, columns: Mapping[str, np.ndarray], *, count: int) -> Iterator[str]:
+    """Yield what a person should know of the columns of the first `count` rows before a network trusts them."""
+    for name, values in columns.items() if count >= LEAST_ROWS else ():
+        cure = f"leave it out with data.dataset.ignore=[{name}] unless it is known before the answer is"
+        known = values[~np.isnan(values)]
+        if (known == np.round(known)).all() and len(np.unique(values)) == count:
+            yield f"unique: {name} is different in each of {count:,} rows, as the number of a row is; {cure}"
+        for target, answers in table.each_target():
+            if tells(values, answers[:count], is_class=target in table.classes):
+                yield f"order: {name} sorts the rows by {target} nearly alone; {cure}"
+
+
+def tells(values: np.ndarray, answers: np.ndarray, *, is_class: bool) -> bool:
+    """Return whether answers follow from the order of values: few changes of the class, or a rank correlation near 1.
+
+    Equal values are in a random order.
+    """
+    tied = np.random.default_rng(0).random(len(values))
+    order = np.lexsort((tied, values))
+    if is_class:
+        shares = np.bincount(answers) / len(answers)
+        by_chance = (1 - np.square(shares).sum()) * (len(answers) - 1)
+        changes = np.count_nonzero(np.diff(answers[order]))
+        least = np.count_nonzero(shares) - 1
+        return bool(by_chance >= 4 * least > 0 and changes <= max(least, FEW_CHANGES * by_chance))
+    ranks = np.argsort(np.lexsort((tied[::-1], answers)))[order]
+    return bool(np.abs(np.corrcoef(ranks, np.arange(len(ranks)))[0, 1]) > NEAR_ONE)
 
 
 def _spread(count: int, length: int) -> Tensor:

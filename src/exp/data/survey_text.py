@@ -37,14 +37,22 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
     return f"# Data\n\n    {command}\n\n{text}\n"
 
 
-def findings(survey: Survey, *, origins: Mapping[tuple[Stage, int], str], classes: Mapping[str, int]) -> list[str]:
+def findings(
+    survey: Survey,
+    *,
+    origins: Mapping[tuple[Stage, int], str],
+    classes: Mapping[str, int],
+    notes: Sequence[str] = (),
+) -> list[str]:
     """What a person should look at, the worst first.
 
-    origins: where samples that are told come from, in words. classes: how many there are, by target.
+    origins: where samples that are told come from, in words. classes: how many there are, by target. notes: of the
+    data itself.
     """
     found = [f"leak: {_repeats(one, origins)}" for one in survey.leaks]
     found += [f"repeated: {_repeats(one, origins)}" for one in survey.duplicates]
     found += _differences(survey)
+    found += [*(line for part in survey.parts.values() for line in part.telling), *(f"note: {line}" for line in notes)]
     for stage, part in survey.parts.items():
         found += [*_missing(stage, part), *_imbalances(stage, part, classes)]
     for stage, part in survey.parts.items():
@@ -273,6 +281,9 @@ def _missing(stage: Stage, part: PartSurvey) -> Iterator[str]:
             where = [f"{one.name} {one.missing + one.infinite:,}" for one in columns if one.missing or one.infinite]
             of = f", by column {among(where)}" if columns[0].name else ""
             yield f"missing: {name} of {stage} has {missing:,} nan and {infinite:,} infinite numbers{of}"
+    for name, count in part.wordless.items():
+        if count:
+            yield f"missing: {name} of {stage} has no word in {count:,} of {part.seen:,} rows"
 
 
 def _imbalances(stage: Stage, part: PartSurvey, classes: Mapping[str, int]) -> Iterator[str]:

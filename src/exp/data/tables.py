@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.cells import word_key
 from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted, Selection, Tensors, tensors_of
 from exp.data.value_names import SCALES, ValueNames
 from exp.nested import mapped
+from exp.shared_types import Stage
+from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
@@ -81,28 +85,15 @@ def beside(columns: Sequence[np.ndarray | Packed]) -> np.ndarray | Packed:
     )
 
 
-class Table(Tensors):
-    """Rows of numbers and words, with one target or several.
+class TableRows(Tensors):
+    """Rows of numbers, words and targets as a file has them, packed or not. See Table for the parameters.
 
-    A sample is (input, target). `input` is float32 `[F]`: the numbers in their order, then an entry for each word of
-    each column of words, 1 where the row has it. A target is a class, int64 `[]`, or K numbers to predict, float32
-    `[K]`. With several targets, or with words as an index, a sample is a mapping of names.
-
-    All is encoded by figures of the training part, so that nothing of the others is known to it, as scikit-learn's
-    SimpleImputer, StandardScaler and OneHotEncoder(handle_unknown="ignore") do.
-
-    numbers: float64 `[N]` by name; nan where one is missing. words: by name. targets: classes, or float64 `[N, K]`, by
-        name; a single one is called `target`.
-    standardise: whether numbers, and targets that are numbers, have the mean 0 and the deviation 1 in training.
-    impute: what stands for a missing number: the mean, the median or the most frequent one of training. A missing word
-        is a word of its own, or the most frequent one with "most_frequent".
-    encoding: "one_hot", or "index" for an input of its own, `categories`, int64 `[C]`: each column's word by number, 0
-        for one that training has not seen.
-
-    A table of packed numbers is one that is large: its parts share its rows, and what a batch needs is encoded for it.
+    notes: an attribute, what to say of the file, a line each. dates: an attribute, the forms of the dates that became
+    numbers, by column.
     """
 
-    unlabelled = "exp.data.unlabelled.UnlabelledTable"
+    notes: tuple[str, ...] = ()
+    dates: Mapping[str, str | None] = MappingProxyType({})
 
     def __init__(
         self,
@@ -147,6 +138,89 @@ class Table(Tensors):
         part.indices, part.whole_length = indices, len(self)
         return part
 
+    def unpacked(self, indices: Tensor, *, lookups: Mapping[str, Tensor]) -> Self:
+        """Some rows of a table, in double. lookups: of `lookups_for`."""
+        part = copy.copy(self)
+        part.entries = {name: self._doubles(name, indices) for name in self._raw}
+        part._offsets, part._rows, part._is_packed, part._lookups = {}, None, False, lookups
+        return part
+
+    def each_column(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the name of each input column and its values `[N]`: numbers float64, and codes of words."""
+        for entry, names in (("numbers", self.columns), ("words", self.words)):
+            for place, name in enumerate(names):
+                yield name, self._column(entry, place)
+
+    def each_target(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the name of each target of one column and its values `[N]`: numbers float64, and codes of classes."""
+        for name, values in self._targets.items():
+            if values.dim() == 1 or values.shape[1] == 1:
+                yield name, self._column(f"target.{name}", 0)
+
+    def _pieces(self, name: str) -> Iterator[np.ndarray]:
+        """The rows of an entry, `[n, K]`: of packed ones some at a time, else all of them."""
+        if not self._is_packed:
+            yield np.atleast_2d(self._raw[name].numpy().T).T
+            return
+        for start in range(0, len(self), PIECE):
+            stop = min(start + PIECE, len(self))
+            indices = torch.arange(start, stop) if self._rows is None else self._rows[start:stop]
+            yield np.atleast_2d(self._doubles(name, indices).numpy().T).T
+
+    def _doubles(self, name: str, indices: Tensor) -> Tensor:
+        """Some rows of an entry: numbers float64, codes int64."""
+        rows = self._raw[name].index_select(0, indices)
+        if name in self._offsets:
+            return rows.double() + self._offsets[name]
+        return rows.double() if rows.is_floating_point() else rows.long()
+
+    def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
+        """How often a column of words has none, and each of them, int64 `[size + 1]`."""
+        return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
+
+    def _column(self, entry: str, place: int) -> np.ndarray:
+        """One column of an entry, `[N]`: numbers float64, codes int64."""
+        values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
+        if not self._is_packed:
+            return values.numpy()
+        values = values if self._rows is None else values[self._rows]
+        found = values.double() + self._offsets[entry][place] if entry in self._offsets else values.long()
+        return found.numpy()
+
+    @property
+    def _raw(self) -> dict[str, Tensor]:
+        assert isinstance(self.entries, dict)
+        return self.entries
+
+    @property
+    def _targets(self) -> dict[str, Tensor]:
+        start = "target."
+        return {name.removeprefix(start): value for name, value in self._raw.items() if name.startswith(start)}
+
+
+class Table(TableRows):
+    """Rows of numbers and words, with one target or several.
+
+    A sample is (input, target). `input` is float32 `[F]`: the numbers in their order, then an entry for each word of
+    each column of words, 1 where the row has it. A target is a class, int64 `[]`, or K numbers to predict, float32
+    `[K]`. With several targets, or with words as an index, a sample is a mapping of names.
+
+    All is encoded by figures of the training part, so that nothing of the others is known to it, as scikit-learn's
+    SimpleImputer, StandardScaler and OneHotEncoder(handle_unknown="ignore") do.
+
+    numbers: float64 `[N]` by name; nan where one is missing. words: by name. targets: classes, or float64 `[N, K]`, by
+        name; a single one is called `target`.
+    standardise: whether numbers, and targets that are numbers, have the mean 0 and the deviation 1 in training.
+    impute: what stands for a missing number: the mean, the median or the most frequent one of training. A missing word
+        is a word of its own, or the most frequent one with "most_frequent".
+    encoding: "one_hot", or "index" for an input of its own, `categories`, int64 `[C]`: each column's word by number, 0
+        for one that training has not seen.
+
+    A table of packed numbers is one that is large: its parts share its rows, and what a batch needs is encoded for it.
+    """
+
+    unlabelled = "exp.data.unlabelled.UnlabelledTable"
+
     def fit(self) -> Fitted:
         """Names of columns, means, deviations, fills, the words and the classes of this part.
 
@@ -154,6 +228,7 @@ class Table(Tensors):
         """
         found: dict[str, Any] = {
             "numbers": list(self.columns),
+            "dates": dict(self.dates),
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
@@ -201,6 +276,41 @@ class Table(Tensors):
         prepared.value_names = self.names_of_values(told)
         return prepared
 
+    def unknown_words(self, fitted: Fitted) -> dict[str, dict[str, int]]:
+        """Return how many rows have each word that training does not know, by column; an empty one is a missing one."""
+        known = fitted_entry(fitted, FITTED, part=self).get("words", {})
+        found = {}
+        for place, (name, column) in enumerate(self.words.items()):
+            counts = self._counts("words", place, len(column.names)).tolist()
+            keys = set(map(word_key, known[name]))
+            keys.update([MISSING] * (self.impute == "most_frequent"))
+            words = zip((MISSING, *column.names), counts, strict=True)
+            if unknown := {word: count for word, count in words if count and word_key(word) not in keys}:
+                found[name] = unknown
+        return found
+
+    def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
+        """Return what to say of the file and of these rows, a line each. stage: which rows these are."""
+        lines = list(self.notes)
+        for name, words in self.unknown_words(fitted).items():
+            told = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])
+            rows = f"{sum(words.values())} of {len(self)} rows of {stage} have in {name}"
+            lines.append(f"{rows} what training does not know and no column stands for: {told}")
+        return lines
+
+    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
+        """Return rows as the file has them: inputs and targets that are numbers, in float64, nan where one is missing.
+
+        Words are encoded.
+        """
+        told = fitted_entry(fitted, FITTED, part=self)
+        rows = indices if self._rows is None else self._rows[indices]
+        part = self.unpacked(rows, lookups={})
+        part.standardise = False
+        fills = torch.full_like(told["fills"], torch.nan) if self.columns else None
+        targets = {name: value for name, value in part._targets.items() if name not in self.classes}
+        return {**part.encoded({FITTED: {**told, "fills": fills}}), **targets}
+
     def sizes(self, told: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The classes of a sample's one target, and how many numbers a model gives for all of them."""
         classes = [len(told["classes"][name]) if name in self.classes else None for name in self._targets]
@@ -211,13 +321,6 @@ class Table(Tensors):
         """The rows as a model sees them."""
         entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
         return tuple(entries.values()) if list(entries) == ["input", TARGET] else entries
-
-    def unpacked(self, indices: Tensor, *, lookups: Mapping[str, Tensor]) -> Self:
-        """Some rows of a packed table, in double. lookups: of `lookups_for`."""
-        part = copy.copy(self)
-        part.entries = {name: self._doubles(name, indices) for name in self._raw}
-        part._offsets, part._rows, part._is_packed, part._lookups = {}, None, False, lookups
-        return part
 
     def lookups_for(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
         """What training calls the words of each column, and the classes of each target, by their codes here."""
@@ -271,10 +374,10 @@ class Table(Tensors):
         return numbers[codes]  # the last one is that of -1
 
     def _numbers_of_words(self, column: str, told: Mapping[str, Any]) -> Tensor:
-        place = {word: number for number, word in enumerate(told["words"][column], 1)}
+        place = {word_key(word): number for number, word in enumerate(told["words"][column], 1)}
         names = self.words[column].names
         missing = told["most_frequent"][column] if self.impute == "most_frequent" else MISSING
-        return torch.tensor([place.get(name, 0) for name in (*names, missing)])
+        return torch.tensor([place.get(word_key(name), 0) for name in (*names, missing)])
 
     def _target(self, name: str, told: Mapping[str, Any]) -> Tensor:
         values = self._targets[name]
@@ -286,13 +389,14 @@ class Table(Tensors):
         return numbers[values]
 
     def _numbers_of_classes(self, name: str, told: Mapping[str, Any]) -> Tensor:
-        order = {word: number for number, word in enumerate(told["classes"].get(name, ()))}
-        return torch.tensor([order.get(word, 0) for word in self.classes[name]])
+        order = {word_key(word): number for number, word in enumerate(told["classes"].get(name, ()))}
+        return torch.tensor([order.get(word_key(word), 0) for word in self.classes[name]])
 
     def _refuse_unknown(self, name: str, told: Mapping[str, Any]) -> None:
         mine, theirs = self.classes[name], list(told["classes"].get(name, ()))
         counts = self._counts(f"target.{name}", 0, len(mine))[1:]
-        unknown = [number for number in np.flatnonzero(counts).tolist() if mine[number] not in theirs]
+        keys = set(map(word_key, theirs))
+        unknown = [number for number in np.flatnonzero(counts).tolist() if word_key(mine[number]) not in keys]
         if unknown:
             codes = self._column(f"target.{name}", 0)
             row = int((codes == unknown[0]).argmax())
@@ -328,49 +432,11 @@ class Table(Tensors):
         for piece in self._pieces("numbers"):
             yield np.where(np.isnan(piece), fills, piece)
 
-    def _pieces(self, name: str) -> Iterator[np.ndarray]:
-        """The rows of an entry, `[n, K]`: of packed ones some at a time, else all of them."""
-        if not self._is_packed:
-            yield np.atleast_2d(self._raw[name].numpy().T).T
-            return
-        for start in range(0, len(self), PIECE):
-            stop = min(start + PIECE, len(self))
-            indices = torch.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            yield np.atleast_2d(self._doubles(name, indices).numpy().T).T
-
-    def _doubles(self, name: str, indices: Tensor) -> Tensor:
-        """Some rows of an entry of a packed table: numbers float64, codes int64."""
-        rows = self._raw[name].index_select(0, indices)
-        return rows.double() + self._offsets[name] if name in self._offsets else rows.long()
-
-    def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
-        """How often a column of words has none, and each of them, int64 `[size + 1]`."""
-        return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
-
-    def _column(self, entry: str, place: int) -> np.ndarray:
-        """One column of an entry, `[N]`: numbers float64, codes int64."""
-        values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
-        if not self._is_packed:
-            return values.numpy()
-        values = values if self._rows is None else values[self._rows]
-        found = values.double() + self._offsets[entry][place] if entry in self._offsets else values.long()
-        return found.numpy()
-
     def _held(self, names: tuple[str, ...], counts: np.ndarray) -> list[str]:
         """The words that these rows have, in order; a missing one, where it is one of them, last."""
         has_missing = counts[0] > 0 and self.impute != "most_frequent"
         held = [name for name, count in zip(names, counts[1:].tolist(), strict=True) if count]
         return held + [MISSING] * bool(has_missing)
-
-    @property
-    def _raw(self) -> dict[str, Tensor]:
-        assert isinstance(self.entries, dict)
-        return self.entries
-
-    @property
-    def _targets(self) -> dict[str, Tensor]:
-        start = "target."
-        return {name.removeprefix(start): value for name, value in self._raw.items() if name.startswith(start)}
 
 
 class EncodedRows(Dataset[Entries]):

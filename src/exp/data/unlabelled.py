@@ -17,8 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.cells import DecimalSign
 from exp.data.columns import Name, Sheet
-from exp.data.delimited import MISSING_VALUES, are_numbers
+from exp.data.delimited import MISSING_VALUES, Dialect, are_numbers
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
@@ -28,6 +29,7 @@ from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
 from exp.data.tables import FITTED, Encoding, Impute, Table, Words
 from exp.data.windows import FITTED as WINDOWS
 from exp.errors import ConfigError, Fault, shortened
+from exp.shared_types import Stage
 
 INPUT = "input"
 
@@ -35,25 +37,31 @@ INPUT = "input"
 class UnlabelledTable(Dataset[object]):
     """The rows of a table, encoded as those of training; columns that training did not have are not read.
 
-    path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. delimiter, header, missing_values, dates,
-    impute, encoding, standardise: as of Csv.
+    path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. delimiter, decimal, header, missing_values,
+    dates, impute, encoding, standardise: as of Csv. sheet: the columns, if they are at hand.
+    table: an attribute, the rows once they are prepared.
 
     Raises: ConfigError for a file that cannot be read.
     """
+
+    table: Table
 
     def __init__(
         self,
         *,
         path: str,
         delimiter: str = ",",
+        decimal: DecimalSign = ".",
         header: bool = True,
-        missing_values: Sequence[str] = MISSING_VALUES,
+        missing_values: Sequence[str | int | float] = MISSING_VALUES,
         dates: Sequence[Name] | Mapping[str, str | None] = (),
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
+        sheet: Sheet | None = None,
     ) -> None:
-        self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header, missing_values=missing_values)
+        dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
+        self.sheet = sheet or sheet_of(Path(path), dialect, missing_values=missing_values)
         self.dates = dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
         self.header, self.impute, self.encoding, self.standardise = header, impute, encoding, standardise
 
@@ -73,24 +81,26 @@ class UnlabelledTable(Dataset[object]):
             refuse_numbers_as_names(sheet.file, sheet.names, known=[*told["numbers"], *told.get("words", ())])
         numbers: dict[str, np.ndarray] = {}
         words: dict[str, Words] = {}
+        dates = {**told.get("dates", {}), **self.dates}
         places = {name: column for column, name in enumerate(sheet.names)}
         sheet.load(
             numbers=[[places[name] for name in told["numbers"] if name in places]],
-            days={places[name]: form for name, form in self.dates.items() if name in places},
+            days={places[name]: form for name, form in dates.items() if name in places},
             words=[places[name] for name in told.get("words", ()) if name in places],
         )
         for name in (*told["numbers"], *told.get("words", ())):
             try:
                 column = sheet.column(name, key="dataset.path")
                 if name in told["numbers"]:
-                    numbers[name] = self._numbers(sheet, column, name)
+                    found = sheet.days(column, dates[name]) if name in dates else sheet.numbers(column)
+                    numbers[name] = np.asarray(self._complete(sheet, column, found))
                 else:
                     words[name] = self._complete(sheet, column, sheet.words(column))
             except ConfigError as error:
                 faults += error.faults
         if faults:
             raise ConfigError(faults)
-        table = Table(
+        self.table = table = Table(
             numbers=numbers,
             words=words,
             targets={},
@@ -108,9 +118,9 @@ class UnlabelledTable(Dataset[object]):
         assert isinstance(prepared, Tensors)  # nothing is packed
         return prepared
 
-    def _numbers(self, sheet: Sheet, column: int, name: str) -> np.ndarray:
-        found = sheet.days(column, self.dates[name]) if name in self.dates else sheet.numbers(column)
-        return np.asarray(self._complete(sheet, column, found))
+    def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
+        """Return how many rows have words that training does not know, a line a column."""
+        return self.table.notes_in(fitted, stage=stage)
 
     def _complete(self, sheet: Sheet, column: int, values: Any) -> Any:
         if self.impute is None:
@@ -122,7 +132,7 @@ class UnlabelledSeries(Dataset[object]):
     """All windows of a time series, input float32 `[T, C]`, standardised as in training; the last ends with the file.
 
     path: of a .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time. columns, time, length, stride,
-    delimiter, header, standardise: as of Windows.
+    delimiter, decimal, header, standardise: as of Windows.
 
     Raises: ConfigError for a file that cannot be read.
     """
@@ -136,6 +146,7 @@ class UnlabelledSeries(Dataset[object]):
         columns: Sequence[Name] | None = None,
         time: Name | None = None,
         delimiter: str = ",",
+        decimal: DecimalSign = ".",
         header: bool = True,
         standardise: bool = True,
     ) -> None:
@@ -148,7 +159,7 @@ class UnlabelledSeries(Dataset[object]):
             self.names = list(held) if columns is None else list(map(str, columns))
             self.sheet: Sheet = sheet_of_columns(Path(path), held)
         else:
-            self.sheet = sheet_of(Path(path), delimiter=delimiter, header=header)
+            self.sheet = sheet_of(Path(path), Dialect(delimiter=delimiter, decimal=decimal, header=header))
             self.names = [name for name in self.sheet.names if name != str(time)]
             self.names = self.names if columns is None else list(map(str, columns))
 
@@ -404,8 +415,9 @@ def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool
 def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool, scale: float) -> Tensor:
     try:
         array = np.asarray(values)
-    except ValueError:  # lists of unequal lengths
-        array = np.asarray(None)
+    except ValueError as error:
+        got = f"{named}, lists of different lengths"
+        raise data_fault("dataset.path", got=got, expected="samples of one shape, [N, ...]") from error
     if array.dtype.kind not in "fiub" or not array.ndim:
         raise data_fault("dataset.path", got=f"{named}, which is no array of numbers", expected="numbers [N, ...]")
     if not len(array):

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.arrays import map_file
+from exp.data.cells import DecimalSign
 from exp.data.columns import Name
 from exp.data.dataset_files import data_file
-from exp.data.delimited import read_sheet
+from exp.data.delimited import Dialect, read_sheet
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, name_cure
 from exp.data.in_memory import Entries, Fitted
@@ -133,7 +134,7 @@ class Windows(Series):
     targets: the column to predict, or several, by name, or by number from 0 where columns have no names.
     columns: those that the network sees, in order; None for all. A target need not be among them.
     time: a column of dates or numbers, which must grow from row to row; it is left out of the input.
-    delimiter, header: of a CSV file; see Csv.
+    delimiter, decimal, header: of a CSV file; see Csv.
     standardise: whether each column has the mean 0 and the deviation 1 in the training part, targets too.
 
     Raises: ConfigError for a file or a column that is not there, a value that is no finite number, and rows that are
@@ -154,13 +155,14 @@ class Windows(Series):
         columns: Sequence[Name] | None = None,
         time: Name | None = None,
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
+        decimal: DecimalSign = ".",
         header: bool = True,
         standardise: bool = True,
     ) -> None:
         file = data_file(path, directory=directory)
         moment = [] if time is None else [str(time)]
-        is_array = file.suffix == ".npy"
-        names, read = _npy_columns(file) if is_array else _csv_columns(file, delimiter, header, *moment)
+        dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
+        names, read = _npy_columns(file) if file.suffix == ".npy" else _csv_columns(file, dialect, *moment)
         wanted = [targets] if isinstance(targets, str | int) else list(targets)
         if not wanted:
             raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
@@ -215,10 +217,10 @@ class WindowedRows(Dataset[Entries]):
 
 
 def _csv_columns(
-    file: Path, delimiter: str, header: bool, time: str | None = None
+    file: Path, dialect: Dialect, time: str | None = None
 ) -> tuple[Sequence[str], Callable[[str], np.ndarray]]:
     """The names of a file's columns, and what reads one. time: a column that may hold dates."""
-    sheet = read_sheet(file, delimiter=delimiter, header=header)
+    sheet = read_sheet(file, dialect)
     sheet.load(numbers=[range(len(sheet.names))], days={}, words=())
 
     def read(name: str) -> np.ndarray:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from exp.errors import ConfigError, Fault
 from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch, outliving_output
 
@@ -19,11 +20,13 @@ HELP = """Predict with the weights that a run saved.
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
   input=PATH       .csv, .parquet, .jsonl, .npz or .npy; of a run on pictures a folder, a picture or a CSV of paths
   output=FILE      .npz, .csv, .jsonl or .parquet
+  keep=[COLUMN]    columns of the input that the output begins with, such as keep=[id,name]
   weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
   security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
 
 The input is prepared as the training data were: standardised, encoded, transformed; classes have the names of training.
 Everything else overrides the run's own command, such as data.batch_size=512."""
+COLUMNS = "a list of columns of the input, such as [id,name]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +41,7 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
-    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments
+    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.train import refuse_ranks
 
     refuse_ranks("exp.predict")
@@ -46,9 +49,14 @@ def _command(argv: Sequence[str]) -> int:
         "run": RUN,
         "input": "a file or a folder of samples",
         "output": "a file in .npz, .csv, .jsonl or .parquet",
+        "keep": COLUMNS,
         "weights": WEIGHTS,
     }
     arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
+    typed = arguments.values["keep"]
+    keep = () if typed is None else words_in(f"keep={typed}")
+    if keep is None:
+        raise ConfigError([Fault(key="keep", got=str(typed), expected=COLUMNS, source="command line")])
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch comes in here, behind every fault of the command.
     with loading_torch():
@@ -60,7 +68,8 @@ def _command(argv: Sequence[str]) -> int:
     with outliving_output():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         run.refuse_own_file(output, weights=arguments.values["weights"])
-        found = predict(run, given, weights=arguments.values["weights"], overrides=arguments.overrides, is_shown=True)
+        weights, overrides = arguments.values["weights"], arguments.overrides
+        found = predict(run, given, weights=weights, overrides=overrides, keep=keep, is_shown=True)
         write_predictions(found, output)
         print(f"{len(found)} samples of {given} predicted: {output}")
     return 0

@@ -83,6 +83,26 @@ def test_a_table_in_each_format(source, pets_run, classify, pets, write_csv, cap
     assert np.allclose(pets_run.predict(given).answers()["probabilities"], expected, rtol=1e-5, atol=1e-7)
 
 
+def test_columns_are_kept_and_unknown_words_counted(pets_run, pets, write_csv, capsys):
+    given = {"id": np.array(["007", "7", "1_0", ""]), **{name: column[:4] for name, column in pets(9, seed=1).items()}}
+    given["colour"] = np.array(["red", "violet", "violet", "cyan"])
+    write_csv("new.csv", given)
+    np.savez("new.npz", **given)
+    for source in ("new.csv", "new.npz"):
+        assert main([f"run={pets_run.directory}", f"input={source}", "output=answers.csv", "keep=[id,kind]"]) == 0
+        rows = read_answers("answers.csv")
+        assert list(rows[0])[:3] == ["id", "kind", "class"]
+        assert [[row["id"] for row in rows], [row["kind"] for row in rows]] == [list(given["id"]), list(given["kind"])]
+        assert "3 of 4 rows of test have in colour what training does not know" in (told := capsys.readouterr().err)
+        assert "violet (2)" in told
+    for typed, message in (("[di]", "keep: di; expected a column of"), ("id", "keep: id; expected a list of columns")):
+        assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", f"keep={typed}"]) == 2
+        assert message in capsys.readouterr().err
+    write_csv("new.csv", {**given, "class": given["id"]})
+    assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", "keep=[class]"]) == 1
+    assert "keep: class, which the answers have, too" in capsys.readouterr().err
+
+
 def test_parquet(pets_run, classify, pets):
     pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
     from pyarrow import parquet
@@ -256,6 +276,11 @@ def test_arrays_that_do_not_fit_are_refused(digits, write_csv):
             digits.predict(given)
     with pytest.raises(RunError, match="expected numbers or words"):
         digits.predict(object())
+    with pytest.raises(RunError, match="a list whose parts differ in length"):
+        digits.predict([[1.0, 2.0], [3.0]])
+    Path("ragged.jsonl").write_text("[[1, 2], [3]]\n[[1]]\n")
+    with pytest.raises(ConfigError, match="lists of different lengths"):
+        digits.predict("ragged.jsonl")
 
 
 def test_outputs_that_cannot_be_written_are_refused(pets_directory, pets, write_csv, tmp_path, capsys):

@@ -86,14 +86,20 @@ def _allow(texts: Sequence[str]) -> tuple[Sequence[str], list[Fault]]:
     """The packages that the command trusts."""
     if not texts:
         return (), []
+    found = words_in(texts[-1])
+    if found is not None:
+        return found, []
+    return (), [_fault(ALLOW, got=texts[-1], expected=f"a list of packages, {ALLOW}=[mine]")]
+
+
+def words_in(override: str) -> tuple[str, ...] | None:
+    """Return the words of an override such as `keep=[id,name]`, or None for anything but a list of words."""
     value: Any
     try:
-        value = parse_override(texts[-1]).value()
+        value = parse_override(override).value()
     except (HydraException, RecursionError):
         value = None
-    if isinstance(value, list) and all(isinstance(package, str) for package in value):
-        return tuple(value), []
-    return (), [_fault(ALLOW, got=texts[-1], expected=f"a list of packages, {ALLOW}=[mine]")]
+    return tuple(value) if isinstance(value, list) and all(isinstance(word, str) for word in value) else None
 
 
 def _unquoted(value: str) -> str:

@@ -42,11 +42,21 @@ class Reading:
     mean: np.ndarray | None = None
     deviation: np.ndarray | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """Return the same in plain values, of which Reading.of makes it again."""
+        return {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in vars(self).items()}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Reading:
+        """Return the reading of plain values."""
+        scale = {name: None if plain[name] is None else np.asarray(plain[name]) for name in ("mean", "deviation")}
+        return cls(**{**plain, **scale})
+
     def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
         """What the output says. output: `[N, ...]`.
 
-        Returns: of classes `class`, int64 `[N, ...]`, `probability` of that class and `probabilities`, with the classes
-            last; of yes or no `probability`; of numbers `prediction`.
+        Returns: of classes `class`, int64 `[N, ...]`, -1 where a score is nan, `probability` of that class and
+            `probabilities`, with the classes last; of yes or no `probability`; of numbers `prediction`.
         """
         scores = torch.from_numpy(output).double()
         if self.kind == "numbers":
@@ -60,7 +70,7 @@ class Reading:
         probabilities = scores.softmax(-1) if self.kind == "classes" else scores.exp()
         best = probabilities.max(-1)
         return {
-            "class": best.indices.numpy(),
+            "class": torch.where(best.values.isnan(), -1, best.indices).numpy(),
             "probability": best.values.numpy(),
             "probabilities": probabilities.numpy(),
         }

@@ -20,6 +20,9 @@ from exp.config.module_key import brings_data
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
 from exp.data.arrays import archive_of
+from exp.data.delimited import Dialect
+from exp.data.faults import name_cure
+from exp.data.record_files import raw_columns
 from exp.data.unlabelled import UnlabelledImages, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares
@@ -44,11 +47,13 @@ class Predictions:
     """What the network gave, sample by sample in the order of the input.
 
     outputs: by name, `[N, ...]`, or a list of N arrays where their lengths differ. files: of pictures; else empty.
+    kept: columns of the input that were asked for, by name, with the values that are there.
     readings: how outputs are read that a loss compared with a target, by the output's name.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
     files: Sequence[Path] = ()
+    kept: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -78,13 +83,15 @@ def predict(
     *,
     weights: str | Path | None = None,
     overrides: Sequence[str] = (),
+    keep: Sequence[str] = (),
     is_shown: bool = False,
 ) -> Predictions:
     """Run the network over samples without answers.
 
     given: a file or a folder, or arrays `[N, ...]` by the name of the input, or one. They are what a file of the run's
         own data would hold: columns of a table by name, pictures, arrays as the data set gives them before transforms.
-    weights: as of RunFiles.network. overrides: as of `evaluate`. is_shown: whether a bar shows how far it is.
+    weights: as of RunFiles.network. overrides: as of `evaluate`. keep: columns of the input that go to the answers.
+    is_shown: whether a bar shows how far it is.
     Raises: ConfigError for input that does not fit the run's data; RunError as exp.fit does.
     """
     # Not tempfile.TemporaryDirectory: a process forked from this one would take it away at its own end.
@@ -95,21 +102,27 @@ def predict(
         config = _predicting(run, path, checkpoint=checkpoint, overrides=overrides, place=place)
         config.trainer.enable_progress_bar = is_shown
         try:
+            kept = _kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
             raise ConfigError([_of_input(fault) for fault in error.faults]) from error
         if report.status != "completed":
             raise RunError(f"the prediction is not complete: it {report.status}")
-        return _assembled(read_shares(Path(report.directory)), config, checkpoint, classes=_stated_classes(run))
+        found = _assembled(read_shares(Path(report.directory)), config, checkpoint, classes=stated_classes(run))
     finally:
         shutil.rmtree(place)
+    for name, values in kept.items():
+        if len(values) != len(found):
+            got = f"{name} of {len(values)} rows, and {len(found)} samples"
+            raise ConfigError([Fault(key="keep", got=got, expected="a row for each sample", source="command line")])
+    return dataclasses.replace(found, kept=kept)
 
 
 def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
     """The config of a run that predicts what is at a path, and logs nothing."""
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
     told = {key: run.config.data[key] for key in TOLD}
-    unlabelled = _unlabelled(run, path)
+    unlabelled = unlabelled_node(run, path)
     with open_dict(config):
         config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
         config.logger = {}
@@ -122,7 +135,11 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
     held = {}
     for name, value in arrays.items():
-        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        try:
+            array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        except ValueError as error:
+            got = f"{name} is a {type(value).__name__} whose parts differ in length"
+            raise RunError(f"{got}; expected an array [N, ...]: give each length by itself") from error
         if array.dtype.kind not in "fiubU" or not array.ndim:
             raise RunError(f"{name} is {type(value).__name__}; expected numbers or words, an array [N, ...]")
         held[str(name)] = array
@@ -130,17 +147,34 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
     return place / "given.npz"
 
 
-def _unlabelled(run: RunFiles, path: Path) -> dict[str, Any]:
-    """The node of the data set that reads the input as the run's own data set reads its files."""
+def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """Return columns of the input by name. Raises: ConfigError for those that are not there."""
+    node = unlabelled_node(run, path)
+    dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
+    columns = raw_columns(path, dialect)
+    unknown = [name for name in names if name not in columns]
+    if unknown:
+        expected = f"a column of {path}"
+        raise ConfigError(
+            [Fault(key="keep", got=name, expected=expected, cure=name_cure(name, columns)) for name in unknown]
+        )
+    return {name: list(columns[name]) for name in names}
+
+
+def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
+    """Return the node of the data set that reads the input as the run's own data set reads its files."""
     data = run.resolved.plain["data"]
     if brings_data(run.resolved.plain):
         raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
     node = next(data[name] for name in PLACES if data.get(name) is not None)
     allow = run.resolved.plain["security"]["allow"]
     # Whatever the data set is made of: a function of the user's own may make it, too.
-    kind = getattr(resolve(node["_target_"], allow=allow), "unlabelled", ARRAYS)
+    own = resolve(node["_target_"], allow=allow)
+    kind = getattr(own, "unlabelled", ARRAYS)
     takes = inspect.signature(resolve(kind, allow=())).parameters
-    options = {name: value for name, value in node.items() if name in takes and name not in ("path", "inputs")}
+    known = {} if kind == ARRAYS else inspect.signature(own).parameters
+    given = {**{name: one.default for name, one in known.items() if one.default is not one.empty}, **node}
+    options = {name: value for name, value in given.items() if name in takes and name not in ("path", "inputs")}
     if kind == ARRAYS:
         specs = DataSpec.of(data).inputs
         options["inputs"] = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in specs.items()}
@@ -150,7 +184,7 @@ def _unlabelled(run: RunFiles, path: Path) -> dict[str, Any]:
     return {"_target_": kind, "path": literal(str(path)), **options}
 
 
-def _stated_classes(run: RunFiles) -> Sequence[str] | None:
+def stated_classes(run: RunFiles) -> Sequence[str] | None:
     """The names of the classes that the config has."""
     nodes = [run.resolved.plain["data"][name] for name in PLACES if run.resolved.plain["data"].get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)

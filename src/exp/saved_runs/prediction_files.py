@@ -43,22 +43,23 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
     """Write them in the place of what stood there.
 
     .npz has the network's outputs by name, and what they say: `class`, `probability`, `probabilities`, `prediction`,
-    `classes`. The others have a row a sample: `file` of a picture, `class` by name, `probability`, one column
-    `probability_<class>` each; `prediction`, or `prediction_0` and so on; of other outputs their numbers. Where several
-    outputs are read, each of these names begins with the target's, `species.class`.
+    `classes`. The others have a row a sample: the columns that are kept, `file` of a picture, `class` by name,
+    `probability`, one column `probability_<class>` each; `prediction`, or `prediction_0` and so on; of other outputs
+    their numbers. Where several outputs are read, each of these names begins with the target's, `species.class`.
 
-    Raises: RunError where it cannot be written, or an array has no place in a row.
+    Raises: RunError where it cannot be written, an array has no place in a row, or a column that is kept has the name
+        of an answer.
     """
     try:
         if path.suffix == ".npz":
             _write_arrays(predictions, path)
         elif path.suffix == ".jsonl":
-            lines = (json.dumps(row, ensure_ascii=False) for row in _rows(predictions, is_flat=False))
+            lines = (json.dumps(row, ensure_ascii=False) for row in rows_of(predictions, is_flat=False))
             write_whole(path, "\n".join(lines) + "\n")
         elif path.suffix == ".csv":
-            _write_csv(list(_rows(predictions, is_flat=True)), path)
+            _write_csv(list(rows_of(predictions, is_flat=True)), path)
         else:
-            _write_parquet(list(_rows(predictions, is_flat=True)), path)
+            _write_parquet(list(rows_of(predictions, is_flat=True)), path)
     except OSError as error:
         raise RunError(f"{error.filename or path}: {error.strerror or error}") from error
 
@@ -77,20 +78,26 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
             arrays[f"{start}classes"] = np.array(reading.names)
     if predictions.files:
         arrays["file"] = np.array([str(file) for file in predictions.files])
-    write_whole(path, archive_of(arrays))
+    kept = {name: np.array(["" if one is None else one for one in held]) for name, held in predictions.kept.items()}
+    write_whole(path, archive_of(_beside(kept, arrays)))
 
 
-def _rows(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
-    """A sample after the other. is_flat: whether each value is one number or text."""
-    columns = [
-        _columns(predictions, name, is_flat=is_flat) if name in predictions.readings else _plain(name, values, is_flat)
-        for name, values in predictions.outputs.items()
-    ]
+def _beside(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns that are kept and answers. Raises: RunError for a name that both have."""
+    if both := [name for name in kept if name in answers]:
+        raise RunError(f"keep: {both[0]}, which the answers have, too; rename the column of the input")
+    return {**kept, **answers}
+
+
+def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
+    """Yield what is said of each sample. is_flat: whether each value is one number or text."""
+    columns: dict[str, Sequence[Any]] = {"file": list(map(str, predictions.files))} if predictions.files else {}
+    for name, values in predictions.outputs.items():
+        is_read = name in predictions.readings
+        columns |= _columns(predictions, name, is_flat=is_flat) if is_read else _plain(name, values, is_flat)
+    columns = _beside(predictions.kept, columns)
     for place in range(len(predictions)):
-        row: dict[str, Any] = {"file": str(predictions.files[place])} if predictions.files else {}
-        for several in columns:
-            row |= {name: values[place] for name, values in several.items()}
-        yield row
+        yield {name: values[place] for name, values in columns.items()}
 
 
 def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[str, Sequence[Any]]:
@@ -135,9 +142,11 @@ def _split(values: Any, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
 
 
 def _named(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
-    if names is None:
-        return np.asarray(numbers).tolist()
-    return np.asarray(names, dtype=object)[numbers] if np.ndim(numbers) == 0 else [names[one] for one in numbers]
+    if np.ndim(numbers):
+        return [_named(one, names) for one in numbers]
+    if numbers < 0:
+        return None
+    return int(numbers) if names is None else names[int(numbers)]
 
 
 def _start(predictions: Predictions, name: str) -> str:

@@ -48,12 +48,13 @@ class SavedRun(RunFiles):
         *,
         weights: str | Path | None = None,
         overrides: Sequence[str] = (),
+        keep: Sequence[str] = (),
     ) -> Predictions:
         """Run the network over samples without answers; see exp.saved_runs.prediction.predict.
 
         given: arrays `[N, ...]`, one or by the name of the input, or a file or folder of them.
         """
-        return predict(self, given, weights=weights, overrides=overrides)
+        return predict(self, given, weights=weights, overrides=overrides, keep=keep)
 
 
 def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:

@@ -165,6 +165,16 @@ def test_preprocessing_is_exported_for_tables(trained):
     assert json.loads(metadata)["columns"] == {"input": ["a", "b", "c"]}
 
 
+def test_a_graph_without_fills_answers_nan(trained):
+    Path("pets.csv").write_text("a,b,kind\n" + "1.5,2,cat\n2.5,7,dog\n" * 30)
+    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "model=mlp")
+    export(run, output="net.onnx", preprocessing=True, timed=False)
+    (found,) = onnx_outputs(input=np.array([[1.5, 2.0], [np.nan, 2.0], [1.5, np.nan]]))
+    assert np.isnan(found).all(1).tolist() == [False, True, True]
+    with pytest.raises(ConfigError, match=r"no value in row 1 of .*column a"):
+        run.predict({"a": np.array([1.5, np.nan]), "b": np.array([2.0, 2.0])}, overrides=[ALLOW])
+
+
 @pytest.mark.slow
 def test_preprocessing_is_exported_for_pixels(digits):
     export(digits, output="net.onnx", preprocessing=True, timed=False)

@@ -20,7 +20,7 @@ from exp.models.inference import network_call
 from exp.models.layers import Noise
 from exp.models.lora import is_adapted, merge
 from exp.nested import named_parts
-from exp.saved_runs.preprocessing import Preparation
+from exp.saved_runs.preprocessing import Preparation, Standardisation
 from exp.saved_runs.run_files import RunFiles
 from exp.shared_types import DataSpec, TensorSpec, dtype_name
 
@@ -49,13 +49,14 @@ class NamedNetwork(nn.Module):
         declared: Sequence[str],
         inputs: Mapping[str, TensorSpec],
         noise: Mapping[str, str],
-        preparations: Mapping[str, nn.Module],
+        preparations: Mapping[str, Standardisation],
         is_double: bool = False,
     ) -> None:
         super().__init__()
         self.network = network
         self.inputs, self.noise = dict(inputs), dict(noise)
         self.preparations = nn.ModuleDict({_module_name(name): one for name, one in preparations.items()})
+        self._refused = [name for name, one in preparations.items() if one.fills is None]
         self.is_double = is_double
         self._dtype = torch.float64 if is_double else torch.float32
         self._call = network_call(network, tuple(declared))
@@ -84,6 +85,10 @@ class NamedNetwork(nn.Module):
         self.left_out = tuple(left_out)
         if not found:
             raise RunError(f"{type(self.network).__name__} returns a {type(output).__name__} without a tensor in it")
+        for name in self._refused:
+            # A network may lose nan, as max(x, 0) does, and answer with a number.
+            missing = given[name].isnan().flatten(1).any(1)
+            found = {part: _without_answer(one, missing) for part, one in found.items()}
         return found
 
     @property
@@ -208,6 +213,13 @@ def _tensors(parts: Mapping[str, object], above: tuple[str, ...], left_out: list
         else:
             left_out.append(".".join(path))
     return found
+
+
+def _without_answer(output: Tensor, missing: Tensor) -> Tensor:
+    """Return an output `[B, ...]` with nan for the samples that lack a number. missing: `[B]`."""
+    if not output.is_floating_point() or not output.dim() or output.shape[0] != missing.shape[0]:
+        return output
+    return torch.where(missing.reshape(-1, *[1] * (output.dim() - 1)), torch.nan, output)
 
 
 def _module_name(name: str) -> str:

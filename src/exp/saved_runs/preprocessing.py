@@ -31,7 +31,8 @@ TRANSFORMS = ("tv_tensors", "transforms", "batch_transforms", "collate")
 class Preparation:
     """(x - mean) / deviation of raw numbers, missing ones filled, in float64, and then float32.
 
-    means, deviations, fills: float64, of a shape that a sample `[...]` broadcasts with; fills None leaves nan.
+    means, deviations, fills: float64, of a shape that a sample `[...]` broadcasts with. Without fills an input that
+        holds nan is answered by nan.
     raw_dtype: of the raw numbers. unit: what these are, in words.
     """
 
@@ -41,7 +42,7 @@ class Preparation:
     raw_dtype: torch.dtype
     unit: str
 
-    def module(self) -> nn.Module:
+    def module(self) -> Standardisation:
         """The same as a layer."""
         return Standardisation(means=self.means, deviations=self.deviations, fills=self.fills)
 
@@ -93,11 +94,12 @@ def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Preparation]
         faults.append(_fault("data.dataset", got=got, expected="columns of numbers"))
     if faults:
         raise ConfigError(faults)
+    standardise = bool(_option(plain, "standardise", otherwise=True))  # as the data sets do that have this option
     if isinstance(table, Mapping):
-        return {"input": _of_table(table, standardise=_standardises(plain))}
+        return {"input": _of_table(table, standardise=standardise, fills=_option(plain, "impute", otherwise=None))}
     windows = data.fitted.get(WINDOWS)
     if isinstance(windows, Mapping):
-        return {"input": _of_windows(windows, data, standardise=_standardises(plain))}
+        return {"input": _of_windows(windows, data, standardise=standardise)}
     if data.input_mean is not None and data.input_std is not None:
         return _of_pixels(data)
     target = node["dataset"]["_target_"] if isinstance(node.get("dataset"), Mapping) else "the run's data"
@@ -106,21 +108,23 @@ def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Preparation]
     raise ConfigError([_fault("data.dataset", got=got, expected="a table, windows of a series, or pixels", cure=cure)])
 
 
-def _standardises(plain: Mapping[str, Any]) -> bool:
-    """What data.dataset.standardise is; the data sets that have it do so by default."""
-    nodes = [plain["data"].get(name) for name in ("dataset", "train")]
-    given = [node["standardise"] for node in nodes if isinstance(node, Mapping) and "standardise" in node]
-    return bool(given[0]) if given else True
+def _option(plain: Mapping[str, Any], name: str, *, otherwise: object) -> object:
+    """Return an option of the training data set. otherwise: its default."""
+    nodes = [plain["data"].get(part) for part in ("dataset", "train")]
+    given = [node[name] for node in nodes if isinstance(node, Mapping) and name in node]
+    return given[0] if given else otherwise
 
 
-def _of_table(told: Mapping[str, Any], *, standardise: bool) -> Preparation:
+def _of_table(told: Mapping[str, Any], *, standardise: bool, fills: object) -> Preparation:
+    """fills: data.dataset.impute, without which an answer to a missing number is nan."""
     means, deviations = told["means"].double(), told["deviations"].double()
     return Preparation(
         means=means if standardise else torch.zeros_like(means),
         deviations=deviations if standardise else torch.ones_like(deviations),
-        fills=told["fills"].double(),
+        fills=None if fills is None else told["fills"].double(),
         raw_dtype=torch.float64,
-        unit=f"the columns {among(told['numbers'], count=len(told['numbers']))}, nan for a missing number",
+        unit=f"the columns {among(told['numbers'], count=len(told['numbers']))}, "
+        + ("none of them missing" if fills is None else "nan for a missing number"),
     )
 
 

@@ -28,7 +28,8 @@ HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP, 
 
   run=DIR              a run directory, a job's in a sweep's directory, or a checkpoint: it is exported first
   model=FILE           an ONNX file instead, such as python -m exp.export writes
-  weights=, averaged=, preprocessing=, quantize=     of a run, as of exp.export
+  weights=, averaged=, preprocessing=, quantize=     of a run, as of exp.export; a table's columns always go in as
+                       exp.predict takes them, by name
   port=NUMBER          left out: the first free one from 8000 on; 0: any free one
   host=ADDRESS         left out: 127.0.0.1; another one is open to whoever reaches it, for there is no password
   batch=NUMBER         samples of one call of the model (64); wait_ms=NUMBER: for which a request waits for others (2)
@@ -127,15 +128,19 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     with loading_torch():
         from exp.saved_runs.network_export import export
         from exp.saved_runs.saved_run import load
+        from exp.saved_runs.served_tables import table_form
 
     run = load(str(values["run"]), allow=arguments.allow)
+    options = options_of_a_run(values)
+    if table_form(run) is not None:
+        options["preprocessing"] = False  # the server itself prepares the columns of a table, words and dates, too
     with tempfile.TemporaryDirectory() as place:
         exported = export(
             run,
             format="onnx",
             output=Path(place) / "network.onnx",
             timed=False,
-            **options_of_a_run(values),
+            **options,
         )
         for note in exported.notes:
             print(note)

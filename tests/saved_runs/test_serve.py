@@ -32,7 +32,9 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 # These modules import the packages above.
 from exp.saved_runs.json_samples import answer_of  # noqa: E402
 from exp.saved_runs.model_server import AddressError, Limits, ModelServer  # noqa: E402
+from exp.saved_runs.network_export import export  # noqa: E402
 from exp.saved_runs.onnx_file import METADATA, Description, OnnxModel  # noqa: E402
+from exp.saved_runs.prediction_files import rows_of as said_of  # noqa: E402
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["serve"]
 TABLE = np.arange(30, dtype=np.float32).reshape(10, 3)
@@ -268,6 +270,43 @@ def test_a_bad_request_does_not_fail_others():
     assert all(isinstance(one, dict | QueueFull) for one in found)
 
 
+def test_a_table_is_served_by_its_columns(trained, pets, write_csv):
+    pytest.importorskip("onnxscript", reason="the extra export is not installed")
+    rows = pets(120, seed=0)
+    built = np.array([f"2024-02-{1 + row % 28:02}" for row in range(120)])
+    write_csv("pets.csv", {"built": built, **{name: rows[name] for name in ("colour", "height", "kind", "price")}})
+    run = trained(
+        "data=csv", "data.dataset.path=pets.csv", "data.dataset.dates=[built]", "data.dataset.impute=mean",
+        "data.dataset.categorical=[colour]", "data.dataset.target=kind", "data.dataset.ignore=[price]", "model=mlp",
+    )  # fmt: skip
+    exported = export(run, output="net.onnx", timed=False)
+    new = {"height": [1.5, 2.5, "3e0"], "colour": ["red", "violet", None], "built": ["2024-02-01", "2024-03-09", None]}
+    rows = (dict(zip(new, row, strict=True)) for row in zip(*new.values(), strict=True))
+    Path("new.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    wanted = list(said_of(run.predict("new.jsonl"), is_flat=False))
+    with ModelServer(OnnxModel(exported.path, threads=1), port=0) as server:
+        status, content = ask(server, {"inputs": {**new, "id": [7, 8, 9]}})
+        assert status == 200, content
+        found = json.loads(content)
+        assert [row["class"] for row in found["predictions"]] == [row["class"] for row in wanted]
+        for one, row in zip(found["predictions"], wanted, strict=True):
+            assert list(one) == list(row)
+            assert one["probability_ant"] == pytest.approx(row["probability_ant"], rel=1e-4)
+        assert found["unknown"] == {"colour": {"": 1, "violet": 1}}
+        inputs = {one["name"]: one for one in json.loads(ask(server, None, path="/model")[1])["inputs"]}
+        assert (inputs["built"]["dtype"], inputs["built"]["unit"]) == ("date", "ISO 8601, such as 2024-01-31")
+        assert inputs["colour"]["words"] == ["blue", "green", "red"]
+        for changed, reason in (
+            ({"height": ["tall"] * 3}, "'tall' in row 0 of the request, column height; expected a number"),
+            ({"built": [19753] * 3}, "column built; expected a date in ISO 8601"),
+            ({"height": [1.0]}, "3 (built), 1 (height), 3 (colour) samples"),
+            ({"height": 1.0}, "height is a float; expected a list"),
+        ):
+            status, content = ask(server, {"inputs": {**new, **changed}})
+            assert (status, reason in json.loads(content)["error"]) == (400, True), content
+        assert b"the input built is missing" in ask(server, {"inputs": {"colour": ["red"]}})[1]
+
+
 @pytest.mark.slow
 def test_the_command_answers_waiting_requests_before_it_ends(commands, trained):
     run = trained("data=wine", "model=mlp")
@@ -279,8 +318,10 @@ def test_the_command_answers_waiting_requests_before_it_ends(commands, trained):
         time.sleep(0.05)
     address = next(word for word in shown.split() if word.startswith("http"))
     inputs, _ = next(iter(run.data.loader("val"))).data
+    told = run.data.fitted["table"]
+    columns = (inputs[:5].double() * told["deviations"] + told["means"]).T.tolist()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, address, {"inputs": {"input": inputs[:5].tolist()}})
+        waiting = pool.submit(ask, address, {"inputs": dict(zip(told["numbers"], columns, strict=True))})
         while b"exp_waiting_samples 5.0" not in ask(address, None, path="/metrics")[1] and not waiting.done():
             time.sleep(0.01)
         os.kill(started.process.pid, signal.SIGTERM)

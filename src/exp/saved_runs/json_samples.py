@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NoReturn
 
 import numpy as np
 
-from exp.errors import ExpError
+from exp.errors import ConfigError, ExpError
+from exp.saved_runs.answers import Reading
 from exp.saved_runs.onnx_file import Description, OnnxModel, Port
+from exp.saved_runs.prediction import Predictions
+from exp.saved_runs.prediction_files import rows_of
+from exp.saved_runs.served_tables import ServedTable
 from exp.spelling import among, did_you_mean, show
 
 # The axes that an array of NumPy may have.
@@ -26,44 +30,64 @@ def read_samples(body: bytes, model: OnnxModel, *, most: int) -> dict[str, np.nd
 
     Raises: BadRequest.
     """
-    content = _parsed(body)
-    if not isinstance(content, dict) or set(content) != {"inputs"} or not isinstance(content["inputs"], dict):
-        got = f"an object with {among(content)}" if isinstance(content, dict) else f"a {_kind(content)}"
-        raise BadRequest(f'the body is {got}; expected {{"inputs": {{NAME: [SAMPLE, ...]}}}}')
-    given = content["inputs"]
+    given = _inputs(body)
     known = {port.name: port for port in model.inputs}
     for name in given:
         if name not in known:
             raise BadRequest(
                 f"{name} is no input; expected {among(known)}. {did_you_mean(name, known) or ''}".rstrip(". ")
             )
-    missing = [name for name in known if name not in given]
-    if missing:
-        raise BadRequest(f"the input {missing[0]} is missing; expected {among(known)}")
+    _require(list(known), given)
     try:
         found = {name: _array(port, given[name]) for name, port in known.items()}
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
-    sizes = {name: len(one) for name, one in found.items()}
-    if len(set(sizes.values())) > 1:
-        raise BadRequest(f"the inputs have {', '.join(f'{size} ({name})' for name, size in sizes.items())} samples")
-    size = next(iter(sizes.values()))
-    if not 1 <= size <= most:
-        raise BadRequest(f"{size} samples; expected 1 to {most} in a request")
+    _refuse_sizes(found, most=most)
     _refuse_unlike(found, model.inputs)
     return found
 
 
+def read_rows(
+    body: bytes, table: ServedTable, model: OnnxModel, *, most: int
+) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+    """The same of a request that has the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
+
+    Returns: the arrays; and the rows with each word that training does not know, by column.
+    Raises: BadRequest.
+    """
+    given = _inputs(body)
+    _require(table.columns, given)
+    columns = {name: given[name] for name in table.columns}
+    for name, values in columns.items():
+        if not isinstance(values, list) or any(isinstance(value, list | dict) for value in values):
+            raise BadRequest(f"{name} is a {_kind(values)}; expected a list, a number, a text or null for each row")
+    _refuse_sizes(columns, most=most)
+    try:
+        entries, unknown = table.encode(columns)
+    except ConfigError as error:
+        raise BadRequest("; ".join(f"{fault.got}; expected {fault.expected}" for fault in error.faults)) from error
+    only = next(iter(entries.values()))  # a network's only input goes by any name
+    return {port.name: entries.get(port.name, only).astype(port.dtype) for port in model.inputs}, unknown
+
+
 def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, Any]:
-    """An answer: `{"outputs": {NAME: [...]}, "classes": {NAME: [...]}}`.
+    """An answer: `{"outputs": {NAME: [...]}, "classes": {NAME: [...]}, "predictions": [{...}, ...]}`.
 
     classes: of outputs whose last axis has a number for each class, the name of the largest one of each sample; null
     where one is nan, or none is finite. Numbers that are not finite are null, for JSON has none.
+    predictions: of each sample what exp.predict says of it, of a network whose file says how its outputs are read.
     """
     classes = {name: _largest(one, description.classes) for name, one in outputs.items()}
     made: dict[str, Any] = {"outputs": {name: _plain(one) for name, one in outputs.items()}}
-    named = {name: one for name, one in classes.items() if one is not None}
-    return {**made, "classes": named} if named else made
+    if named := {name: one for name, one in classes.items() if one is not None}:
+        made["classes"] = named
+    if description.readings:
+        readings = {name: Reading.of(one) for name, one in description.readings.items()}
+        size = len(outputs[next(iter(readings))])
+        each = {name: one for name, one in outputs.items() if one.shape[:1] == (size,)}
+        rows = rows_of(Predictions(outputs=each, readings=readings), is_flat=False)
+        made["predictions"] = [{name: _known(value) for name, value in row.items()} for row in rows]
+    return made
 
 
 def described(port: Port, description: Description) -> dict[str, Any]:
@@ -74,6 +98,37 @@ def described(port: Port, description: Description) -> dict[str, Any]:
     if port.name in description.columns:
         found["columns"] = list(description.columns[port.name])
     return found
+
+
+def _known(value: Any) -> Any:
+    """Return a value of JSON with null for what is not finite."""
+    if isinstance(value, list):
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _inputs(body: bytes) -> Mapping[str, Any]:
+    content = _parsed(body)
+    if not isinstance(content, dict) or set(content) != {"inputs"} or not isinstance(content["inputs"], dict):
+        got = f"an object with {among(content)}" if isinstance(content, dict) else f"a {_kind(content)}"
+        raise BadRequest(f'the body is {got}; expected {{"inputs": {{NAME: [SAMPLE, ...]}}}}')
+    inputs: Mapping[str, Any] = content["inputs"]
+    return inputs
+
+
+def _require(names: Sequence[str], given: Mapping[str, Any]) -> None:
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise BadRequest(f"the input {missing[0]} is missing; expected {among(names, count=len(names))}")
+
+
+def _refuse_sizes(found: Mapping[str, Sized], *, most: int) -> None:
+    sizes = {name: len(one) for name, one in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise BadRequest(f"the inputs have {', '.join(f'{size} ({name})' for name, size in sizes.items())} samples")
+    size = next(iter(sizes.values()))
+    if not 1 <= size <= most:
+        raise BadRequest(f"{size} samples; expected 1 to {most} in a request")
 
 
 def _parsed(body: bytes) -> Any:

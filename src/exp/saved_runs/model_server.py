@@ -1,6 +1,6 @@
 """Serve an ONNX file over HTTP: JSON in and out, micro-batches, limits, metrics, and a page to try it.
 
-    POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "classes": {...}}
+    POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "classes": {...}, "predictions": [...]}
     GET  /model     inputs, outputs and classes    GET /health    GET /metrics (Prometheus)    GET / a page to try it
 
 starlette answers, uvicorn listens, prometheus-client counts. Nothing that a request holds is unpickled or run.
@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from exp.errors import ExpError, MissingExtraError, RunError
-from exp.saved_runs.json_samples import BadRequest, answer_of, described, read_samples
+from exp.saved_runs.json_samples import BadRequest, answer_of, described, read_rows, read_samples
 from exp.saved_runs.micro_batches import Closed, MicroBatches, QueueFull
 from exp.saved_runs.onnx_file import OnnxModel
+from exp.saved_runs.served_tables import ServedTable
 from exp.saved_runs.try_page import PAGE, SCRIPT, STYLE
 
 LOOPBACK = "127.0.0.1"
@@ -144,6 +145,8 @@ class Service:
 
     def __init__(self, model: OnnxModel, *, limits: Limits) -> None:
         self.model, self.limits = model, limits
+        form = model.description.table
+        self.table = None if form is None else ServedTable.of(form)
         self._responses = _required("starlette.responses")
         self.counters = Counters()
         joins = all(port.has_free_batch for port in model.inputs)
@@ -190,7 +193,11 @@ class Service:
             body = await asyncio.wait_for(self._body(request), BODY_SECONDS)
             if body is None:
                 return 413, _reason(f"the body is larger than {self.limits.body:,} bytes; send fewer samples at once")
-            samples = read_samples(body, self.model, most=self.limits.samples)
+            unknown: Mapping[str, Any] = {}
+            if self.table is None:
+                samples = read_samples(body, self.model, most=self.limits.samples)
+            else:
+                samples, unknown = read_rows(body, self.table, self.model, most=self.limits.samples)
             outputs = await self.batches.submit(samples)
         except TimeoutError:
             return 408, _reason(f"the body did not arrive within {BODY_SECONDS:g} s")
@@ -200,7 +207,8 @@ class Service:
             return 422, _reason(str(error))
         except (QueueFull, Closed) as error:
             return 503, _reason(f"{error}; ask again in a second")
-        return 200, answer_of(outputs, self.model.description)
+        answer = answer_of(outputs, self.model.description)
+        return 200, {**answer, "unknown": unknown} if unknown else answer
 
     async def _body(self, request: Any) -> bytes | None:
         """None where it is larger than the limit, of which no more than that is read."""
@@ -218,7 +226,7 @@ class Service:
         told = self.model.description
         found = {
             "run": told.run,
-            "inputs": [described(port, told) for port in self.model.inputs],
+            "inputs": self.table.described() if self.table else [described(port, told) for port in self.model.inputs],
             "outputs": [described(port, told) for port in self.model.outputs],
             "classes": list(told.classes),
             "target_scale": told.target_scale,

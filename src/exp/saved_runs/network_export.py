@@ -21,19 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from exp.construct import build_objective
 from exp.data.entries import TARGET
 from exp.data.value_names import class_names, told_scales, value_names
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, shortened
 from exp.files import write_whole
 from exp.models.lora import is_adapted, merge
 from exp.output import unwritable
+from exp.saved_runs.answers import readings_of
 from exp.saved_runs.graph_capture import capture, dimensions_of, quiet
 from exp.saved_runs.named_network import NamedNetwork, data_spec, named_network
 from exp.saved_runs.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
+from exp.saved_runs.prediction import stated_classes
 from exp.saved_runs.preprocessing import preparations
 from exp.saved_runs.quantization import quantized, scores
 from exp.saved_runs.real_samples import RealSamples, resized, shortened_axes
 from exp.saved_runs.run_files import EXPORTS, RunFiles
+from exp.saved_runs.served_tables import table_form
 
 Format = Literal["onnx", "torch_export", "state_dict", "safetensors"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -50,6 +54,9 @@ TIMED = (1, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # A batch is timed so often, or for so long.
 TIMES, SECONDS = 50, 1.0
+
+# The unit of an input that the graph does not prepare.
+AS_TRAINED = "as the run's data gives it to the network, standardised, encoded and transformed"
 
 Runner = Callable[[Mapping[str, Tensor]], Mapping[str, np.ndarray]]
 
@@ -192,7 +199,7 @@ class Source:
     @property
     def notes(self) -> list[str]:
         """What to know of the file, a line each."""
-        notes = [f"{name} are {one.unit}" for name, one in self.samples.preparations.items()]
+        notes = [f"{name}: {unit}" for name, unit in self.units.items()]
         notes += [f"{name} takes the numbers of the Noise layer {path}" for path, name in self.network.noise.items()]
         if self.run.resolved.plain["precision"]["word"] == "fp64" and not self.network.is_double:
             notes.append("it computes in float32, and the run was trained in fp64")
@@ -204,6 +211,13 @@ class Source:
         return notes
 
     @property
+    def units(self) -> dict[str, str]:
+        """What the numbers of each input are, in words."""
+        prepared, noise = self.samples.preparations, self.network.noise.values()
+        names = [name for name in self.network.inputs if name not in noise]
+        return {name: prepared[name].unit if name in prepared else AS_TRAINED for name in names}
+
+    @property
     def description(self) -> Description:
         """What the file says of itself."""
         data, prepared = self.samples.data, self.samples.preparations
@@ -211,9 +225,14 @@ class Source:
         classes = list(class_names(data.part(data.stages[0]), data.fitted).get(TARGET, ()))
         if not classes and data.spec.num_classes is not None:
             classes = [str(number) for number in range(data.spec.num_classes)]
+        plain = self.run.resolved.plain
+        is_own = plain["module"] is not None
+        readings = {} if is_own else readings_of(build_objective(plain), data.fitted, classes=stated_classes(self.run))
         return Description(
             run=str(self.run.directory or self.run.checkpoint),
-            units={name: one.unit for name, one in prepared.items()},
+            units=self.units,
+            readings={name: one.plain() for name, one in readings.items() if name in self.outputs},
+            table=table_form(self.run, is_raw=bool(prepared)),
             columns={name: list(columns) for name, columns in names.columns.items() if name in self.network.inputs},
             classes=classes,
             target_scale={name: [one.tolist() for one in scale] for name, scale in told_scales(data.fitted).items()},

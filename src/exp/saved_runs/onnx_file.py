@@ -45,7 +45,8 @@ class Description:
     run: the run directory or checkpoint. units: of raw inputs, in words; of an input that is not here, what goes in is
     what the network was trained with. columns: names along an input's last axis. classes: their names, or numbers as
     text, in order; none for a regression. target_scale: mean and deviation of standardised targets, by name.
-    quantization: int8, or null.
+    quantization: int8, or null. readings: how outputs are read, by name, as Reading.plain has them. table: what
+    ServedTable is made of, of a network whose inputs are made of the columns of a table.
     """
 
     run: str = ""
@@ -54,6 +55,8 @@ class Description:
     classes: Sequence[str] = ()
     target_scale: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     quantization: str | None = None
+    readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    table: Mapping[str, Any] | None = None
 
     @classmethod
     def of_text(cls, text: str) -> Description:

@@ -58,6 +58,7 @@ const element = (tag, text, kind) => {
   return made;
 };
 const FEW = 64, UNKNOWN = 8;
+const KINDS = ["number", "word", "date"]; // of a table's columns
 const sizeOf = (axis) => (typeof axis === "number" ? axis : UNKNOWN);
 const zeros = (shape, dtype) => {
   if (!shape.length) return dtype === "bool" ? false : 0;
@@ -94,21 +95,41 @@ function fieldsOf(input) {
   return box;
 }
 
+function columnOf(input) {
+  const label = element("label", input.name), field = element("input");
+  field.name = input.name; field.placeholder = input.unit || input.dtype;
+  if (input.words) {
+    const known = element("datalist");
+    known.id = `words-${readers.length}`;
+    known.append(...input.words.map((word) => element("option", word)));
+    field.setAttribute("list", known.id); label.append(known);
+  }
+  label.append(field);
+  readers.push([input.name, () => [field.value === "" ? null : field.value]]);
+  return label;
+}
+
+function score(name, value, share) {
+  const row = element("div", undefined, "score"), bar = element("meter");
+  bar.min = 0; bar.max = 1; bar.value = share; bar.hidden = share === null;
+  row.append(element("span", name), bar, element("span", typeof value === "number" ? value.toPrecision(4) : value));
+  byId("scores").append(row);
+}
+
 function show(answer) {
   byId("answer").hidden = false;
   byId("json").textContent = JSON.stringify(answer, null, 1);
   const classes = Object.entries(answer.classes || {});
   byId("classes").textContent = classes.map(([, names]) => names.slice(0, 16).flat(9).join(", ")).join("; ");
   byId("scores").replaceChildren();
-  for (const [name] of classes) {
+  const said = Object.entries((answer.predictions || [{}])[0]).filter(([, value]) => !Array.isArray(value));
+  for (const [name, value] of said) score(name, value, name.includes("probability") ? value : null);
+  for (const [name] of said.length ? [] : classes) {
     const first = answer.outputs[name][0];
     if (!first.every((one) => typeof one === "number")) continue;
     const most = Math.max(...first), least = Math.min(...first);
     first.slice(0, 30).forEach((value, place) => {
-      const row = element("div", undefined, "score"), bar = element("meter");
-      bar.min = 0; bar.max = 1; bar.value = most > least ? (value - least) / (most - least) : 1;
-      row.append(element("span", model.classes[place]), bar, element("span", value.toPrecision(4)));
-      byId("scores").append(row);
+      score(model.classes[place], value, most > least ? (value - least) / (most - least) : 1);
     });
   }
 }
@@ -135,7 +156,7 @@ async function predict(event) {
 async function start() {
   model = await (await fetch("/model")).json();
   byId("run").textContent = model.run;
-  byId("inputs").append(...model.inputs.map(fieldsOf));
+  byId("inputs").append(...model.inputs.map((one) => (KINDS.includes(one.dtype) ? columnOf(one) : fieldsOf(one))));
   byId("form").addEventListener("submit", predict);
   if (location.hash === "#predict") byId("form").requestSubmit();
   document.body.dataset.ready = "true";

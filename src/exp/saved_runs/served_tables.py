@@ -1,0 +1,100 @@
+"""Encode the columns of a table that are at hand, as a request has them, by what the training of a run has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exp.config.module_key import brings_data
+from exp.data.in_memory import Fitted
+from exp.data.record_files import sheet_of_columns
+from exp.data.tables import FITTED, Table
+from exp.data.unlabelled import UnlabelledTable
+from exp.saved_runs.prediction import unlabelled_node
+from exp.saved_runs.run_files import RunFiles
+
+# Of what training has seen of a table, what encodes its inputs; and of those what are tensors.
+USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
+TENSORS = ("means", "deviations", "fills")
+# Of a data node, what changes its samples on their way to a network.
+CHANGES = ("tv_tensors", "transforms", "batch_transforms", "collate")
+
+
+def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
+    """Return what ServedTable is made of, in plain values, or None for a run whose inputs are not those of a table.
+
+    is_raw: whether the network itself standardises its inputs.
+    """
+    if brings_data(run.resolved.plain):
+        return None
+    node, fitted = unlabelled_node(run, Path("the request")), run.data.fitted
+    is_changed = any(run.resolved.plain["data"].get(key) for key in CHANGES)
+    if node["_target_"] != Table.unlabelled or FITTED not in fitted or is_changed:
+        return None
+    told = {name: value for name, value in fitted[FITTED].items() if name in USED}
+    plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in told.items()}
+    options = {name: value for name, value in node.items() if name not in ("_target_", "path", "delimiter", "header")}
+    return {"told": plain, "options": options, "is_raw": is_raw}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedTable:
+    """The columns that a network's inputs are made of.
+
+    fitted: what training has seen. options: of UnlabelledTable. is_raw: whether the network itself standardises.
+    """
+
+    fitted: Fitted
+    options: Mapping[str, Any]
+    is_raw: bool
+
+    @classmethod
+    def of(cls, form: Mapping[str, Any]) -> ServedTable:
+        """Return the table of a form that JSON has kept."""
+        told = {
+            name: torch.tensor(value, dtype=torch.float64) if name in TENSORS else value
+            for name, value in form["told"].items()
+        }
+        fitted: Fitted = {FITTED: {"words": {}, "dates": {}, "classes": {}, **told}}
+        return cls(fitted=fitted, options=form["options"], is_raw=form["is_raw"])
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        told = self.fitted[FITTED]
+        return [*told["numbers"], *told["words"]]
+
+    def encode(self, columns: Mapping[str, Sequence[object]]) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+        """Return the network's inputs by name, and how many rows have each word that training does not know, by column.
+
+        columns: values of one length, numbers or texts, None for a missing one.
+        Raises: ConfigError as exp.predict does for a file of them.
+        """
+        given = {name: columns[name] for name in self.columns}
+        options = dict(self.options)
+        decimal, missing = options.pop("decimal", "."), options.pop("missing_values", ())
+        sheet = sheet_of_columns(Path("the request"), given, missing_values=missing, decimal=decimal)
+        rows = UnlabelledTable(path="", sheet=sheet, **options)
+        prepared = rows.prepare(self.fitted)
+        entries: Any = prepared.entries
+        if self.is_raw:
+            entries = rows.table.in_own_units(torch.arange(len(rows.table)), self.fitted)
+        return {name: value.numpy() for name, value in entries.items()}, rows.table.unknown_words(self.fitted)
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return each column as JSON: its name, its kind, the form of dates, and the words that training knows."""
+        told, found = self.fitted[FITTED], []
+        for name in self.columns:
+            one: dict[str, Any] = {"name": name, "shape": ["batch"], "dtype": "number"}
+            if name in told["words"]:
+                one |= {"dtype": "word", "words": [word for word in told["words"][name] if word]}
+            elif name in told["dates"]:
+                one |= {"dtype": "date", "unit": told["dates"][name] or "ISO 8601, such as 2024-01-31"}
+            found.append(one)
+        return found

@@ -394,7 +394,7 @@ def test_a_number_is_one_word_in_every_format(ending, tmp_path):
         second = "0.1" if grades is small else "2"
         assert [order[place] for place in found.argmax(1)[:2].tolist()] == ["1", second]
         assert found.sum(1).tolist() == [1, 1, 0]
-        assert "1 of 3 rows of test have in grade" in part.notes_in(fitted, stage="test")[0]
+        assert "training has not seen the grade of 1 of 3 rows of the input" in part.notes_in(fitted, stage="test")[0]
 
 
 def test_a_class_unknown_to_training_is_named(tmp_path):

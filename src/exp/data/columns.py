@@ -139,7 +139,7 @@ class Sheet(ABC):
             many = f" there and in {len(missing) - 1} more rows," if missing[1:] else ""
             text = self.cell(missing[0], column) if isinstance(values, Words) else ""
             if text:
-                cure += f". If {text} is a value, list what is not in data.dataset.missing_values=[]"
+                cure += f". If {text} is a word, write data.dataset.missing_values=[], or a list without it"
             got = f"{text!r}, which stands for no value," if text else "no value"
             raise self.bad(missing[0], column, f"{got}{many}", "one in every row", cure)
 

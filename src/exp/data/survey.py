@@ -94,7 +94,7 @@ class PartSurvey:
     pictures: of samples spread over the part, `[N, C, H, W]` or `[N, H, W]`, by name. shown: the samples' numbers.
     labels: their targets, `[N, ...]`, by name.
     telling: columns of a table that number its rows, or tell its target by their order, in words. wordless: rows
-    without a word, by column.
+    without a word, by column. dates: columns of days since 1970.
     rows: of what is no picture, `[K, C]` in float32, spread over the part, of the first COLUMNS columns, by name.
     """
 
@@ -114,6 +114,7 @@ class PartSurvey:
     shown: list[int] = field(default_factory=list)
     telling: list[str] = field(default_factory=list)
     wordless: dict[str, int] = field(default_factory=dict)
+    dates: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +235,7 @@ class _Part:
         if self._stage in self._data.raw:
             table = self._data.raw[self._stage]
             columns = {name: values[: found.seen] for name, values in table.each_column()}
+            found.dates = tuple(table.dates)
             found.wordless = {name: int((columns[name] < 0).sum()) for name in table.words}
             if self._stage == self._data.stages[0]:
                 found.telling += telling_columns(table, columns, count=found.seen)

@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
+from exp.data.columns import EPOCH
 from exp.data.fingerprints import Repeats
 from exp.data.survey import PartSurvey, Speed, Survey, Value
 from exp.shared_types import Stage
@@ -195,7 +197,8 @@ def _numbers(survey: Survey) -> list[str]:
             for stage, own in parts.items():
                 if place < len(own):
                     one = own[place]
-                    figures = map(_figure, (one.mean, one.deviation, one.low, one.high))
+                    shown = _date if one.name in survey.parts[stage].dates else _figure
+                    figures = (shown(one.mean), _figure(one.deviation), shown(one.low), shown(one.high))
                     rows.append((name, one.name, stage, *figures, _count(one.missing), _count(one.infinite)))
     lines = table(head, rows)
     return [*lines, f"\nand {left_out:,} more columns, which data.json has."] if left_out else lines
@@ -312,6 +315,10 @@ def _constant(part: PartSurvey) -> Iterator[str]:
 
 def _count(number: int | None) -> str:
     return "unknown" if number is None else f"{number:,}"
+
+
+def _date(days: float | None) -> str:
+    return "" if days is None else str(EPOCH.date() + timedelta(days))
 
 
 def _figure(number: float | None) -> str:

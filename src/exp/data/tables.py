@@ -20,7 +20,6 @@ from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted, Selection, Tensors, tensors_of
 from exp.data.value_names import SCALES, ValueNames
 from exp.nested import mapped
-from exp.shared_types import Stage
 from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
@@ -289,13 +288,13 @@ class Table(TableRows):
                 found[name] = unknown
         return found
 
-    def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
-        """Return what to say of the file and of these rows, a line each. stage: which rows these are."""
+    def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
+        """Return what to say of the file and of these rows, a line each. stage: the rows in words."""
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
             told = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])
-            rows = f"{sum(words.values())} of {len(self)} rows of {stage} have in {name}"
-            lines.append(f"{rows} what training does not know and no column stands for: {told}")
+            rows = f"{sum(words.values())} of {len(self)} rows of {stage}"
+            lines.append(f"training has not seen the {name} of {rows}, which count as none of its words: {told}")
         return lines
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class UnlabelledTable(Dataset[object]):
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
         """Return how many rows have words that training does not know, a line a column."""
-        return self.table.notes_in(fitted, stage=stage)
+        return self.table.notes_in(fitted, stage="the input")
 
     def _complete(self, sheet: Sheet, column: int, values: Any) -> Any:
         if self.impute is None:

@@ -38,6 +38,7 @@ from exp.saved_runs.quantization import quantized, scores
 from exp.saved_runs.real_samples import RealSamples, resized, shortened_axes
 from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.saved_runs.served_tables import table_form
+from exp.spelling import among
 
 Format = Literal["onnx", "torch_export", "state_dict", "safetensors"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -200,6 +201,10 @@ class Source:
     def notes(self) -> list[str]:
         """What to know of the file, a line each."""
         notes = [f"{name}: {unit}" for name, unit in self.units.items()]
+        form = table_form(self.run)
+        if form is not None:
+            columns = among([*form["told"]["numbers"], *form["told"]["words"]])
+            notes.append(f"exp.serve takes the columns of the table as its file has them: {columns}")
         notes += [f"{name} takes the numbers of the Noise layer {path}" for path, name in self.network.noise.items()]
         if self.run.resolved.plain["precision"]["word"] == "fp64" and not self.network.is_double:
             notes.append("it computes in float32, and the run was trained in fp64")

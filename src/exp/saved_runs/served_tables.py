@@ -37,7 +37,7 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
     is_changed = any(run.resolved.plain["data"].get(key) for key in CHANGES)
     if node["_target_"] != Table.unlabelled or FITTED not in fitted or is_changed:
         return None
-    told = {name: value for name, value in fitted[FITTED].items() if name in USED}
+    told = {"words": {}, "dates": {}, **{name: one for name, one in fitted[FITTED].items() if name in USED}}
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in told.items()}
     options = {name: value for name, value in node.items() if name not in ("_target_", "path", "delimiter", "header")}
     return {"told": plain, "options": options, "is_raw": is_raw}
@@ -61,7 +61,7 @@ class ServedTable:
             name: torch.tensor(value, dtype=torch.float64) if name in TENSORS else value
             for name, value in form["told"].items()
         }
-        fitted: Fitted = {FITTED: {"words": {}, "dates": {}, "classes": {}, **told}}
+        fitted: Fitted = {FITTED: {"classes": {}, **told}}
         return cls(fitted=fitted, options=form["options"], is_raw=form["is_raw"])
 
     @property

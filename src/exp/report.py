@@ -131,8 +131,8 @@ class RunsReport:
         if len(trained) < len(records):
             notes.append(f"evaluations, which train nothing, are left out: {len(records) - len(trained)}")
         self.comparison = compare(trained, repeat_over=asked.repeat_over, metrics=asked.metric, problems=notes)
-        charts, notes = _drawn(self.comparison, tags_of(asked.metric))
-        self._notes = [*notes, *self.comparison.notes]
+        charts, shown = _drawn(self.comparison, tags_of(asked.metric))
+        self._notes = [*shown, *self.comparison.notes]
         about = f"Written by python -m exp.report on {datetime.datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}."
         text = page(self.comparison, charts, notes=self._notes, about=about)
         try:

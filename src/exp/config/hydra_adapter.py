@@ -251,7 +251,7 @@ class Loader(ConfigLoaderImpl):
             config = super()._compose_config_from_defaults_list(defaults=defaults, repo=repo)
         except HydraException:
             self._loaded = {id(default): self._load_single_config(default, repo) for default in defaults}
-            layers = [loaded.config for loaded in self._loaded.values()]
+            layers = [one.config for one in self._loaded.values() if isinstance(one.config, DictConfig)]
             plain = [OmegaConf.to_container(layer, resolve=False) for layer in layers]
             # Each is emptied, whichever was the first.
             emptied = [_empty(layer, later) for place, later in enumerate(plain) for layer in layers[:place]]

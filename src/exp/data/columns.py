@@ -53,6 +53,14 @@ class Sheet(ABC):
                 cure, expected = name_cure(name, self.names), f"a column of {self.file}"
                 faults += data_fault(key, got=name, expected=expected, cure=cure, subject=name).faults
 
+    def column(self, name: Name, *, key: str) -> int:
+        """Return the number of a column. Raises: ConfigError if there is none of the name."""
+        faults: list[Fault] = []
+        found = list(self.columns([name], key, faults))
+        if faults:
+            raise ConfigError(faults)
+        return found[0]
+
     def load(  # noqa: B027 - most sheets are at hand
         self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]
     ) -> None:

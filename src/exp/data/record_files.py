@@ -28,10 +28,10 @@ class RecordSheet(Sheet):
 
     def __init__(self, *, file: Path, columns: Columns, missing: Missing, decimal: DecimalSign) -> None:
         super().__init__(file=file, names=list(columns), missing=missing)
-        self.columns, self.decimal = list(columns.values()), decimal
+        self._values, self.decimal = list(columns.values()), decimal
 
     def texts(self, column: int) -> list[str | None]:
-        texts = [text_of(value, decimal=self.decimal) for value in self.columns[column]]
+        texts = [text_of(value, decimal=self.decimal) for value in self._values[column]]
         return [None if text is None or text in self.missing else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
@@ -42,7 +42,7 @@ class RecordSheet(Sheet):
         return f"row {row} of {self.file}"
 
     def cell(self, row: int, column: int) -> str:
-        return text_of(self.columns[column][row]) or ""
+        return text_of(self._values[column][row]) or ""
 
 
 def sheet_of(file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] = MISSING_VALUES) -> Sheet:

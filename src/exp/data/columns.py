@@ -28,6 +28,8 @@ Column = TypeVar("Column", bound=Values)
 MANY_LABELS = 20
 # The names that pandas gives to a column of row numbers when it reads a CSV file, and when it writes a Parquet file.
 NAMELESS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
+# A name that is empty, as it is typed.
+NO_NAME = "''"
 NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -153,7 +155,7 @@ class Sheet(ABC):
 
     def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
         """The error of one value."""
-        place = f"{self.place(row)}, column {self.names[column]}"
+        place = f"{self.place(row)}, column {self.names[column] or NO_NAME}"
         subject = self.names[column]
         return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure, subject=subject)
 
@@ -163,7 +165,7 @@ class Sheet(ABC):
         return self.bad(row, column, repr(text), expected, cure)
 
     def no_number(self, row: int, column: int, text: str) -> ConfigError:
-        name = self.names[column]
+        name = self.names[column] or NO_NAME
         if finite_number(text, decimal=",") is not None:
             cure = "'data.dataset.decimal=\",\"' reads commas as the signs before fractions"
             return self.bad(row, column, repr(text), "a number", cure)

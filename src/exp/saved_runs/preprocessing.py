@@ -118,13 +118,15 @@ def _option(plain: Mapping[str, Any], name: str, *, otherwise: object) -> object
 def _of_table(told: Mapping[str, Any], *, standardise: bool, fills: object) -> Preparation:
     """fills: data.dataset.impute, without which an answer to a missing number is nan."""
     means, deviations = told["means"].double(), told["deviations"].double()
+    unit = f"the columns {among(told['numbers'], count=len(told['numbers']))}"
+    if told.get("dates"):  # of which checkpoints before this version say nothing
+        unit += f", {among(told['dates'])} in days since 1970"
     return Preparation(
         means=means if standardise else torch.zeros_like(means),
         deviations=deviations if standardise else torch.ones_like(deviations),
         fills=None if fills is None else told["fills"].double(),
         raw_dtype=torch.float64,
-        unit=f"the columns {among(told['numbers'], count=len(told['numbers']))}, "
-        + ("none of them missing" if fills is None else "nan for a missing number"),
+        unit=f"{unit}, {'without missing numbers' if fills is None else 'nan for a missing number'}",
     )
 
 

@@ -222,9 +222,7 @@ def test_a_table_is_shown_as_its_file_has_it(place: Path) -> None:
     kinds, ages = draws.integers(0, 2, 60), draws.normal(1e8, 1, 60)
     numbers = [repr(age) if row % 9 else "" for row, age in enumerate(ages.tolist())]
     colours = ["red" if row % 7 else "" for row in range(60)]
-    rows = [
-        f"{300 + row},{numbers[row]},{colours[row]},{10 * kind + row % 10},{kind}" for row, kind in enumerate(kinds)
-    ]
+    rows = [f"{300 + row},{numbers[row]},{colours[row]},{10 * one + row % 10},{one}" for row, one in enumerate(kinds)]
     (place / "t.csv").write_text("\n".join(["id,age,colour,sorted,kind", *rows]), encoding="utf-8")
     words = "impute: most_frequent, categorical: [colour]"
     found = look(own(f"{{_target_: exp.data.delimited.Csv, path: t.csv, target: kind, {words}}}"))

@@ -185,10 +185,9 @@ def test_a_comma_may_precede_fractions(tmp_path):
 
 
 def test_words_may_be_what_else_is_missing(tmp_path):
-    (tmp_path / "t.csv").write_text("region,n,kind\nNA,-999.0,None\nEU,2,yes\nNA,-9.99e2,yes\n")
-    made = Csv(
-        path=str(tmp_path / "t.csv"), target="kind", categorical=["region"], missing_values=[-999], impute="mean"
-    )
+    path = tmp_path / "t.csv"
+    path.write_text("region,n,kind\nNA,-999.0,None\nEU,2,yes\nNA,-9.99e2,yes\n")
+    made = Csv(path=str(path), target="kind", categorical=["region"], missing_values=[-999], impute="mean")
     assert made.fit()["table"]["words"] == {"region": ["EU", "NA"]}
     assert made.classes == {"target": ("None", "yes")}
     assert made.fit()["table"]["fills"].tolist() == [2.0]
@@ -200,8 +199,7 @@ def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     path.write_text(f"{name},a,c\n7,0.5,x\n3,1.5,y\n4,2.5,y\n")
     data = Data(train=Csv(path=str(path), target="c"))
     assert data.spec.input_shape == (1,)
-    (note,) = data.notes
-    assert "numbers the rows and is left out" in note
+    assert "numbers the rows and is left out" in data.notes[0]
     path.write_text(f"{name},a,c\n7,0.5,x\n7,1.5,y\n")
     kept = Data(train=Csv(path=str(path), target="c"))
     assert (kept.spec.input_shape, kept.notes) == ((2,), ())
@@ -327,8 +325,7 @@ ABC = "a,b,c\n"
         (ABC, {}, r"without a row"),
         (ABC + '1,"1,x\n', {}, r"near line 2.*expected CSV in UTF-8"),
         (ABC + "2_31,1,x\n", {}, r"'2_31' in line 2 of .*column a; expected a number"),
-        (ABC + "1,1,x\n\u0661\u0662,1,y\n", {}, r"'\u0661\u0662' in line 3 of .*column a; expected a number"),
-        (ABC + "1,\uff11\uff12,x\n", {}, r"'\uff11\uff12' in line 2 of .*column b; expected a number"),
+        (ABC + "1,1,x\n\u0661\uff12,1,y\n", {}, r"'\u0661\uff12' in line 3 of .*column a; expected a number"),
         (ABC + "1,\uff1224-1,x\n", {"dates": {"b": "%Y-%m"}}, r"column b; expected a date"),
         (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*'data.dataset.decimal=\",\"' reads"),
         (ABC + "1,2,x\n", {"decimal": ","}, r"data.dataset.decimal: ',', which is the delimiter, too"),
@@ -336,7 +333,6 @@ ABC = "a,b,c\n"
         (ABC + "1,NA,x\n", {"categorical": ["b"]}, r"'NA', which stands for no value, in line 2 .*missing_values=\[\]"),
         (ABC + "1,2,None\n", {}, r"'None', which stands for no value, in line 2 of .*data.dataset.missing_values=\[\]"),
         (ABC + "1,2,\n", {"missing_values": ["?"]}, r"no value in line 2 of .*column c"),
-        (ABC + "1,,x\n", {"missing_values": ["?"], "categorical": ["b"]}, r"no value in line 2 of .*column b"),
         (ABC + "1,2,x\n-999.0,2,x\n", {"missing_values": ["-999"]}, r"no value in line 3 of .*column a"),
         (ABC + "".join(f"1,1,{i}.5\n" for i in range(30)), {}, r"classification of 30 labels.*data=csv_regression"),
     ],
@@ -386,13 +382,11 @@ def test_a_number_is_one_word_in_every_format(ending, tmp_path):
         elif ending == "npz":
             np.savez(path, grade=grades, x=np.zeros(3))
         else:
-            pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-            parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+            pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
             parquet.write_table(pyarrow.table({"grade": grades, "x": np.zeros(3)}), path)
         part = UnlabelledTable(path=str(path))
         found = part.prepare(fitted).entries["input"][:, 1:]
-        second = "0.1" if grades is small else "2"
-        assert [order[place] for place in found.argmax(1)[:2].tolist()] == ["1", second]
+        assert [order[one] for one in found.argmax(1)[:2].tolist()] == ["1", "0.1" if grades is small else "2"]
         assert found.sum(1).tolist() == [1, 1, 0]
         assert "training has not seen the grade of 1 of 3 rows of the input" in part.notes_in(fitted, stage="test")[0]
 

@@ -200,6 +200,8 @@ def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     data = Data(train=Csv(path=str(path), target="c"))
     assert data.spec.input_shape == (1,)
     assert "numbers the rows and is left out" in data.notes[0]
+    path.write_text(f"{name},a,b\n7,0,1\n3,2,1\n")
+    assert Windows(path=str(path), targets="a", length=1).inputs == ("a", "b")
     path.write_text(f"{name},a,c\n7,0.5,x\n7,1.5,y\n")
     kept = Data(train=Csv(path=str(path), target="c"))
     assert (kept.spec.input_shape, kept.notes) == ((2,), ())

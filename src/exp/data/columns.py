@@ -159,6 +159,11 @@ class Sheet(ABC):
         subject = self.names[column]
         return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure, subject=subject)
 
+    def left_out(self, column: int) -> str:
+        """Return the note on a column of row numbers."""
+        name = self.names[column] or "without a name"
+        return f"the column {name} of {self.file} numbers the rows and is left out; give it a name to keep it"
+
     def no_date(self, row: int, column: int, text: str, form: str | None) -> ConfigError:
         expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
         cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
@@ -206,7 +211,7 @@ class SheetTable(Table):
         if faults:
             raise ConfigError(faults)
         left_out.update(column for columns in targets.values() for column in columns)
-        index = _row_numbers(sheet, named={*words, *days, *left_out})
+        index = row_numbers(sheet, named={*words, *days, *left_out})
         features = [column for column in range(len(sheet.names)) if column not in {*left_out, *index}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
@@ -241,8 +246,7 @@ class SheetTable(Table):
         )
         of_dates = [column for column in figures if column in days or sheet.holds_dates(column)]
         self.dates = {sheet.names[column]: days.get(column) for column in of_dates}
-        told = f"of {sheet.file} numbers the rows and is left out; give it a name to keep it"
-        self.notes = tuple(f"the column {sheet.names[column] or 'without a name'} {told}" for column in index)
+        self.notes = tuple(sheet.left_out(column) for column in index)
 
 
 def words_of(values: Sequence[str | None]) -> Words:
@@ -294,7 +298,7 @@ def days_since_1970(text: str, form: str | None) -> float:
     return (aware - EPOCH) / timedelta(days=1)
 
 
-def _row_numbers(sheet: Sheet, *, named: Collection[int]) -> list[int]:
+def row_numbers(sheet: Sheet, *, named: Collection[int]) -> list[int]:
     """Return the columns without a name that hold whole numbers, each once. named: columns that the config names."""
     found = []
     for column, name in enumerate(sheet.names):

@@ -25,6 +25,7 @@ from exp.data.in_memory import (
     Indexed,
     IndexedLoader,
     Noted,
+    Raw,
     Tensors,
     gathered,
     sample_name,
@@ -40,7 +41,6 @@ from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder,
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, declared_length, open_stream
-from exp.data.tables import Table
 from exp.data.tv_tensors import plain_tensors, wrapping
 from exp.data.workers import (
     Assembly,
@@ -101,7 +101,7 @@ class Data:
     earlier: gives what the training part told in the run that this one goes on from; this one's is asked without.
     fitted: an attribute, what the training part told, such as means, words or classes. Checkpoints keep it.
     notes: an attribute, what to say of the data, a line each.
-    keeps_raw: whether tables stay in memory as their files have them, too, in the attribute `raw`, by stage.
+    keeps_raw: whether parts that are Raw stay in memory, too, in the attribute `raw`, by stage.
     seed: of the run.
 
     Raises: ConfigError that names the key.
@@ -180,7 +180,7 @@ class Data:
         self._parts = prepare(raw, self.fitted)
         lines = [part.notes_in(self.fitted, stage=stage) for stage, part in raw.items() if isinstance(part, Noted)]
         self.notes = tuple(dict.fromkeys(chain.from_iterable(lines)))
-        self.raw = {stage: part for stage, part in raw.items() if keeps_raw and isinstance(part, Table)}
+        self.raw = {stage: part for stage, part in raw.items() if keeps_raw and isinstance(part, Raw)}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -292,7 +292,7 @@ class Data:
         return read_from(loader, count=count)
 
     def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
-        """Return rows of a raw table as Table.in_own_units does; nothing of other data, or if transforms follow."""
+        """Return samples as Raw.in_own_units does; nothing of data that is not raw, or if transforms follow."""
         is_changed = not self._by_index(stage) or self.transforms_batches(stage)
         return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 

@@ -91,6 +91,14 @@ class Noted(Protocol):
         """A line each. fitted: as of Fittable."""
 
 
+@runtime_checkable
+class Raw(Protocol):
+    """A part that can be shown in the units of its file."""
+
+    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
+        """Some samples before they are standardised, by entry. fitted: as of Fittable."""
+
+
 class Tensors(Dataset[Entries]):
     """Tensors of one length, a pair (input, target) or a mapping of names.
 

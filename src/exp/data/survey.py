@@ -232,8 +232,8 @@ class _Part:
             )
         for name, entry in self._entries.items():
             entry.close(name, found)
-        if self._stage in self._data.raw:
-            table = self._data.raw[self._stage]
+        table = self._data.raw.get(self._stage)
+        if isinstance(table, Table):
             columns = {name: values[: found.seen] for name, values in table.each_column()}
             found.dates = tuple(table.dates)
             found.wordless = {name: int((columns[name] < 0).sum()) for name in table.words}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from exp.data.arrays import map_file
 from exp.data.cells import DecimalSign
-from exp.data.columns import Name
+from exp.data.columns import Name, row_numbers
 from exp.data.dataset_files import data_file
 from exp.data.delimited import Dialect, read_sheet
 from exp.data.entries import TARGET
@@ -31,6 +32,9 @@ FITTED = "windows"
 
 class Series(Dataset[object]):
     """Rows in the order of time, float64 `[N, C]`, that are not standardised yet. See Windows."""
+
+    notes: Sequence[str] = ()
+    _plain: WindowedRows | None = None
 
     def __init__(
         self,
@@ -79,6 +83,18 @@ class Series(Dataset[object]):
             found[SCALES] = {TARGET: [part[0] for part in scale] if is_one else scale}
         return {FITTED: found}
 
+    def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
+        """Return what to say of the file, a line each."""
+        return self.notes
+
+    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
+        """Return windows that are not standardised."""
+        if self._plain is None:
+            part = copy.copy(self)
+            part.standardise = False
+            self._plain = part.prepare(fitted)
+        return dict(zip(("input", TARGET), self._plain.gather(indices), strict=True))
+
     def prepare(self, fitted: Fitted) -> WindowedRows:
         """Standardises the rows by the training part.
 
@@ -111,16 +127,9 @@ class Series(Dataset[object]):
         )
 
     def _of(self, values: np.ndarray) -> Series:
-        return Series(
-            values=values,
-            columns=self.columns,
-            inputs=self.inputs,
-            targets=self.targets,
-            length=self.length,
-            horizon=self.horizon,
-            stride=self.stride,
-            standardise=self.standardise,
-        )
+        part = copy.copy(self)
+        part.values = values
+        return part
 
 
 class Windows(Series):
@@ -162,7 +171,8 @@ class Windows(Series):
         file = data_file(path, directory=directory)
         moment = [] if time is None else [str(time)]
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        names, read = _npy_columns(file) if file.suffix == ".npy" else _csv_columns(file, dialect, *moment)
+        is_array = file.suffix == ".npy"
+        names, read, notes = _npy_columns(file) if is_array else _csv_columns(file, dialect, *moment)
         wanted = [targets] if isinstance(targets, str | int) else list(targets)
         if not wanted:
             raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
@@ -184,6 +194,7 @@ class Windows(Series):
             stride=stride,
             standardise=standardise,
         )
+        self.notes = notes
 
 
 class WindowedRows(Dataset[Entries]):
@@ -218,8 +229,8 @@ class WindowedRows(Dataset[Entries]):
 
 def _csv_columns(
     file: Path, dialect: Dialect, time: str | None = None
-) -> tuple[Sequence[str], Callable[[str], np.ndarray]]:
-    """The names of a file's columns, and what reads one. time: a column that may hold dates."""
+) -> tuple[Sequence[str], Callable[[str], np.ndarray], Sequence[str]]:
+    """The names of a file's columns, what reads one, and notes. time: a column that may hold dates."""
     sheet = read_sheet(file, dialect)
     sheet.load(numbers=[range(len(sheet.names))], days={}, words=())
 
@@ -234,10 +245,12 @@ def _csv_columns(
         sheet.complete(column, values, cure="Fill it in before, as only you know how the series goes there")
         return values
 
-    return sheet.names, read
+    index = row_numbers(sheet, named=[column for column, name in enumerate(sheet.names) if name == time])
+    names = [name for column, name in enumerate(sheet.names) if column not in index]
+    return names, read, [sheet.left_out(column) for column in index]
 
 
-def _npy_columns(file: Path) -> tuple[Sequence[str], Callable[[str], np.ndarray]]:
+def _npy_columns(file: Path) -> tuple[Sequence[str], Callable[[str], np.ndarray], Sequence[str]]:
     held = map_file(file)
     table = np.asarray(held, dtype=np.float64).reshape(len(held), -1) if held.ndim in (1, 2) else None
     if table is None:
@@ -251,7 +264,7 @@ def _npy_columns(file: Path) -> tuple[Sequence[str], Callable[[str], np.ndarray]
             raise data_fault("dataset.path", got=got, expected="a finite number")
         return values
 
-    return [str(number) for number in range(table.shape[1])], read
+    return [str(number) for number in range(table.shape[1])], read, []
 
 
 def _require_order(file: Path, name: str, read: Callable[[str], np.ndarray]) -> None:

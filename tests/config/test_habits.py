@@ -19,6 +19,7 @@ TYPED = [
     "-m hydra.launcher.n_jobs=2 seed=1,2",
     "trainer.devices=-1",
     "trainer.logger=false",
+    "logger.wandb.tags=[a]",
     "trainer.enable_checkpointing=false",
     "trainer=ddp_sim trainer.devices=2",
     "model=resnet trainer.sync_batchnorm=true",

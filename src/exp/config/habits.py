@@ -226,6 +226,8 @@ KEYS = {
     "early_stopping": "Write +callbacks=early_stopping",
     "patience": "Write +callbacks=early_stopping callbacks.early_stopping.patience={value}",
     "use_wandb": "Write logger=[tensorboard,wandb]",
+    **dict.fromkeys(("wandb.tags", "logger.wandb.tags", "logger.mlflow.tags"), "Write tags={value}"),
+    "logger.mlflow.experiment_name": "Write logger.mlflow.experiment={value}",
     "wandb.": "Write +logger=wandb logger.wandb.{rest}={value}",
     **dict.fromkeys(("cuda", "use_cuda"), "Write launch.accelerator=gpu"),
     "gpu": "Write launch.accelerator=gpu launch.devices=[{value}]",

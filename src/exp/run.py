@@ -30,6 +30,7 @@ from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, take_directory
+from exp.config.plain_tree import leaves
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpoint import read_checkpoint
@@ -133,8 +134,9 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     notes = (*decided.notes, *refuse_other_data(decided))
     wanted = Path(decided.resolved.config[COMPOSITION].directory)
     directory = freeze(decided.resolved.config)
-    if directory != wanted.absolute():
-        decided = plan(frozen(directory))  # values may name the directory
+    is_named = any(isinstance(value, str) and str(wanted) in value for _, value in leaves(decided.plain))
+    if is_named and directory != wanted.absolute():
+        decided = plan(frozen(directory))
     sweep_runs_beside(directory, str(decided.plain["name"]))
     if notes:
         with run_log(directory, rank=ALONE):

@@ -108,6 +108,18 @@ def test_pictures_are_resized_cropped_and_normalized(pets):
     assert torch.allclose(pixels[0], expected)
 
 
+def test_transforms_bring_pictures_of_any_size_to_one(pets):
+    Image.new("RGB", (20, 10)).save(pets / "red/9.png")
+    moves = {"train_transforms": [RandomCrop(size=4)], "eval_transforms": [torch.nn.AdaptiveAvgPool2d(4)]}
+    parts = {"train": 0.5, "val": 0.5}
+    data = Data(dataset=Images(path=str(pets), any_size=True), parts=parts, batch_size=2, **moves)
+    assert data.spec.input_shape == (3, 4, 4)
+    whole = data.part("val")
+    pooled = [torch.nn.functional.adaptive_avg_pool2d(whole[index][0], 4) for index in range(len(whole))]
+    assert torch.equal(torch.cat([batch.data[0] for batch in data.loader("val")]), torch.stack(pooled))
+    assert all(batch.data[0].shape[1:] == (3, 4, 4) for batch in data.loader("train"))
+
+
 def test_a_list_names_files_and_targets(pets):
     rows = [f"{name}/{number}.png,{name},{number}.5" for name in ("red", "blue") for number in range(3)]
     (pets / "list.csv").write_text("\n".join(["path,kind,age", *rows]))

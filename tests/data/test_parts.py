@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 import exp
 from exp.data.data import Data
+from exp.data.delimited import Csv
 from exp.data.splits import lengths, random_splits
 from exp.errors import ConfigError, RunError
 
@@ -54,6 +55,80 @@ def test_a_stage_may_have_a_separate_data_set():
     assert len(Data(dataset=numbers(), test=test).part("test")) == 3
     with pytest.raises(ConfigError, match=r"data.test: a data set of its own, and a part.*data.parts.test=0"):
         Data(dataset=numbers(), parts={"train": 0.5, "test": 0.5}, test=test)
+
+
+ROWS = [
+    f"{index},p{index // 5},{'abc'[index % 7 % 3]},{['train', 'valid', 'TEST'][index % 4 % 3]}" for index in range(210)
+]
+
+
+def table(tmp_path, ignore=("group", "split"), **split) -> Data:
+    """210 rows in 42 groups of 5, of the classes a, b and c in the shares 3, 2 and 2."""
+    (tmp_path / "rows.csv").write_text("\n".join(["number,group,kind,split", *ROWS]))
+    made = Csv(path=str(tmp_path / "rows.csv"), target="kind", ignore=ignore, standardise=False)
+    return Data(dataset=made, split=split)
+
+
+def rows_of(data: Data, column: int) -> dict[str, list[str]]:
+    return {stage: [ROWS[int(row)].split(",")[column] for row in data.part(stage).indices] for stage in data.stages}
+
+
+def test_a_stratified_split_keeps_the_shares_of_the_classes(tmp_path):
+    kinds = rows_of(table(tmp_path, stratify=True), 2)
+    assert {stage: len(some) for stage, some in kinds.items()} == {"train": 147, "val": 31, "test": 32}
+    for some in kinds.values():
+        assert all(
+            abs(some.count(kind) - len(some) * share / 7) <= 1 for kind, share in zip("abc", (3, 2, 2), strict=True)
+        )
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+def test_a_group_is_in_one_split(tmp_path, stratify):
+    groups = rows_of(table(tmp_path, group="group", stratify=stratify), 1)
+    assert sum(len(set(some)) for some in groups.values()) == 42
+    assert sum(map(len, groups.values())) == 210
+    assert {stage: len(some) for stage, some in groups.items()} == pytest.approx(
+        {"train": 147, "val": 31, "test": 32}, abs=6
+    )
+
+
+@pytest.mark.parametrize("rules", [{}, {"stratify": True}, {"group": "group"}, {"group": "group", "stratify": True}])
+def test_each_sample_is_validated_in_one_fold(tmp_path, rules):
+    folds = [rows_of(table(tmp_path, folds=4, fold=fold, **rules), 0) for fold in range(4)]
+    assert all(one["test"] == folds[0]["test"] for one in folds)
+    assert sorted([*folds[0]["test"], *(row for one in folds for row in one["val"])], key=int) == list(
+        map(str, range(210))
+    )
+    assert all(
+        sorted(one["train"] + one["val"], key=int) == sorted(folds[0]["train"] + folds[0]["val"], key=int)
+        for one in folds
+    )
+
+
+def test_a_column_may_name_the_split_of_each_row(tmp_path):
+    named = rows_of(table(tmp_path, column="split"), 3)
+    assert {stage: set(some) for stage, some in named.items()} == {
+        "train": {"train"},
+        "val": {"valid"},
+        "test": {"TEST"},
+    }
+    assert sum(map(len, named.values())) == 210
+    tensors = TensorDataset(torch.zeros(6, 1), torch.arange(6) % 2)
+    assert [len(Data(dataset=tensors, parts={"train": 4, "val": 2}, split={"stratify": True}).part("val"))] == [2]
+
+
+@pytest.mark.parametrize(("split", "words"), [
+    ({"grup": "a"}, "data.split.grup: no such key.*Did you mean group"),
+    ({"fold": 3, "folds": 3}, "data.split.fold: 3; expected 0 to 2"),
+    ({"folds": 500}, "data.split: Cannot have number of splits n_splits=500"),
+    ({"column": "kind"}, "data.split.column: kind, which is 'a' in sample 0"),
+    ({"group": "number"}, r"data.split.group: number, which is an input.*data.dataset.ignore=\[number\]"),
+    ({"group": "nobody"}, "data.split.group: nobody; expected a column of"),
+    ({"stratify": "yes"}, "data.split.stratify: 'yes'; expected true or false"),
+])  # fmt: skip
+def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
+    with pytest.raises(ConfigError, match=words):
+        table(tmp_path, **split)
 
 
 def test_a_subset_of_tensors_is_gathered():

@@ -59,6 +59,7 @@ NUMERIC = (
     "launch.nodes",
     "objective",
     "data.dataset",
+    "data.split",
     "data.batch_size",
     "data.drop_last",
     "data.sampler",

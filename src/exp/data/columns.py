@@ -185,12 +185,14 @@ class SheetTable(Table):
     """A table out of the columns of a file; see Csv for what the parameters mean.
 
     A column without a name that numbers the rows, such as the index of pandas, is left out of the input.
+
+    read: reads the file.
     """
 
     def __init__(
         self,
         *,
-        sheet: Sheet,
+        read: Callable[[], Sheet],
         target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]],
         task: Task | Mapping[str, Task],
         categorical: Sequence[Name],
@@ -200,6 +202,7 @@ class SheetTable(Table):
         encoding: Encoding,
         standardise: bool,
     ) -> None:
+        self._read, sheet = read, read()
         faults: list[Fault] = []
         targets = {
             name: list(sheet.columns(columns, "dataset.target", faults)) for name, columns in _by_name(target).items()
@@ -247,6 +250,19 @@ class SheetTable(Table):
         of_dates = [column for column in figures if column in days or sheet.holds_dates(column)]
         self.dates = {sheet.names[column]: days.get(column) for column in of_dates}
         self.notes = tuple(sheet.left_out(column) for column in index)
+
+    def column_texts(self, name: str, *, key: str) -> list[str | None]:
+        """Return a column that is no input, read from the file again; None where a value is missing.
+
+        Raises: ConfigError at `key` for a column that is not there, or that is an input.
+        """
+        if name in (*self.columns, *self.words):
+            cure = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
+            raise data_fault(key, got=f"{name}, which is an input", expected="a column that is none", cure=cure)
+        sheet = self._read()
+        column = sheet.column(name, key=key)
+        sheet.load(numbers=[], days={}, words=[column])
+        return sheet.texts(column)
 
 
 def words_of(values: Sequence[str | None]) -> Words:

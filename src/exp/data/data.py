@@ -39,6 +39,7 @@ from exp.data.read_once import Print, Read, ReadAssembly, read_from, read_indexe
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
+from exp.data.split_rules import chooser
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, declared_length, open_stream
 from exp.data.tv_tensors import plain_tensors, wrapping
@@ -70,7 +71,8 @@ class Data:
 
     dataset: one data set, divided into parts. train, val, test: a data set for one part, instead of a divided one.
     parts: size of each part of `dataset`: a fraction, or a whole number of samples. parts_seed: chooses them; not the
-        run's seed, so that a checkpoint is never tested on what another seed trained it on.
+        run's seed, so that a checkpoint is never tested on what another seed trained it on. split: rules for the parts,
+        see split_rules.SplitRules.
     batch_size: samples of a global batch, over all ranks. drop_last: leave out the short last batch of training.
     sampler: which samples of train an epoch takes: a class of torch's kind, made with the part as `data_source`, or
         `balanced`, which draws each class alike; None takes each once. It draws by torch's generators, seeded from
@@ -85,7 +87,8 @@ class Data:
         samples are shuffled together.
     tv_tensors: what entries of a sample are to torchvision's v2 transforms, such as {input: image, target: mask}.
     transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
-        train_transforms: the same before them, in training only. batch_transforms, train_batch_transforms: the same on
+        train_transforms: the same before them, in training only. eval_transforms: the same before them, in validation,
+        test and prediction. batch_transforms, train_batch_transforms: the same on
         a rank's share of a batch, on its device.
     collate: list of samples to batch; `pad` brings tensors to one size (exp.data.collate.Pad); None means torch's own.
     inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null in
@@ -119,6 +122,7 @@ class Data:
         test: Any = None,
         parts: Mapping[str, float] | None = None,
         parts_seed: int = 0,
+        split: Mapping[str, Any] | None = None,
         batch_size: int = 64,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -135,6 +139,7 @@ class Data:
         tv_tensors: Mapping[str, Any] | None = None,
         transforms: Transforms = None,
         train_transforms: Transforms = None,
+        eval_transforms: Transforms = None,
         batch_transforms: Transforms = None,
         train_batch_transforms: Transforms = None,
         collate: Collate | Literal["pad"] | None = None,
@@ -157,14 +162,12 @@ class Data:
         dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
         self._form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
         self._collate = collate_of(collate, inputs=self._form.names)
-        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self._held),)
-        given = {"transforms": transforms, "train_transforms": train_transforms}
-        batch = {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}
-        self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
-        self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
+        given = {"transforms": transforms, "train_transforms": train_transforms, "eval_transforms": eval_transforms}
+        self._set_transforms(given, {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}, tv_tensors)
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
-        raw = make_splits(dataset, {"train": train, "val": val, "test": test}, sizes=parts, seed=parts_seed)
+        own: dict[Stage, Any] = {"train": train, "val": val, "test": test}
+        raw = make_splits(dataset, own, sizes=parts, seed=parts_seed, choose=chooser(split, seed=parts_seed))
         self._prepare(raw, earlier=earlier, keeps_raw=keeps_raw)
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
@@ -172,6 +175,13 @@ class Data:
         self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
         self._check_labels()
         self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
+
+    def _set_transforms(
+        self, given: Mapping[str, Transforms], batch: Mapping[str, Transforms], tv_tensors: Mapping[str, Any] | None
+    ) -> None:
+        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self._held),)
+        self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
+        self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
 
     def _prepare(
         self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None] | None, keeps_raw: bool
@@ -389,8 +399,10 @@ class Data:
         return Assembly(collate=self._collate, form=self._form, labels=self._labels, named=named)
 
     def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
-        steps = (*self._steps[f"train_{key}"], *self._steps[key]) if stage == "train" else self._steps[key]
-        return steps if key == BATCH else (*self._wrapping, *steps)
+        if key == BATCH:
+            return (*self._steps[f"train_{BATCH}"], *self._steps[BATCH]) if stage == "train" else self._steps[BATCH]
+        first = "train_transforms" if stage == "train" else "eval_transforms"
+        return (*self._wrapping, *self._steps[first], *self._steps[key])
 
     def _by_index(self, stage: Stage) -> bool:
         is_plain = self._collate is default_collate and not self._transforms_of(stage)

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -87,7 +88,7 @@ class Csv(SheetTable):
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         file = data_file(path, directory=directory)
         super().__init__(
-            sheet=read_sheet(file, dialect, missing_values=missing_values, packed=packed),
+            read=partial(read_sheet, file, dialect, missing_values=missing_values, packed=packed),
             target=target,
             task=task,
             categorical=categorical,

@@ -49,6 +49,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     mode: "RGB" or "L" (grey), to which all pictures are converted; None keeps what they are, which must be one of both.
     mean, std: of each channel, by which pixels are normalised; None leaves them.
     background: a CSS color. Pictures with transparent parts are laid on it.
+    any_size: whether pictures may differ in size, because transforms bring them to one.
 
     Raises: ConfigError for pictures that are not there, cannot be read or differ in size or mode, and where there are
         no two classes. Of more than 2,000 pictures, some are looked at before the run, the others as they are read.
@@ -70,12 +71,15 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        any_size: bool = False,
         background: str = "white",
     ) -> None:
         self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
         self.indices: Tensor | None = None
+        self.any_size = any_size
+        self.listing: Path | None = None
         if path.endswith(".csv"):
-            file = data_file(path, directory=directory)
+            self.listing = file = data_file(path, directory=directory)
             self.files, self.targets, self.classes = _listed(file, target=target, picture=picture, task=task)
         else:
             folder = data_folder(path, directory=directory)
@@ -127,6 +131,16 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         part.targets, part.indices = self.targets[indices], indices
         return part
 
+    def column_texts(self, name: str, *, key: str) -> list[str | None]:
+        """Return a column of the CSV file that lists the pictures. Raises: ConfigError at `key` if there is none."""
+        if self.listing is None:
+            expected = "pictures that a CSV file lists"
+            raise data_fault(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
+        sheet = read_sheet(self.listing, missing_values=())
+        column = sheet.column(name, key=key)
+        sheet.load(numbers=(), days={}, words=[column])
+        return sheet.texts(column)
+
     def __len__(self) -> int:
         return len(self.files)
 
@@ -166,14 +180,15 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                     expected="at most what all pictures have",
                     cure="Make them larger before with data.dataset.resize",
                 )
-        elif len(sizes) > 1:
+        elif len(sizes) > 1 and not self.any_size:
             (first, some), (second, others), *_ = sizes.items()
             yield Fault(
                 key="data.dataset.resize",
                 got=f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
                 f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
                 expected="one size for all",
-                cure="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop",
+                cure="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
+                "data.dataset.any_size=true, if transforms bring them to one size",
             )
 
 

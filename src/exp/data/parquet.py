@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class Parquet(SheetTable):
     ) -> None:
         require_extra("pyarrow", feature="data=parquet", extra="parquet")
         super().__init__(
-            sheet=read_parquet(data_file(path, directory=directory), missing_values=missing_values),
+            read=partial(read_parquet, data_file(path, directory=directory), missing_values=missing_values),
             target=target,
             task=task,
             categorical=categorical,

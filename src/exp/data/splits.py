@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -34,6 +35,7 @@ PART_NAMES: Mapping[Stage, tuple[str, ...]] = {
     "test": ("test", "testing"),
 }
 Name = TypeVar("Name", bound=str)
+Choose = Callable[[AnyDataset, Mapping[Stage, int | float]], Mapping[Stage, Tensor]]
 
 
 def make_splits(
@@ -42,8 +44,11 @@ def make_splits(
     *,
     sizes: Mapping[str, float] | None,
     seed: int,
+    choose: Choose | None = None,
 ) -> dict[Stage, AnyDataset]:
     """The data set of each stage: a part of `dataset`, or the one that is given for it.
+
+    choose: Returns the samples of each split of a data set; None draws them by the seed.
 
     Raises: ConfigError where there is no data at all, or a stage has two data sets.
     """
@@ -55,7 +60,7 @@ def make_splits(
     if dataset is not None:
         # Without sizes, a data set is divided among the stages that have none of their own.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
-        for name, part in divide(as_indexed(dataset), sizes, seed=seed).items():
+        for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
                 raise data_fault(
                     name,
@@ -147,12 +152,17 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
     return counts
 
 
-def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) -> dict[Stage, AnyDataset]:
-    """The parts of a data set, disjoint, chosen by the seed alone.
+def divide(
+    dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int, choose: Choose | None = None
+) -> dict[Stage, AnyDataset]:
+    """The parts of a data set, disjoint, chosen by the seed alone. choose: see make_splits.
 
     Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
     """
     wanted = read_sizes(sizes)
+    if choose is not None and isinstance(dataset, Splittable | IterableDataset):
+        got, expected = f"rules, and {type(dataset).__name__}, which divides itself", "a data set of samples by index"
+        raise data_fault("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
     if own := getattr(dataset, "own_parts", {}):
@@ -164,7 +174,8 @@ def divide(dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int) 
             expected="a data set with an index, to choose parts from",
             cure="Give data.train, data.val and data.test a stream each",
         )
-    chosen = random_splits(wanted, length=samples_in(dataset), seed=seed)
+    draw = partial(random_splits, length=samples_in(dataset), seed=seed)
+    chosen: Mapping[Stage, Tensor] = draw(wanted) if choose is None else choose(dataset, wanted)
     return {stage: _select(dataset, indices) for stage, indices in chosen.items()}
 
 

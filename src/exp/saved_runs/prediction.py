@@ -178,7 +178,8 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     if kind == ARRAYS:
         specs = DataSpec.of(data).inputs
         options["inputs"] = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in specs.items()}
-        options["is_final"] = not (data.get("transforms") or data.get("batch_transforms"))
+        changing = ("transforms", "eval_transforms", "batch_transforms")
+        options["is_final"] = not any(data.get(key) for key in changing)
     elif "inputs" in takes and node.get("inputs") is not None:
         options["inputs"] = node["inputs"]
     return {"_target_": kind, "path": literal(str(path)), **options}

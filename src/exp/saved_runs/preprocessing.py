@@ -24,7 +24,7 @@ from exp.spelling import among
 
 KEY = "preprocessing"
 TEXTS = {CHARACTERS: "characters, which a vocabulary numbers", TOKENIZER: "texts, which a tokenizer numbers"}
-TRANSFORMS = ("tv_tensors", "transforms", "batch_transforms", "collate")
+TRANSFORMS = ("tv_tensors", "transforms", "eval_transforms", "batch_transforms", "collate")
 
 
 @dataclass(frozen=True, kw_only=True)

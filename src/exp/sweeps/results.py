@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
+# Jobs of several folds are repeats, if sweep.repeat_over names no other key.
+FOLD = "data.split.fold"
 # The value of a key that nobody typed, where no config says it.
 DEFAULT = "(default)"
 # Characters of a swept number on the screen.

@@ -18,7 +18,7 @@ from exp.shared_types import Mode, compared_tag, parted
 from exp.spelling import among, did_you_mean
 from exp.sweeps.analysis import numbers, spans_decades
 from exp.sweeps.ledger import SETTINGS
-from exp.sweeps.results import DEFAULT, FINISHED, Repeats, Row, best_of, differing, repeats_of
+from exp.sweeps.results import DEFAULT, FINISHED, FOLD, Repeats, Row, best_of, differing, repeats_of
 from exp.sweeps.run_records import RunRecord, best_point
 
 SEED = "seed"
@@ -263,11 +263,12 @@ def _repeated(
     said = {record.repeat_over for record in records if record.repeat_over is not None}
     if len(said) == 1 and said <= set(keys):
         return said.pop()
-    if SEED in keys and any(len(group.rows) > 1 for group in repeats_of(rows, over=SEED)):
-        notes.append(
-            "runs that differ in the seed alone are taken for repeats; --repeat-over none takes each by itself"
-        )
-        return SEED
+    for key, what in ((FOLD, "fold"), (SEED, "seed")):
+        if key in keys and any(len(group.rows) > 1 for group in repeats_of(rows, over=key)):
+            notes.append(
+                f"runs that differ in the {what} alone are taken for repeats; --repeat-over none takes each by itself"
+            )
+            return key
     return None
 
 

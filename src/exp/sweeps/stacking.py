@@ -83,6 +83,7 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data.collate": ((None,), "a stack takes its batches by index"),
     "data.transforms": ((None, [], {}), "they are drawn for each sample of one run"),
     "data.train_transforms": ((None, [], {}), "they are drawn for each sample of one run"),
+    "data.eval_transforms": ((None, [], {}), "they are drawn for each sample of one run"),
     "data.batch_transforms": ((None, [], {}), "they are drawn for each batch of one run"),
     "data.train_batch_transforms": ((None, [], {}), "they are drawn for each batch of one run"),
 }

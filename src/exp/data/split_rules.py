@@ -1,0 +1,193 @@
+"""Divide samples by class, by group, into folds, or by a column that names the split of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import AnyDataset, samples_in
+from exp.data.randomness import seed_for
+from exp.data.sample_values import entry_of, targets_of, values_of
+from exp.data.splits import PART_NAMES, Choose, lengths
+from exp.data.tables import TableRows
+from exp.shared_types import STAGES, Stage
+from exp.spelling import among, did_you_mean, show
+
+# The types of the values of data.split, and what they are called.
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "stratify": ((bool,), "true or false"),
+    "group": ((str, type(None)), "the name of a column, or null"),
+    "column": ((str, type(None)), "the name of a column, or null"),
+    "folds": ((int, type(None)), "a whole number of 2 or more, or null"),
+    "fold": ((int,), "a whole number from 0"),
+}
+
+
+@runtime_checkable
+class NamedColumns(Protocol):
+    """A data set with columns by name, some of which may be no inputs."""
+
+    def column_texts(self, name: str, *, key: str) -> Sequence[str | None]:
+        """Return a column that is no input as text, None where a value is missing.
+
+        Raises: ConfigError at `key` if there is no such column, or if it is an input.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRules:
+    """The values of `data.split`.
+
+    Attributes:
+        stratify: Keep the share of each class in every split.
+        group: The column, or the entry of a sample, whose equal values stay in one split; None for no groups.
+        column: The column or entry that names the split of each sample; None to divide by `data.parts`.
+        folds: The number of folds, 2 or more, into which the samples outside of the test split are divided.
+        fold: The fold that is the validation split, from 0; the others are the training split.
+    """
+
+    stratify: bool = False
+    group: str | None = None
+    column: str | None = None
+    folds: int | None = None
+    fold: int = 0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SplitRules:
+        """Read and check the rules. Raises: ConfigError for an unknown key or a value out of range."""
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                expected, cure = f"one of {among(known)}", did_you_mean(name, known)
+                raise data_fault(f"split.{name}", got="no such key", expected=expected, cure=cure)
+            kinds, expected = KINDS[name]
+            if type(value) not in kinds:
+                raise data_fault(f"split.{name}", got=show(value), expected=expected)
+        rules = cls(**given)
+        if rules.folds is not None and rules.folds < 2:
+            raise data_fault("split.folds", got=str(rules.folds), expected="2 or more, or null")
+        if rules.fold < 0 or rules.fold >= (rules.folds or 1):
+            expected = "0 without data.split.folds" if rules.folds is None else f"0 to {rules.folds - 1}"
+            raise data_fault("split.fold", got=str(rules.fold), expected=expected)
+        if rules.column is not None and rules != cls(column=rules.column):
+            raise data_fault("split.column", got=f"{rules.column}, and other rules", expected="the column alone")
+        return rules
+
+
+def chooser(split: Mapping[str, Any] | None, *, seed: int) -> Choose | None:
+    """Return what chooses the samples of each split by the rules of `data.split`; None without a rule."""
+    rules = SplitRules.of(split or {})
+    return None if rules == SplitRules() else partial(ruled_splits, rules=rules, seed=seed)
+
+
+def ruled_splits(
+    dataset: AnyDataset, sizes: Mapping[Stage, int | float], *, rules: SplitRules, seed: int
+) -> dict[Stage, Tensor]:
+    """Return disjoint sorted indices of each split, int64, chosen by scikit-learn's splitters.
+
+    With groups, the sizes of the splits are approximate. With folds, `sizes` gives the test split alone.
+
+    Raises: ConfigError where the samples cannot be divided so.
+    """
+    if rules.column is not None:
+        return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
+    counts = lengths(sizes, samples_in(dataset))
+    samples = _Samples.of(dataset, rules, seed=seed_for(seed, "parts") % 2**32)
+    rest = np.arange(samples_in(dataset))
+    found: dict[Stage, np.ndarray] = {}
+    try:
+        if "test" in counts:
+            rest, found["test"] = samples.cut(rest, counts["test"])
+        if rules.folds is not None:
+            found["train"], found["val"] = samples.fold(rest, rules.folds, rules.fold)
+        else:
+            if "val" in counts:
+                rest, found["val"] = samples.cut(rest, counts["val"])
+            if "train" in counts:
+                is_all = sum(counts.values()) == samples_in(dataset)
+                found["train"] = rest if is_all or rules.group else samples.cut(rest, counts["train"])[1]
+    except ValueError as error:
+        raise data_fault(
+            "split", got=str(error), expected="classes and groups with enough samples for each split"
+        ) from error
+    return {stage: torch.from_numpy(np.sort(found[stage])) for stage in STAGES if stage in found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    classes: np.ndarray | None
+    groups: np.ndarray | None
+    seed: int
+
+    @classmethod
+    def of(cls, dataset: AnyDataset, rules: SplitRules, *, seed: int) -> _Samples:
+        classes = np.array(_classes(dataset)) if rules.stratify else None
+        groups = None if rules.group is None else np.array(_texts(dataset, rules.group, key="split.group"))
+        return cls(classes=classes, groups=groups, seed=seed)
+
+    def cut(self, indices: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rest, and `count` of the samples, or about as many with groups."""
+        if count >= len(indices):
+            return indices[:0], indices
+        if self.groups is not None:
+            return self.fold(indices, max(round(len(indices) / count), 2), 0)
+        from sklearn.model_selection import train_test_split  # half a second, which other runs do not need
+
+        of = None if self.classes is None else self.classes[indices]
+        rest, part = train_test_split(indices, test_size=count, stratify=of, random_state=self.seed)
+        return rest, part
+
+    def fold(self, indices: np.ndarray, folds: int, fold: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the other folds, and this one."""
+        from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
+
+        kind = KFold if self.classes is None else StratifiedKFold
+        splitter = (kind if self.groups is None else StratifiedGroupKFold)(folds, shuffle=True, random_state=self.seed)
+        classes = np.zeros(len(indices)) if self.classes is None else self.classes[indices]
+        pairs = splitter.split(indices, classes, None if self.groups is None else self.groups[indices])
+        rest, part = list(pairs)[fold]
+        return indices[rest], indices[part]
+
+
+def _classes(dataset: AnyDataset) -> Sequence[object]:
+    if isinstance(dataset, TableRows):
+        found = [values for name, values in dataset.each_target() if name in dataset.classes]
+        if len(found) != 1:
+            got = f"true, and a table with {len(found)} targets that are classes"
+            raise data_fault("split.stratify", got=got, expected="one such target, or false")
+        return list(found[0])
+    targets = targets_of(dataset, stage="train", inputs=(), key="split.stratify")
+    if any(isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point()) for one in targets[:1]):
+        raise data_fault("split.stratify", got="true, and targets that are numbers", expected="classes, or false")
+    return [int(one) for one in targets]
+
+
+def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
+    """Return a column, or an entry of each sample, as text."""
+    if isinstance(dataset, NamedColumns):
+        found = list(dataset.column_texts(name, key=key))
+    else:
+        read = values_of(dataset, lambda sample: entry_of(sample, name, inputs=(), key=key), stage="train")
+        found = [str(one.item() if isinstance(one, Tensor) else one) for one in read]
+    missing = [index for index, text in enumerate(found) if text is None]
+    if missing:
+        got = f"{name}, which has no value in {len(missing)} samples, the first of them sample {missing[0]}"
+        raise data_fault(key, got=got, expected="a value for each sample")
+    return [str(text) for text in found]
+
+
+def _by_column(texts: Sequence[str], name: str) -> dict[Stage, Tensor]:
+    stages = {word: stage for stage, words in PART_NAMES.items() for word in words}
+    for index, text in enumerate(texts):
+        if text.lower() not in stages:
+            got = f"{name}, which is {text!r} in sample {index}"
+            raise data_fault("split.column", got=got, expected=f"one of {', '.join(stages)}")
+    named = np.array([stages[text.lower()] for text in texts])
+    return {stage: torch.from_numpy(np.flatnonzero(named == stage)) for stage in STAGES if (named == stage).any()}

@@ -277,7 +277,8 @@ def test_a_table_is_served_by_its_columns(trained, pets, write_csv):
     write_csv("pets.csv", {"built": built, **{name: rows[name] for name in ("colour", "height", "kind")}})
     run = trained(
         "data=csv", "data.dataset.path=pets.csv", "data.dataset.dates=[built]", "data.dataset.impute=mean",
-        "data.dataset.categorical=[colour]", "data.dataset.target=kind", "model=mlp",
+        "data.dataset.categorical=[colour]", "data.dataset.target={species: kind}", "metrics=[]",
+        "+objective.cross_entropy.target=species", "model=mlp",
     )  # fmt: skip
     model = OnnxModel(export(run, output="net.onnx", timed=False).path, threads=1)
     new = {"height": [1.5, 2.5, "3e0"], "colour": ["red", "violet", None], "built": ["2024-02-01", "2024-03-09", None]}

@@ -122,6 +122,9 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
     """The config of a run that predicts what is at a path, and logs nothing."""
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
     told = {key: run.config.data[key] for key in TOLD}
+    answers = _set_node(run).get("target")
+    if isinstance(answers, Mapping):  # targets by name, which nothing tells from inputs in a batch
+        told["inputs"] = {name: one for name, one in (told["inputs"] or {}).items() if name not in answers} or None
     unlabelled = unlabelled_node(run, path)
     with open_dict(config):
         config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
@@ -163,10 +166,7 @@ def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     """Return the node of the data set that reads the input as the run's own data set reads its files."""
-    data = run.resolved.plain["data"]
-    if brings_data(run.resolved.plain):
-        raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
-    node = next(data[name] for name in PLACES if data.get(name) is not None)
+    data, node = run.resolved.plain["data"], _set_node(run)
     allow = run.resolved.plain["security"]["allow"]
     # Whatever the data set is made of: a function of the user's own may make it, too.
     own = resolve(node["_target_"], allow=allow)
@@ -183,6 +183,15 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     elif "inputs" in takes and node.get("inputs") is not None:
         options["inputs"] = node["inputs"]
     return {"_target_": kind, "path": literal(str(path)), **options}
+
+
+def _set_node(run: RunFiles) -> Mapping[str, Any]:
+    """Return the node of a data set of the run. Raises: RunError for loaders of the user's own."""
+    data = run.resolved.plain["data"]
+    if brings_data(run.resolved.plain):
+        raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
+    node: Mapping[str, Any] = next(data[name] for name in PLACES if data.get(name) is not None)
+    return node
 
 
 def stated_classes(run: RunFiles) -> Sequence[str] | None:

@@ -334,6 +334,9 @@ def test_series_and_records_that_overflow_are_refused(tmp_path):
         assert records[0].tolist() == [1.0, 2.0]
         with pytest.raises(SampleError, match=place):
             records[1]
+    (tmp_path / "index.csv").write_text(",a\n0,1.5\n")
+    with pytest.raises(ConfigError, match=r"the column '', such as the row numbers that pandas writes; expected the"):
+        UnlabelledRecords(path=str(tmp_path / "index.csv"))
 
 
 def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):

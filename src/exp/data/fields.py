@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from exp.data.cells import number_in
-from exp.data.columns import Task
+from exp.data.columns import NAMELESS, NO_NAME, Task
 from exp.data.delimited import MISSING_VALUES
 from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault, name_cure
@@ -116,6 +116,9 @@ class Fields:
             )
             if not found:
                 raise data_fault("dataset.inputs", got=f"{where} with the target alone", expected="an input, too")
+            if nameless := [name or NO_NAME for name in found if not name or NAMELESS.fullmatch(name)]:
+                got = f"null, and {where} has the column {nameless[0]}, such as the row numbers that pandas writes"
+                raise data_fault("dataset.inputs", got=got, expected="the columns to read, or names for all of them")
             return (*found, *self._held(self.targets, names, "target", where))
         given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
         asked = [name for columns in given for name in _listed(columns)]

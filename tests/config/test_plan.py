@@ -121,6 +121,17 @@ def test_the_data_fill_in_missing_sizes() -> None:
     assert resolved.plain["data"]["num_classes"] == resolved.plain["model"]["layers"]["tokens"]["num_embeddings"]
 
 
+def test_data_without_targets_have_neither_classes_nor_outputs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"input": torch.rand(80, 1, 8, 8)}, "faces.pt")
+    data = ["data=tensors", "data.dataset.path=faces.pt", "data.dataset.target=null", "metrics=[]"]
+    decided = plan(resolve(exp.compose([*data, "experiment=gan", "launch.accelerator=cpu"])))
+    assert (decided.spec.input_shape, decided.spec.num_classes, decided.spec.num_outputs) == ((1, 8, 8), None, None)
+    assert decided.shapes.parameters > 1000
+    (fault,) = resolve(exp.compose(data)).faults
+    assert str(fault).startswith("model.layers.head.out_features: null; expected an integer")
+
+
 def test_a_rank_plans_what_its_parent_planned() -> None:
     decided = plan(resolve(exp.compose(["data=wine", "model=mlp", "+precision=bf16"])))
     adopted = adopt(frozen(freeze(decided.resolved.config)), rank=ALONE)

@@ -341,7 +341,7 @@ def resolve(config: DictConfig) -> Resolved:
             try:
                 if _fill_in(config):
                     # Other nodes interpolate the shape and the classes.
-                    reading = read(config)
+                    reading = read(config, is_data_read=True)
                     first = first_stage(reading)
             except ConfigError as error:
                 faults += error.faults

@@ -77,9 +77,12 @@ Reading = tuple[dict[str, Any], list[Fault]]
 
 
 @secrets_kept()
-def read(config: DictConfig) -> Reading:
-    """The plain values, and the faults of missing values, of interpolations to nowhere and of size."""
-    reader = _Reader(config)
+def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
+    """The plain values, and the faults of missing values, of interpolations to nowhere and of size.
+
+    is_data_read: whether the config has what the data knows: what is null then stays null.
+    """
+    reader = _Reader(config, is_data_read=is_data_read)
     return reader.mapping(config, reader.raw, "", 0), reader.faults
 
 
@@ -141,8 +144,8 @@ class Values:
 
 
 class _Reader:
-    def __init__(self, config: DictConfig) -> None:
-        self.config, self.count = config, 0
+    def __init__(self, config: DictConfig, *, is_data_read: bool) -> None:
+        self.config, self.count, self.is_data_read = config, 0, is_data_read
         self.faults: list[Fault] = []
         raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
         self.raw = cast(dict[str, Any], raw)
@@ -193,7 +196,7 @@ class _Reader:
     def awaits_data(self, text: str) -> bool:
         """Whether it refers to what is read from the data and has not been yet. A known null of num_classes is null."""
         data = self.raw.get("data")
-        if not isinstance(data, dict):
+        if self.is_data_read or not isinstance(data, dict):
             return False
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.data import Subset
 
-from exp.data.entries import TARGET, by_name, inputs_in, target_in
+from exp.data.entries import by_name, inputs_in, target_in
 from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
@@ -91,8 +91,8 @@ def read_spec(
     outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
         outputs = target.shape[-1] if target.dim() > 1 else 1
-    # Of targets by other names each term and each metric says which is its own.
-    if outputs is None and not (isinstance(batch, Mapping) and TARGET not in batch):
+    # Data may have no target, or several by other names: each term and each metric says which is its own.
+    if outputs is None and target is not None:
         raise data_fault(
             "num_classes",
             got="null, and the data set does not say it",

@@ -26,24 +26,32 @@ class TensorFile(Tensors):
     dtypes of inputs, `[N]` as `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
 
     path: relative to the current folder, or else to directory. input, target: the names of the two arrays; a .pt file
-    may hold a pair instead. scale: factor on floating inputs, 0.00392 for pixels between 0 and 1.
+    may hold a pair instead. With a target of null, samples are inputs alone. scale: factor on floating inputs,
+    0.00392 for pixels between 0 and 1.
 
     Raises: ConfigError for a file or a name that is not there, arrays of unequal length, numbers that are not finite.
     """
 
     def __init__(
-        self, *, path: str, directory: str = "data", input: str = "input", target: str = "target", scale: float = 1.0
+        self,
+        *,
+        path: str,
+        directory: str = "data",
+        input: str = "input",
+        target: str | None = "target",
+        scale: float = 1.0,
     ) -> None:
         file = data_file(path, directory=directory)
-        arrays = read_arrays(file, names={"input": input, "target": target})
-        inputs, targets = arrays["input"], arrays["target"]
-        if len(inputs) != len(targets):
+        names = {"input": input} if target is None else {"input": input, "target": target}
+        arrays = read_arrays(file, names=names)
+        inputs, targets = arrays["input"], arrays.get("target")
+        if targets is not None and len(inputs) != len(targets):
             raise data_fault(
                 "dataset.path",
                 got=f"{file} with {len(inputs)} inputs and {len(targets)} targets",
                 expected="as many of the one as of the other",
             )
-        for name, tensor in (("input", inputs), ("target", targets)):
+        for name, tensor in arrays.items():
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             if bad.any():
                 raise data_fault(
@@ -53,6 +61,9 @@ class TensorFile(Tensors):
                 )
         is_scaled = inputs.is_floating_point() or inputs.dtype == torch.uint8
         inputs = _float(inputs) * scale if is_scaled else inputs.long()
+        if targets is None:
+            super().__init__(entries={"input": inputs})
+            return
         targets = _float(targets) if targets.is_floating_point() else targets.long()
         if targets.is_floating_point() and targets.dim() == 1:
             targets = targets[:, None]

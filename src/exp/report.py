@@ -127,12 +127,12 @@ class RunsReport:
         asked = self._arguments
         records = [record for _, record in self._known.values()]
         trained = [record for record in records if record.value_of("train") != "false"] or records
-        notes = list(found.problems)
+        problems = list(found.problems)
         if len(trained) < len(records):
-            notes.append(f"evaluations, which train nothing, are left out: {len(records) - len(trained)}")
-        self.comparison = compare(trained, repeat_over=asked.repeat_over, metrics=asked.metric, problems=notes)
-        charts, shown = _drawn(self.comparison, tags_of(asked.metric))
-        self._notes = [*shown, *self.comparison.notes]
+            problems.append(f"evaluations, which train nothing, are left out: {len(records) - len(trained)}")
+        self.comparison = compare(trained, repeat_over=asked.repeat_over, metrics=asked.metric, problems=problems)
+        charts, notes = _drawn(self.comparison, tags_of(asked.metric))
+        self._notes = [*notes, *self.comparison.notes]
         about = f"Written by python -m exp.report on {datetime.datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}."
         text = page(self.comparison, charts, notes=self._notes, about=about)
         try:

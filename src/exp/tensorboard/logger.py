@@ -132,7 +132,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         # The run was started again: TensorBoard would believe the first end that it reads.
         for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
-        self._tells_pruned = PRUNED_TAG in metrics
+        self._tells_pruned = self._tells_pruned or PRUNED_TAG in metrics
         summaries = start_summaries(plain, metrics, declared=declared_above(self.directory.parent))
         self._write(Event(wall_time=time.time(), summary=one) for one in summaries)
 

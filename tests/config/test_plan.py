@@ -127,7 +127,6 @@ def test_data_without_targets_have_neither_classes_nor_outputs(tmp_path, monkeyp
     data = ["data=tensors", "data.dataset.path=faces.pt", "data.dataset.target=null", "metrics=[]"]
     decided = plan(resolve(exp.compose([*data, "experiment=gan", "launch.accelerator=cpu"])))
     assert (decided.spec.input_shape, decided.spec.num_classes, decided.spec.num_outputs) == ((1, 8, 8), None, None)
-    assert decided.shapes.parameters > 1000
     (fault,) = resolve(exp.compose(data)).faults
     assert str(fault).startswith("model.layers.head.out_features: null; expected an integer")
 

@@ -124,11 +124,7 @@ def test_classes_are_called_by_their_names():
     hook.evaluated("val", {"output": torch.eye(2), "kind": torch.tensor([0, 0])})
     panel = hook.after_evaluation("val", alone)["confusion/val"]
     assert panel.names == ("disc", "bar")
-    sheets = [replace(panel, names=names).drawn().pixels[0].permute(1, 2, 0).numpy() for names in (panel.names, ())]
-    (top, left, _), (plain_top, plain_left, _) = (corner(sheet, 2) for sheet in sheets)
-    assert (sheets[0][top - 4 - 18 : top - 4, left + 9 : left + 23] < 100).any(), "a name stands above the first column"
-    assert top > plain_top
-    assert left > plain_left
+    assert panel.drawn().pixels.shape[2] > replace(panel, names=()).drawn().pixels.shape[2], "names stand upright"
 
 
 def assert_curve(panel, probabilities: np.ndarray, positive: np.ndarray, thresholds: int) -> None:

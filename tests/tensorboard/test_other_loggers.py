@@ -192,10 +192,8 @@ class TestWandb:
         steps = [row["trainer/global_step"] for row in rows if "loss/train" in row]
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]
         assert [row["mine"] for row in rows if "mine" in row] == [*range(1, 9), *range(6, 14)]
-        kinds = {
-            tag: [(row["trainer/global_step"], row[f"{tag}/_type"]) for row in rows if f"{tag}/_type" in row]
-            for tag in PANELS
-        }
+        at = "trainer/global_step"
+        kinds = {tag: [(row[at], row[f"{tag}/_type"]) for row in rows if f"{tag}/_type" in row] for tag in PANELS}
         assert kinds == {
             "histogram": [(9, "histogram"), (14, "histogram")],
             "images": [(9, "image-file"), (14, "image-file")],

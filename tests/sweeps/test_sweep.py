@@ -241,7 +241,7 @@ def test_a_swept_option_does_not_set_the_sweep(capsys):
     for name, text in files.items():
         Path(f"conf/experiment/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
     lr, trials = "hydra.sweeper.params.optimizer.lr", "sweep.trials"
-    for names, keys in (("slow,plain", [lr]), ("few,slow", [trials, lr, lr]), ("few,plain sweep.trials=2", [lr])):
+    for names, keys in (("slow,plain", [lr]), ("few,slow", [trials, lr]), ("few,plain sweep.trials=2", [lr])):
         with pytest.raises(ConfigError) as caught:
             run_sweep("sweep.sampler=random", *f"experiment={names}".split())
         assert [fault.key for fault in caught.value.faults] == keys

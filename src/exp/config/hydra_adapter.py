@@ -435,7 +435,7 @@ def _is_held(node: Any) -> bool:
     return isinstance(node, Container) and not (node._is_none() or node._is_missing() or node._is_interpolation())
 
 
-def _empty(node: DictConfig, given: Any) -> bool:
+def _empty(node: Container, given: Any) -> bool:
     """Set to null each list of a node for which `given` has a mapping, and each mapping for which it has a list.
 
     OmegaConf merges neither into the other. Return whether there was any.

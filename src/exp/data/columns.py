@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from exp.data.cells import Missing, WordCodes, finite_number
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, name_cure
+from exp.data.faults import data_fault, name_cure, refuse_unknown_columns
 from exp.data.tables import Encoding, Impute, Packed, Table, Words, beside
 from exp.errors import ConfigError, Fault
 
@@ -30,6 +31,7 @@ MANY_LABELS = 20
 NAMELESS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 # A name that is empty, as it is typed.
 NO_NAME = "''"
+IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
 NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -46,22 +48,11 @@ class Sheet(ABC):
     def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
         self.file, self.names, self.missing = file, tuple(names), missing
 
-    def columns(self, names: Iterable[Name], key: str, faults: list[Fault]) -> Iterator[int]:
-        """Yield the numbers of columns. faults: gets an error at the key for each name that no column has."""
-        for name in map(str, names):
-            if name in self.names:
-                yield self.names.index(name)
-            else:
-                cure, expected = name_cure(name, self.names), f"a column of {self.file}"
-                faults += data_fault(key, got=name, expected=expected, cure=cure, subject=name).faults
-
     def column(self, name: Name, *, key: str) -> int:
         """Return the number of a column. Raises: ConfigError if there is none of the name."""
-        faults: list[Fault] = []
-        found = list(self.columns([name], key, faults))
-        if faults:
-            raise ConfigError(faults)
-        return found[0]
+        if str(name) in self.names:
+            return self.names.index(str(name))
+        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
 
     def load(  # noqa: B027 - most sheets are at hand
         self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]
@@ -203,28 +194,27 @@ class SheetTable(Table):
         standardise: bool,
     ) -> None:
         self._read, sheet = read, read()
-        faults: list[Fault] = []
+        asked: dict[str, Iterable[Name]] = {"categorical": categorical, "dates": dates, "ignore": ignore}
+        asked["target"] = chain.from_iterable(_by_name(target).values())
+        refuse_unknown_columns(sheet.file, sheet.names, asked)
         targets = {
-            name: list(sheet.columns(columns, "dataset.target", faults)) for name, columns in _by_name(target).items()
+            name: [sheet.column(one, key="dataset.target") for one in columns]
+            for name, columns in _by_name(target).items()
         }
-        words = list(sheet.columns(categorical, "dataset.categorical", faults))
+        words = [sheet.column(name, key="dataset.categorical") for name in categorical]
         forms = dates if isinstance(dates, Mapping) else dict.fromkeys(dates)
-        days = dict(zip(sheet.columns(forms, "dataset.dates", faults), forms.values(), strict=False))
-        left_out = set(sheet.columns(ignore, "dataset.ignore", faults))
-        if faults:
-            raise ConfigError(faults)
+        days = {sheet.column(name, key="dataset.dates"): form for name, form in forms.items()}
+        left_out = {sheet.column(name, key="dataset.ignore") for name in ignore}
         left_out.update(column for columns in targets.values() for column in columns)
         index = row_numbers(sheet, named={*words, *days, *left_out})
         features = [column for column in range(len(sheet.names)) if column not in {*left_out, *index}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
-        cure = (
-            "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
-        )
+        faults: list[Fault] = []
 
         def whole(column: int, values: Column) -> Column:
             if impute is None:
-                sheet.complete(column, values, cure=cure)
+                sheet.complete(column, values, cure=IMPUTE)
             return values
 
         figures = [column for column in features if column not in words]

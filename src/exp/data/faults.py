@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError, is_installed
@@ -23,6 +24,24 @@ def data_fault(key: str, *, got: str, expected: str, cure: str | None = None, su
     """The error to raise for one fault below `data`. key: dotted, below `data.`. subject: see Fault."""
     key = f"data.{key}" if key else "data"
     return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, subject=subject)])
+
+
+def refuse_unknown_columns(file: Path, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
+    """Raise ConfigError with an error for each column that a file does not have.
+
+    names: of the file's columns. wanted: the names that each option of the data set gives.
+    """
+    faults = [
+        Fault(
+            key=f"data.dataset.{option}", got=name, expected=f"a column of {file}", cure=name_cure(name, names),
+            subject=name,
+        )
+        for option, given in wanted.items()
+        for name in map(str, given)
+        if name not in names
+    ]  # fmt: skip
+    if faults:
+        raise ConfigError(faults)
 
 
 def name_cure(name: str, names: Collection[str]) -> str | None:

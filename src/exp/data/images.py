@@ -19,7 +19,7 @@ from exp.data.columns import Name, Task, labels_in
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.delimited import read_sheet
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry
+from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Fitted
 from exp.data.pictures import EIGHT_BITS, KEPT, UNREADABLE, Mode, PictureForm, broken, deep, pair_of, stored_mode
 from exp.data.splits import PART_NAMES
@@ -281,11 +281,8 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     Raises: ConfigError for a picture that is not there, and where there are no two classes.
     """
     sheet = read_sheet(file, missing_values=())
-    faults: list[Fault] = []
-    found = [*sheet.columns([picture], "dataset.picture", faults), *sheet.columns([target], "dataset.target", faults)]
-    if faults:
-        raise ConfigError(faults)
-    column, wanted = found
+    refuse_unknown_columns(file, sheet.names, {"picture": [picture], "target": [target]})
+    column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
     sheet.load(numbers=(), days={}, words=[column] if task == "regression" else [column, wanted])
     texts = sheet.texts(column)
     sheet.complete(column, texts, cure="Leave the row out")

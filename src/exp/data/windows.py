@@ -19,7 +19,7 @@ from exp.data.columns import Name, row_numbers
 from exp.data.dataset_files import data_file
 from exp.data.delimited import Dialect, read_sheet
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry, name_cure
+from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Entries, Fitted
 from exp.data.splits import lengths
 from exp.data.tables import moments
@@ -177,10 +177,7 @@ class Windows(Series):
         if not wanted:
             raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
         inputs = [name for name in names if name not in moment] if columns is None else [str(name) for name in columns]
-        known = [("columns", inputs), ("targets", [str(name) for name in wanted]), ("time", moment)]
-        for key, name in ((key, name) for key, given in known for name in given if name not in names):
-            expected = f"a column of {file}"
-            raise data_fault(f"dataset.{key}", got=name, expected=expected, cure=name_cure(name, names))
+        refuse_unknown_columns(file, names, {"columns": inputs, "targets": wanted, "time": moment})
         if moment:
             _require_order(file, moment[0], read)
         kept = list(dict.fromkeys([*inputs, *map(str, wanted)]))

@@ -15,7 +15,10 @@ from exp.interpreter_exit import without_teardown
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from exp.check.plan import Plan
+    from exp.errors import Fault
 
 PROGRAM = "python -m exp.check"
 
@@ -46,17 +49,10 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def _checked_run(arguments: argparse.Namespace) -> str:
-    from exp.check.stages import compose, refuse_early
+    from exp.config.compose import composition_of, job_config
 
-    config = compose(
-        arguments.overrides,
-        config_dir=arguments.config_dir,
-        config_name=arguments.config_name,
-        everything=arguments.all,
-        may_sweep=not arguments.run,
-    )
-    if not arguments.all:
-        refuse_early(config)
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
+    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=_all_faults))
     with loading_torch():
         from exp.check.plan import compare_with_data, examine, resolve
 
@@ -69,6 +65,12 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     for note in (*examined.plan.notes, *notes):
         print(note, file=sys.stderr)
     return summary(examined.plan)
+
+
+def _all_faults(config: DictConfig) -> Sequence[Fault]:
+    from exp.check.plan import examine, resolve
+
+    return examine(resolve(config)).faults
 
 
 def summary(plan: Plan) -> str:
@@ -104,7 +106,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     if others:
         compose_sweep(arguments.overrides, **where)  # for what is wrong with the launcher itself
     overrides = [text for text in arguments.overrides if text not in others]
-    master = compose_sweep(overrides, **where, everything=arguments.all)
+    master = compose_sweep(overrides, **where, check=_all_faults)
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Sweep(
@@ -113,7 +115,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         executor=LocalExecutor(processes),
         check=processes.check,
         is_dry=True,
-        everything=arguments.all,
+        everything=True,
     )
     # Hydra would compose every job by itself first, and stop at the first fault.
     master.loader.tries_jobs = False

@@ -24,7 +24,7 @@ from exp.config.resolvers import resolver_faults
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, Fault
 
-NOTE = "What needs torch was not looked at yet: python -m exp.check --all looks at everything at once."
+NOTE = "What needs torch was not looked at yet: python -m exp.check looks at everything at once."
 
 
 def compose(
@@ -32,20 +32,19 @@ def compose(
     *,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    everything: bool = False,
     may_sweep: bool = False,
 ) -> DictConfig:
     """The config of one job, as `python -m exp.train OVERRIDES` composes it.
 
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
     The reserved node `_composition_` says where it came from: overrides, directory, layers.
-    everything: where overrides have faults, look for those of targets, too, which takes seconds for torch.
     may_sweep: as of exp.config.compose.composition_of.
     Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
     """
-    check = config_faults if everything else early_faults
     return job_config(
-        composition_of(overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=check)
+        composition_of(
+            overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=early_faults
+        )
     )
 
 

@@ -67,8 +67,6 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     from exp import __version__
 
     parser = argument_parser(program, version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
-    if program.endswith("exp.check"):
-        parser.add_argument("--all", action="store_true", help="all faults at once, those that need torch, too")
     if program.endswith("exp.data"):
         parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES, help="of each part: a number, or all")
     flags = [option for action in parser._actions for option in action.option_strings]

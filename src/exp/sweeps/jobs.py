@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import config_faults, early_faults, refuse_early
+from exp.check.stages import config_faults, early_faults, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
@@ -40,6 +40,7 @@ class Job:
     """One job.
 
     swept: key to value as text, of what was swept. packed, error: the config that can be run, or why it cannot.
+    faulty: the config of a job whose errors need no torch.
     directory: of its run, absolute; None of a job without a config.
     plain: the values of its config, as `plain_values` has them, without the record of its composition.
     is_known: an earlier sweep of the same directory has begun it. is_stacked: it is trained together with others.
@@ -49,6 +50,7 @@ class Job:
     overrides: tuple[str, ...]
     swept: dict[str, str]
     packed: bytes | None
+    faulty: bytes | None = None
     directory: Path | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
     error: ConfigError | None = None
@@ -169,17 +171,19 @@ class Jobs:
                 groups = [text for line, text in zip(lines, overrides, strict=True) if line.key_or_group in options]
                 cure = f"Start one sweep for each option: -m {' '.join(groups)}"
                 raise ConfigError([replace(one, cure=cure, source=source_of(config, one.key)) for one in others])
-            if not self.everything:
-                refuse_early(config)
         except ConfigError as error:
             return replace(job, error=error)
+        try:
+            refuse_early(config)
+        except ConfigError as error:
+            return replace(job, error=error, faulty=packed(config))
         directory = config[COMPOSITION].directory
         # A job is the same job in another directory.
         config[COMPOSITION].directory = literal(OUTPUT_DIR)
         plain = {name: value for name, value in plain_values(config).items() if name != COMPOSITION}
         config[COMPOSITION].directory = literal(directory)
         job = replace(job, packed=packed(config), directory=Path(directory), plain=plain)
-        if is_plain and not self.everything:
+        if is_plain:
             self._pattern = _Pattern(
                 lines=lines,
                 composition=composition,
@@ -191,10 +195,7 @@ class Jobs:
         return job
 
     def _by_pattern(self, job: Job, lines: Sequence[Override]) -> Job | None:
-        """The job made from the config of one before; None where that is another in more than plain values.
-
-        Raises: ConfigError with the faults that need no torch.
-        """
+        """The job made from the config of one before; None where that is another in more than plain values."""
         pattern = self._pattern
         if pattern is None or len(pattern.lines) != len(lines):
             return None
@@ -214,17 +215,23 @@ class Jobs:
         directory = self.directory.absolute() / str(job.number)
         config[COMPOSITION].overrides = recorded(job.overrides)
         config[COMPOSITION].directory = literal(str(directory))
-        refuse_early(config, reading=(with_changes(pattern.reading, values), []))
+        try:
+            refuse_early(config, reading=(with_changes(pattern.reading, values), []))
+        except ConfigError as error:
+            return replace(job, error=error, faulty=packed(config))
         plain = with_changes(pattern.plain, values)
         return replace(job, packed=packed(config), directory=directory, plain=plain)
 
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
-        """The same jobs; those with a fault have it in the place of a config."""
-        whole = {job.number: job.packed for job in jobs if job.packed is not None}
-        errors = dict(zip(whole, self.check(Configs([*whole.values()])), strict=True))
-        found = ((job, errors.get(job.number)) for job in jobs)
+        """Return the same jobs; those with a fault have it in the place of a config, beside those of before."""
+        looked = {job.number: config for job in jobs if (config := job.packed or job.faulty) is not None}
+        errors = dict(zip(looked, self.check(Configs([*looked.values()])), strict=True))
+        found = [(job, [one for one in (job.error, errors.get(job.number)) if one is not None]) for job in jobs]
         return [
-            job if error is None else replace(job, packed=None, directory=None, error=error) for job, error in found
+            replace(job, packed=None, directory=None, error=ConfigError(once([*both[0].faults, *both[-1].faults])))
+            if both
+            else job
+            for job, both in found
         ]
 
     def _composition(self, lines: Sequence[Override], overrides: Sequence[str]) -> Composition:

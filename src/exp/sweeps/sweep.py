@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict
 
-from exp.check.stages import config_faults, early_faults, located, refuse_nodes
+from exp.check.stages import early_faults, located, refuse_nodes
 from exp.config.compose import Composition, composition_of, recorded, shared_config
 from exp.config.freeze import chosen_values, compared_tags, make_exclusively
 from exp.config.groups import COMMAND_LINE, PRIMARY
@@ -246,7 +246,7 @@ class Sweep:
             for place, values in enumerate(_corners(self._space)):
                 corners.append(self.jobs.composed(place, self._space.overrides(values)))
                 _heed(received)
-            if not any(job.error for job in corners):
+            if self.jobs.everything or not any(job.error for job in corners):
                 corners = self.jobs.checked(corners)
         if any(job.error for job in corners):
             raise ConfigError(list(dict.fromkeys(map(self._as_interval, job_faults(corners)))))
@@ -778,13 +778,12 @@ def compose_sweep(
     *,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    everything: bool = False,
+    check: Callable[[DictConfig], Sequence[Fault]] = early_faults,
 ) -> Composition:
-    """Compose what all jobs of a sweep share. everything: as of exp.check.stages.compose.
+    """Compose what all jobs of a sweep share. check: as of exp.check.stages.compose.
 
     Raises: ConfigError with the faults that no job can do without, found without importing torch.
     """
-    check = config_faults if everything else early_faults
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
     _refuse_settings(master)
     refuse_size(master)

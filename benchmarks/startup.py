@@ -3,10 +3,8 @@
 Prints medians of paired repetitions, and their ratio:
     answers      --help and --cfg job against an empty Hydra program
     first step   from the command to the end of the first optimizer step, against `import torch, lightning`
-    warm         the same of `python -m exp.train` with exp.warm, against the same command without
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -40,24 +38,6 @@ print("AT", time.time(), flush=True)
 """
 
 
-# As a command's own code: beside its ./conf, for the warm parent runs nothing else than the program.
-STAMP = """
-import time
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from lightning.pytorch import Callback
-class Stamp(Callback):
-    def __init__(self):
-        def stamp(*_):
-            print("AT", time.time(), flush=True)
-        register_optimizer_step_post_hook(stamp)
-"""
-STAMP_YAML = """\
-# Tells when the first step is done: callbacks=[stamp]
-stamp: {_target_: stamp.Stamp}
-"""
-SHORT = ("trainer.max_steps=1", "callbacks=[stamp]", "trainer.limit_val_batches=1", "test=false")
-
-
 def wall_seconds(*arguments: str, directory: str) -> float:
     """Of a whole process."""
     begun = time.time()
@@ -78,11 +58,6 @@ def main() -> None:
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "empty.py").write_text(EMPTY)
-        Path(directory, "stamp.py").write_text(STAMP)
-        Path(directory, "conf", "callbacks").mkdir(parents=True)
-        Path(directory, "conf", "callbacks", "stamp.yaml").write_text(STAMP_YAML)
-        # Nobody's warm parent but this program's own, which is started for the last row.
-        os.environ["XDG_RUNTIME_DIR"] = directory
         rows = {
             "--help": (
                 lambda: wall_seconds("-m", "exp.train", "--help", directory=directory),
@@ -96,21 +71,14 @@ def main() -> None:
                 lambda: seconds_until("-c", FIRST_STEP, directory=directory),
                 lambda: seconds_until("-c", IMPORTS, directory=directory),
             ),
-            "warm": (
-                lambda: seconds_until("-m", "exp.train", *SHORT, directory=directory),
-                lambda: seconds_until("-m", "exp.train", *SHORT, "runtime.warm=false", directory=directory),
-            ),
         }
         print(f"{'what':<12} {'exp s':>8} {'base s':>8} {'ratio':>6}   median of {repetitions} pairs")
         for name, (ours, base) in rows.items():
-            if name == "warm":
-                subprocess.run([sys.executable, "-m", "exp.warm"], check=True, stdout=subprocess.DEVNULL)
             ours(), base()  # the first of each reads the files from disk
             pairs = [(ours(), base()) for _ in range(repetitions)]
             ratio = statistics.median(one / other for one, other in pairs)
             one, other = (statistics.median(column) for column in zip(*pairs, strict=True))
             print(f"{name:<12} {one:8.2f} {other:8.2f} {ratio:6.2f}", flush=True)
-        subprocess.run([sys.executable, "-m", "exp.warm", "stop"], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

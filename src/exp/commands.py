@@ -49,8 +49,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "train": _of_config("exp.train", "one run, or with -m a sweep"),
         "resume": _of_config("exp.resume", "go on with a run", "--verify", ALLOW, words=PATH),
         "fork": _of_config("exp.fork", "begin a run where another one, RUN@STEP, was at a step", words=PATH),
-        "warm": _tool("exp.warm", "keep torch imported, so that commands start at once", "--idle=",
-                      words="start|status|stop"),
     },
     "Before a run": {
         "check": _of_config("exp.check", "what is wrong with a config; train nothing"),

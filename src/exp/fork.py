@@ -63,6 +63,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
         from exp.check.plan import resolve
         from exp.check.stages import compose
         from exp.config.found_run import merged
+        from exp.config.freeze import with_present_keys
         from exp.engine.checkpointing import CONFIG
         from exp.run import fit
 
@@ -73,7 +74,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     changed = {}
     if not resolved.faults:  # else fit tells them
         faults = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).faults
-        before, now = yaml.safe_load(state[CONFIG]), yaml.safe_load(resolved.yaml)
+        before, now = with_present_keys(yaml.safe_load(state[CONFIG])), yaml.safe_load(resolved.yaml)
         changed = changed_values({**before, "resume": None}, now)
         if faults or (faults := tuple(_unfit(state, changed, now))):
             raise ConfigError(faults)

@@ -11,6 +11,7 @@ import atexit
 import gc
 import os
 import sys
+import threading
 from types import CodeType, FrameType
 
 # Where the system installs packages: what is imported from elsewhere may be the user's own.
@@ -87,8 +88,6 @@ def finish() -> bool:
 
     Returns: whether that could be done; else the interpreter tells why.
     """
-    import threading  # behind the hand-over to a warm parent, which takes less time than this import
-
     try:
         vars(threading)["_shutdown"]()  # private to Python, and tested (3.11)
         run_exit_functions()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, TypeVar, cast
 
-from exp.command_clock import counting
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
 from exp.lighter_imports import without_collection
 from exp.redaction import redacted, were_revealed
@@ -156,7 +155,7 @@ def exit_status(
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # code of the user's own that crashes says where
     try:
-        with counting(), _checked_output():
+        with _checked_output():
             return command()
     except OutputError as error:
         print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from exp.command_clock import waited_seconds
 from exp.config.freeze import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
@@ -488,14 +487,12 @@ def as_markdown(report: Report) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Print the table of results and how to look further; the time is the command's, from its first second on."""
+    """Print the table of results and how to look further."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    waited = waited_seconds()
-    whole = report.wall_seconds if waited is None else waited
-    table = Table(title=f"{report.status} in {whole:.1f} s", title_justify="left")
+    table = Table(title=f"{report.status} in {report.wall_seconds:.1f} s", title_justify="left")
     for name in ("weights", "metric"):
         table.add_column(name)
     for stage in STAGES:
@@ -508,8 +505,7 @@ def print_report(report: Report) -> None:
         table.add_row("" if row.weights == shown else row.weights, row.metric, *values)
         shown = row.weights
     console.print(table)
-    facts = [("time", "" if waited is None else f"{whole:.1f} s, of which the run took {report.wall_seconds:.1f} s")]
-    facts += _facts(report)
+    facts = _facts(report)
     width = max(len(name) for name, _ in facts)
     for name, fact in facts:
         if fact:

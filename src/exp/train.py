@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":
-    # A command that a warm process runs imports no more than this: python -m exp.warm.
-    from exp.launch.handover import hand_over
-
-    hand_over("exp.train")
-
 import argparse
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +76,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.sweep import compose_sweep, sweep
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-    _leave_where_cold_is_wanted(master.config)
 
     # What starts processes comes in after the faults of the composition.
     from exp.sweeps.job import JobProcesses
@@ -157,7 +149,6 @@ def _run(arguments: argparse.Namespace) -> int:
             config_name=arguments.config_name,
             may_sweep=not arguments.run,
         )
-        _leave_where_cold_is_wanted(config)
         refuse_early(config)
         _refuse_sweep_settings(arguments.overrides)
         importlib.import_module("exp.run")
@@ -170,16 +161,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_report(report)
     return 0 if report.status == "completed" else 1
-
-
-def _leave_where_cold_is_wanted(config: DictConfig) -> None:
-    """A YAML may say runtime.warm=false, which is known only now; of the command line it was seen at the start."""
-    from omegaconf import OmegaConf
-
-    from exp.launch.handover import begin_again_cold
-
-    if OmegaConf.select(config, "runtime.warm") is False:
-        begin_again_cold()
 
 
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """The command `exp`: its help, misspelled commands, and modules that are run by path."""
 
 import io
-import re
 import shlex
 import shutil
 import subprocess
@@ -11,11 +10,9 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp import command_clock
 from exp.__main__ import main
 from exp.commands import COMMANDS
 from exp.output import loading_torch
-from exp.run_report import Report, print_report
 
 ROOT = Path(exp.__file__).parent
 
@@ -97,20 +94,6 @@ def test_a_module_can_be_run_by_its_path(file, words, printed, tmp_path):
     assert printed in output
 
 
-def test_the_printed_time_includes_the_imports(tmp_path, capsys):
-    report = Report(status="completed", directory=str(tmp_path), wall_seconds=0.3)
-    with command_clock.counting():
-        command_clock.began_at(command_clock.now() - 7.0)
-        with command_clock.counting():  # a command that another one calls
-            print_report(report)
-    printed = capsys.readouterr().out
-    assert 7.0 <= float(re.search(r"completed in ([\d.]+) s", printed)[1]) < 60.0
-    assert re.search(r"time +[\d.]+ s, of which the run took 0.3 s", printed)
-    # In a notebook there is no command.
-    print_report(report)
-    assert "completed in 0.3 s" in capsys.readouterr().out
-
-
 def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
     class Screen(io.StringIO):
         def isatty(self):
@@ -123,24 +106,3 @@ def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
     with loading_torch():
         assert sys.stderr.getvalue() == "loading torch\r"
     assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"
-
-
-def test_a_process_began_when_it_was_started():
-    before = command_clock.now()
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        # The system counts in hundredths of a second.
-        assert before - 0.02 <= command_clock.process_began(process.pid) <= command_clock.now()
-    finally:
-        process.communicate(b"\n")
-
-
-def test_without_proc_a_command_counts_from_now(monkeypatch):
-    def closed(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", closed)
-    before = command_clock.now()
-    assert before <= command_clock.process_began() <= command_clock.now()
-    with pytest.raises(OSError, match="denied"):
-        command_clock.process_began(1)

@@ -158,7 +158,6 @@ SCHEMA: dict[str, Any] = {
         "cuda_blocking": bool,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,
-        "warm": Literal["auto"] | bool,
         "non_finite": Literal["stop", "skip", "rewind"],
         "rewind_factor": Annotated[float, Interval(gt=0, le=1)],
         "max_rewinds": Index,

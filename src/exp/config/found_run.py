@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.freeze import read_frozen, read_overrides
+from exp.config.freeze import frozen_values, read_frozen, read_overrides, removed_keys
 from exp.config.group_kinds import MANY
 from exp.config.hydra_adapter import parse_override
 from exp.config.reading import UNKNOWN, read
@@ -99,14 +99,26 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     adding = [text for text in now if text.startswith("+") and key_of(text) in MANY]
     keys = {key_of(text) for text in now if text not in adding}
     # Where results go is said by whoever types this command; a run that is as exp wrote it records nothing of Hydra's.
-    left = (*without, "hydra")
+    removed = removed_keys(frozen_values(run))
+    left = (*without, "hydra", *removed)
     recorded = [text for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
-    kept = [text for text in recorded if key_of(text) not in keys and not _is_below(key_of(text), left)]
+    recorded = [_without_hooks(text, removed) for text in recorded if not _is_below(key_of(text), left)]
+    kept = [text for text in recorded if key_of(text) not in keys and text != "+hooks=[]"]
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
         cure = f"If you trust it, add '{trusting[0]}' to this command"
         raise ConfigError([Fault(key="security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)])
     return [*kept, *now]
+
+
+def _without_hooks(override: str, removed: Sequence[str]) -> str:
+    """Return an override without the hooks that it chooses and that no longer exist. removed: dotted keys."""
+    group, _, options = override.partition("=")
+    names = options.strip("[]").split(",")
+    left = [name for name in names if f"hooks.{name.strip()}" not in removed]
+    if key_of(override) != "hooks" or left == names:
+        return override
+    return f"{group}=[{','.join(left)}]"
 
 
 def key_of(override: str) -> str:

@@ -55,8 +55,10 @@ DISTRIBUTIONS = (
     "tensorboard",
     "numpy",
 )
-# Keys at the top that came later than the first runs: in a config without them they are what they are by default.
-CAME_LATER: tuple[str, ...] = ("vars", "resolvers")
+# Keys that are newer than the first runs, which have empty mappings in their place.
+ADDED = ("vars", "resolvers")
+# Keys that no longer exist, which runs of earlier versions have.
+REMOVED = ("runtime.warm",)
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -166,11 +168,30 @@ def from_text(text: str, *, name: str) -> DictConfig:
 
     Raises: RunError for another text.
     """
-    content = _mapping(text, name=name)
-    for key in CAME_LATER:
-        content.setdefault(key, {})
+    content = with_present_keys(_mapping(text, name=name))
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
     return cast(DictConfig, OmegaConf.create(_with_texts(content, literal)))
+
+
+def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of an earlier version with the keys of this one."""
+    found = {**content, **{key: {} for key in ADDED if key not in content}}
+    for key in removed_keys(content):
+        found = _without(found, key.split("."))
+    return found
+
+
+def removed_keys(content: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
+    return [*REMOVED]
+
+
+def _without(node: Any, path: Sequence[str]) -> Any:
+    """Return a plain tree without the value at a path, in the same order."""
+    if not isinstance(node, dict):
+        return node
+    name, rest = path[0], path[1:]
+    return {key: _without(value, rest) if key == name else value for key, value in node.items() if rest or key != name}
 
 
 def frozen_values(directory: Path) -> dict[str, Any]:

@@ -61,6 +61,7 @@ KEYS = {
     "trainer.strategy": "Write strategy={value}",
     "trainer.sync_batchnorm": "Write strategy=ddp strategy.sync_batchnorm={value}",
     "strategy.verify": "It is gone: leave it out, and hold a plan of your own against strategy=single",
+    "runtime.warm": "Leave it out: exp.warm was removed",
     "trainer.precision": "Write precision={value}",
     "trainer.amp_backend": "Leave it out: precision=bf16 or fp16 are torch's own",
     "trainer.callbacks": "Write +callbacks=early_stopping, or another option of callbacks",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from exp.config.freeze import COMPOSITION
+from exp.config.freeze import COMPOSITION, REMOVED
 from exp.config.hydra_node import is_inside
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import holding, is_locked, write_whole
@@ -38,6 +38,9 @@ DEATH_SECONDS = 10.0
 def identity_of(plain: Mapping[str, Any]) -> str:
     """What a job computes, in 16 hexadecimal digits: the same for the same resolved config, whatever it is called."""
     left = {key: value for key, value in plain.items() if key not in BESIDE}
+    for (section, name), default in REMOVED.items():  # so that sweeps of earlier versions can be resumed
+        if isinstance(left.get(section), Mapping):
+            left[section] = {name: default, **left[section]}
     text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

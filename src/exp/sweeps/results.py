@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.command_clock import waited_seconds
 from exp.files import write_whole
 from exp.run_report import train_command
 from exp.shared_types import STAGES, Mode
@@ -180,9 +179,6 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
             say(f"job {row.job} {row.status}: {row.error}")
     shown = os.path.relpath(directory)
     best = best_line(rows, repeat_over=repeat_over)
-    waited = waited_seconds()
-    if waited is not None:
-        say(f"time       {waited:.1f} s")
     if best:
         say(f"best       {best}")
         say(f"again      {again_command(directory, best_of(rows, repeat_over=repeat_over))}")

@@ -22,7 +22,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
 from exp.data.data import Data
-from exp.engine.overhead import EVALUATION_HOOKS, TRAINING_HOOKS
+from exp.engine.lean_loop import TRAINING_HOOKS, VALIDATION_HOOKS
 from exp.errors import Interrupted
 from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Hook
@@ -53,7 +53,7 @@ class Seen(Callback):
 
     def __init__(self) -> None:
         self.notes: list[Any] = []
-        for name in (*TRAINING_HOOKS, *EVALUATION_HOOKS, "on_train_epoch_end", "on_validation_start", "on_train_end"):
+        for name in (*TRAINING_HOOKS, *VALIDATION_HOOKS, "on_train_epoch_end", "on_validation_start", "on_train_end"):
             setattr(self, name, functools.partial(self._note, name))
 
     def _note(self, name: str, trainer: Any, module: Any, *_: Any, **__: Any) -> None:

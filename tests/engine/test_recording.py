@@ -130,17 +130,6 @@ def test_one_copy_keeps_the_order_of_mixed_kinds() -> None:
     assert gathered([torch.tensor([5.0])]) == [5.0]
 
 
-def test_hooks_that_nobody_overrides_are_not_asked_for(tmp_path: Path, small_run: ModuleType) -> None:
-    calls: list[int] = []
-    mine = small_run.At("on_train_batch_start", 7, lambda: calls.append(7))
-    small = small_run.Small(tmp_path, callbacks=(mine,), max_epochs=1)
-    small.fit()
-    assert calls == [7]
-    assert mine.on_after_backward is None
-    assert small.module.on_train_batch_end is None
-    assert small.recording.on_train_batch_end is not None
-
-
 def test_self_log_of_a_users_callback_still_works(tmp_path: Path, small_run: ModuleType) -> None:
     class Mine(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

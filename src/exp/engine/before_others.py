@@ -29,9 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from exp.engine.checkpoint import State, is_plain
 from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing, Values
 from exp.engine.datamodule import RunTrainer
-from exp.engine.lean_loop import is_own
+from exp.engine.lean_loop import is_own, overridden
 from exp.engine.module import TrainingModule
-from exp.engine.overhead import overridden
 from exp.engine.progress import accumulation_scheduler, before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
 from exp.errors import RunError

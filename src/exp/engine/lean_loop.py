@@ -37,6 +37,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
@@ -49,7 +50,6 @@ from torch.overrides import has_torch_function_unary
 from exp.engine.datamodule import RunData, RunTrainer
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, StepResult
-from exp.engine.overhead import TRAINING_HOOKS, NoProfiler, overridden
 from exp.errors import UserCodeError, own_frames
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.optim.direct_step import DirectStep
@@ -62,6 +62,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRAINING_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 VALIDATION_HOOKS = ("on_validation_batch_start", "on_validation_batch_end")
 NEED = "one_step_a_call"
 # Where nobody says how many: as many as fit in this. Lightning's share of an execution is half a millisecond.
@@ -359,6 +367,12 @@ def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
         return batch if to_device is None else to_device(batch)
 
     return place
+
+
+def overridden(owner: object, base: type, name: str) -> Callable[..., Any] | None:
+    """Return a hook that the class of its owner, or the owner itself, overrides; None for any other."""
+    found: Callable[..., Any] = getattr(owner, name)
+    return None if name not in vars(owner) and getattr(type(owner), name) is getattr(base, name) else found
 
 
 def acting(trainer: RunTrainer, name: str) -> list[Callable[..., Any]]:
@@ -672,7 +686,7 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
         yield f"the strategy {type(strategy).__name__} is not exp's"
     if type(trainer.precision_plugin) not in (RunPrecision, ScaledPrecision):
         yield f"the precision {type(trainer.precision_plugin).__name__} is not exp's"
-    if type(trainer.profiler) is not NoProfiler:
+    if type(trainer.profiler) is not PassThroughProfiler:
         yield f"the profiler {type(trainer.profiler).__name__} looks into Lightning's loop"
     if not isinstance(trainer.datamodule, RunData):
         yield "the data is not exp's"

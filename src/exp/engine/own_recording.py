@@ -25,7 +25,6 @@ from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
 from exp.engine.non_finite import OWN_CURES, refuse_lost
 from exp.engine.observer import WHOLE_STEP, Turn
-from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule, as_numbers
 from exp.engine.recording import LATEST, STATE, StepRecording
 from exp.engine.runtime import operator_at_most, set_threads, threads_of
@@ -75,7 +74,6 @@ class OwnRecording(StepRecording):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = cast(RunTrainer, trainer)
-        lighten(self._trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._module.begin()

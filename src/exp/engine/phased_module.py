@@ -298,10 +298,8 @@ class PhasedModule(TrainingModule):
         trainer, precision = self._trainer, self._precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
-            if callback.on_before_optimizer_step is not None:  # engine/overhead.py takes out what does nothing
-                callback.on_before_optimizer_step(trainer, self, optimizer)
-        if self.on_before_optimizer_step is not None:
-            self.on_before_optimizer_step(optimizer)
+            callback.on_before_optimizer_step(trainer, self, optimizer)
+        self.on_before_optimizer_step(optimizer)
         clip(
             self._trained[phase.name],
             value=phase.gradient_clip_val,

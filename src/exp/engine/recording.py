@@ -31,7 +31,6 @@ from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import refuse_lost
 from exp.engine.observer import StepResult
-from exp.engine.overhead import lighten
 from exp.engine.own_module import OwnModule
 from exp.engine.progress import is_epoch_complete
 from exp.engine.step_hooks import Found, StepHooks
@@ -67,8 +66,6 @@ class StepRecording(Callback):
         self.hooks = dict(hooks or {})
         self.latest: dict[str, float] = {}
         self._step_hooks = StepHooks(self.hooks, directory=directory)
-        if not any(hook.overrides("passed") for hook in self.hooks.values()):
-            vars(self)["on_after_backward"] = None  # engine/overhead.py: what does nothing is not called
         self._buffer = StepBuffer()
         self._index = self._first = 0
         # The index at which each stage was written last.
@@ -211,7 +208,6 @@ class Recording(StepRecording):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(pl_module, TrainingModule)
         self._module, self._trainer = pl_module, cast(RunTrainer, trainer)
-        lighten(self._trainer, pl_module)
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:

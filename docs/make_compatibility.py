@@ -46,7 +46,6 @@ OF_LIGHTNING = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelPar
 SWITCHES = {
     "ranks": "several ranks",
     "compile": "`runtime.compile=true`",
-    "cuda_graph": "`runtime.cuda_graph=true`",
     "phases": "`phases`",
     "module": "`module`",
     "accumulation": "`trainer.accumulate_grad_batches` above 1",

@@ -141,7 +141,7 @@ def _checked(file: StepFile, *, path: Path, device: torch.device, allow: Sequenc
     content["strategy"] = {"_target_": "exp.strategies.single.Single", "name": "single"}
     content["launch"] |= {"devices": 1, "nodes": 1, "accelerator": device.type}
     # Layers are called one by one.
-    content["runtime"] |= {"compile": False, "cuda_graph": False}
+    content["runtime"]["compile"] = False
     config = OmegaConf.create(content)
     faults = examine(resolve(config)).faults
     if faults:

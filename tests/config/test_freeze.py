@@ -57,7 +57,8 @@ def test_a_config_of_an_earlier_version_passes_the_check(tmp_path, monkeypatch):
     path = directory / "config.yaml"
     content = parse_yaml(path.read_text(), name="config.yaml")
     del content["vars"], content["resolvers"]
-    content["runtime"]["warm"] = "auto"
+    content["runtime"] |= {"warm": "auto", "cuda_graph": False}
+    del content["runtime"]["compile_mode"]
     path.write_text(yaml_text(content))
     assert early_faults(read_frozen(directory)) == []
     # A config that was cut lacks older keys.

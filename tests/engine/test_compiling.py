@@ -133,6 +133,12 @@ def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not compile_faults(small(), backend="aot_eager", accelerator="cpu")
 
 
+def test_a_compile_mode_needs_inductor_on_cuda() -> None:
+    (fault,) = compile_faults(small(), backend="aot_eager", mode="reduce-overhead", accelerator="cuda")
+    assert fault.got == "reduce-overhead with aot_eager on cuda"
+    assert not compile_faults(small(), backend="inductor", mode="reduce-overhead", accelerator="cuda")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import exp
-from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.runtime import put_channels_last
 
 SHORT = ("trainer.max_steps=6", "hooks=[]", "metrics=[]", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1")
@@ -74,39 +73,3 @@ def test_deterministic_and_cudnn_benchmark_reach_torch(tmp_path: Path, monkeypat
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-        return self.head(self.norm(x if shift is None else x + shift))
-
-
-def warmed(calls: list[Any]) -> Any:
-    """Return a capture for CPUs, which runs the module first and then returns a function, as torch's does."""
-
-    def capture(module: nn.Module, samples: tuple[torch.Tensor, ...]) -> Any:
-        for _ in range(3):
-            module(*samples)
-        return lambda *tensors: calls.append(tensors[0].shape) or module(*tensors)
-
-    return capture
-
-
-def test_a_graph_is_replayed_for_full_batches_in_training_alone() -> None:
-    calls: list[Any] = []
-    network, twin = Net(), Net()
-    graphed = GraphedNetwork(network, capture=warmed(calls))
-    generator = torch.Generator().manual_seed(1)
-    for size, is_training in ((8, False), (8, True), (3, True), (8, True), (8, False)):
-        inputs = torch.randn(size, 4, generator=generator)
-        network.train(is_training)
-        twin.train(is_training)
-        for named in ({}, {"shift": torch.ones(size, 4)}):
-            assert torch.equal(graphed(inputs, **named), twin(inputs, **named))
-            assert torch.equal(network.norm.running_mean, twin.norm.running_mean)
-    assert calls == [torch.Size([8, 4])] * 2

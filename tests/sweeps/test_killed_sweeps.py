@@ -11,11 +11,13 @@ from pathlib import Path
 import optuna
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 import exp
 from exp.engine.trial_record import STUDY, opened
 from exp.files import replacing
 from exp.run_report import read_report
+from exp.sweeps.ledger import identity_of
 
 SMALL = ("model=mlp", "model.constants.width=16", "hooks=[]", "logger=[]", "test=false")
 GRID = ("optimizer.lr=1e-4,1e-3,1e-2", "seed=0,1")
@@ -94,7 +96,6 @@ def kill_at_random(commands, share, *overrides: str) -> None:
     "overrides",
     [
         pytest.param((*GRID, "sweep.stack=false"), id="grid"),
-        # With `auto` a time measurement decides, and a layer norm rounds differently in a stack.
         pytest.param((*GRID, "sweep.stack=true"), id="stack"),
         pytest.param((*SEARCH, "sweep.trials=9", "sweep.pruner=median", "sweep.jobs=1"), id="search"),
         pytest.param((*SEARCH, "sweep.trials=10", "sweep.jobs=2"), id="search of two at a time"),
@@ -176,3 +177,11 @@ def test_a_search_prunes_trials_that_fall_behind(stack, commands):
     assert min(trial[3][1] for trial in completed) < min(trial[3][1] for trial in fallen)
     assert all(len(trial[3]) == 1 for trial in fallen), "trained after they were pruned"
     assert len(completed[-1][3]) == 2
+
+
+def test_a_job_has_the_identity_that_an_earlier_version_gave_it():
+    plain = OmegaConf.to_container(exp.compose([]), resolve=True)
+    runtime = {**plain["runtime"], "warm": "auto", "cuda_graph": False}
+    del runtime["compile_mode"]
+    assert identity_of({**plain, "runtime": runtime}) == identity_of(plain)
+    assert identity_of({**plain, "seed": 1}) != identity_of(plain)

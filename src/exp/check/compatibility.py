@@ -166,7 +166,6 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "compile": "the backward of a compiled network is one function, into which no gradient can be put; write it as "
         "a torch.autograd.Function in `forward`"
     },
-    "python_in_step": {"cuda_graph": "a captured step calls no Python, and so no hook inside it"},
     "one_objective": {
         "phases": "each phase has a loss of its own, for parts of the network",
         "module": "its losses are made within its training_step",
@@ -224,7 +223,6 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(_SHARDS, "ranks have shared out what learnt at the start"),
         "splits_layers": "a stage's backward is made for what learnt at the start",
         "averages_between_steps": "ranks that are apart average what learns alike",
-        "cuda_graph": "a captured backward is that of what learnt then",
         "phases": "the phases say what learns",
     },
     "whole_module": {
@@ -318,7 +316,8 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
         found["float8"] = f"precision={planned.precision}"
     if placement.world_size > 1:
         found["ranks"] = strategy
-    found |= {switch: f"runtime.{switch}=true" for switch in ("compile", "cuda_graph") if runtime.get(switch)}
+    if runtime.get("compile"):
+        found["compile"] = "runtime.compile=true"
     if config["phases"]:
         found["phases"] = "phases"
     if config["module"] is not None:

@@ -150,7 +150,7 @@ SCHEMA: dict[str, Any] = {
         "steps_per_execution": Count | None,
         "compile": bool,
         "compile_backend": Text,
-        "cuda_graph": bool,
+        "compile_mode": Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
         "channels_last": bool,
         "out_of_memory": Literal["stop", "halve"],
         "step_timeout": Seconds | None,

@@ -28,7 +28,6 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "precision.report": (False, "it compares losses of exp's objective"),
     "runtime.steps_per_execution": (None, _STEP),
     "runtime.compile": (False, "the module compiles what it likes: self.net = torch.compile(self.net) in setup"),
-    "runtime.cuda_graph": (False, _STEP),
     "runtime.channels_last": (False, _NETWORK),
     "runtime.out_of_memory": ("stop", _STEP),
     "runtime.non_finite": ("stop", _STEP),

@@ -483,6 +483,14 @@ def switches_agree(values: Values) -> Iterator[Fault]:
             expected="one of the two: the fastest algorithm of one run need not be that of the next",
             cure="Leave runtime.cudnn_benchmark out",
         )
+    mode = values["runtime.compile_mode"]
+    if isinstance(mode, str) and values["runtime.compile"] is False:
+        yield Fault(
+            key="runtime.compile_mode",
+            got=f"{mode} without runtime.compile=true",
+            expected="null, or a network that is compiled",
+            cure=f"Write runtime.compile=true runtime.compile_mode={mode}",
+        )
     keep = values["checkpoint.keep"]
     if values["checkpoint.save_best"] is False and isinstance(keep, int) and keep > 1:
         yield Fault(

@@ -1,4 +1,4 @@
-"""What `runtime` may ask for: compilation, the layout in memory and CUDA graphs, where a run has a use for them."""
+"""What `runtime` may ask for: compilation and the layout in memory, where a run has a use for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from exp.strategies.strategy import Blueprint
 
 CHANNELS_LAST = "runtime.channels_last"
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-CUDA_GRAPH = "runtime.cuda_graph"
 # What inductor looks for on a machine without a GPU, behind the environment's CXX.
 COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 
@@ -29,12 +28,14 @@ def switch_faults(planned: Blueprint) -> Sequence[Fault]:
     runtime = planned.config["runtime"]
     faults: list[Fault] = []
     if runtime["compile"]:
-        backend, accelerator = runtime["compile_backend"], planned.placement.accelerator
-        faults += compile_faults(planned.network, backend=backend, accelerator=accelerator)
+        faults += compile_faults(
+            planned.network,
+            backend=runtime["compile_backend"],
+            mode=runtime["compile_mode"],
+            accelerator=planned.placement.accelerator,
+        )
     if runtime["channels_last"]:
         faults += channels_last_faults(planned.network, DataSpec.of(planned.config["data"]))
-    if runtime["cuda_graph"]:
-        faults += cuda_graph_faults(planned)
     if runtime["out_of_memory"] == "halve":
         faults += halving_faults(planned)
     if runtime["non_finite"] == "skip":
@@ -60,7 +61,7 @@ def skip_faults(planned: Blueprint) -> list[Fault]:
     ]
 
 
-def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Sequence[Fault]:
+def compile_faults(network: nn.Module, *, backend: str, mode: str | None = None, accelerator: str) -> Sequence[Fault]:
     """What would not be compiled, or not run, of runtime.compile=true. accelerator: cpu, cuda or mps."""
     faults = []
     known = torch.compiler.list_backends(exclude_tags=())
@@ -80,6 +81,15 @@ def compile_faults(network: nn.Module, *, backend: str, accelerator: str) -> Seq
                 got="inductor on a machine without a C++ compiler",
                 expected=f"one of {', '.join(COMPILERS[:3])} on the path: on CPU inductor writes C++",
                 cure="Install g++, or write runtime.compile=false",
+            )
+        )
+    if mode is not None and (backend != "inductor" or accelerator != "cuda"):
+        faults.append(
+            Fault(
+                key="runtime.compile_mode",
+                got=f"{mode} with {backend} on {accelerator}",
+                expected="null, or the backend inductor on a CUDA device: modes choose its kernels and CUDA graphs",
+                cure="Write runtime.compile_mode=null",
             )
         )
     if type(network).forward.__module__.startswith("torch.nn."):
@@ -136,7 +146,6 @@ def halving_faults(planned: Blueprint) -> list[Fault]:
         ),
         f"strategy={config['strategy']['name']}, whose engine runs the step": "owns_step" in traits,
         "phases, which run several passes over a step's batches": config["phases"],
-        "runtime.cuda_graph=true, whose graphs have one size": config["runtime"]["cuda_graph"],
         "runtime.steps_per_execution=1, which is Lightning's own loop": config["runtime"]["steps_per_execution"] == 1,
         f"hooks.{', hooks.'.join(asking)}, for which each step goes through Lightning's own loop": asking,
         "an objective that differentiates twice or looks inside the network": planned.needs,
@@ -149,42 +158,6 @@ def halving_faults(planned: Blueprint) -> list[Fault]:
             got=f"halve with {reason}",
             expected="a run whose step is the same in parts",
             cure="Write runtime.out_of_memory=stop",
-        )
-        for reason, is_there in in_the_way.items()
-        if is_there
-    ]
-
-
-def cuda_graph_faults(planned: Blueprint) -> list[Fault]:
-    """What of a run cannot be in a graph."""
-    config, placement = planned.config, planned.placement
-    if placement.accelerator != "cuda":
-        return [
-            Fault(
-                key=CUDA_GRAPH,
-                got=f"true on {placement.accelerator}",
-                expected="a CUDA device: the graphs are CUDA's",
-                cure=f"Write {CUDA_GRAPH}=false",
-            )
-        ]
-    count = config["trainer"]["accumulate_grad_batches"]
-    in_the_way: Mapping[str, object] = {
-        f"strategy={config['strategy']['name']} over several devices": placement.world_size > 1
-        or placement.devices_per_rank > 1,
-        f"trainer.accumulate_grad_batches={count}, whose next batch would overwrite the gradients": isinstance(
-            count, int
-        )
-        and count > 1,
-        "phases, which run parts of the network": config["phases"],
-        "an objective that differentiates twice or looks inside the network": planned.needs,
-        "runtime.compile=true, which makes graphs of its own": config["runtime"]["compile"],
-    }
-    return [
-        Fault(
-            key=CUDA_GRAPH,
-            got=f"true with {reason}",
-            expected="one network, called once a step",
-            cure=f"Write {CUDA_GRAPH}=false",
         )
         for reason, is_there in in_the_way.items()
         if is_there

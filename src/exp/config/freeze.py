@@ -55,10 +55,11 @@ DISTRIBUTIONS = (
     "tensorboard",
     "numpy",
 )
-# Keys that are newer than the first runs, which have empty mappings in their place.
+# Keys that are newer than the first runs, which have empty mappings in their place, and null below `runtime`.
 ADDED = ("vars", "resolvers")
+ADDED_TO_RUNTIME: Mapping[str, Any] = {"compile_mode": None}
 # Keys that no longer exist, which runs of earlier versions have.
-REMOVED = ("runtime.warm",)
+REMOVED = ("runtime.warm", "runtime.cuda_graph")
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -178,6 +179,9 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     found = {**content, **{key: {} for key in ADDED if key not in content}}
     for key in removed_keys(content):
         found = _without(found, key.split("."))
+    if isinstance(found.get("runtime"), dict):
+        newer = {name: value for name, value in ADDED_TO_RUNTIME.items() if name not in found["runtime"]}
+        found["runtime"] = {**found["runtime"], **newer}
     return found
 
 

@@ -26,14 +26,16 @@ EAGER = TWICE | {"retained_graph"}
 _found: list[bool] = []
 
 
-def compile_network(network: nn.Module, *, backend: str, needs: frozenset[str]) -> None:
+def compile_network(network: nn.Module, *, backend: str, mode: str | None = None, needs: frozenset[str]) -> None:
     """Compile a network's calls from now on; each shape and mode at its first call, which takes seconds.
 
-    backend: torch.compile's, such as inductor. needs: of the objective, some of which a compiled network cannot meet.
+    backend, mode: of torch.compile, such as inductor and reduce-overhead.
+    needs: of the objective, some of which a compiled network cannot meet.
     """
     _guard_hooks()
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
-    network.compile(backend=backend, options=_options(backend, on_cpu=on_cpu))
+    options = _options(backend, on_cpu=on_cpu) if mode is None else None  # torch takes one of the two
+    network.compile(backend=backend, mode=mode, options=options)
     if needs & EAGER:
         log.warning(
             "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",

@@ -1,4 +1,4 @@
-"""Apply the config's `runtime` to a network: its layout in memory, its graphs, its compilation, its threads.
+"""Apply the config's `runtime` to a network: its layout in memory, its compilation, its threads.
 
 runtime.channels_last: pictures and the weights of convolutions lie with their channels innermost in memory. The numbers
 are the same, in another order: kernels may round otherwise.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from exp.engine.compilation import compile_network
-from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
@@ -28,16 +27,13 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
     """Do what the config's `runtime` says, before the module is placed on a device."""
     if runtime["channels_last"]:
         put_channels_last(module.network)
-    if runtime["cuda_graph"]:
-        # Past nn.Module: the state dict has the network once.
-        vars(module)["run_network"] = GraphedNetwork(module.network)
     if runtime["out_of_memory"] == "halve":
         from exp.engine.halving import Halving
 
         module.halving = Halving()
     if runtime["compile"]:
         for network, needs in module.runs():
-            compile_network(network, backend=runtime["compile_backend"], needs=needs)
+            compile_network(network, backend=runtime["compile_backend"], mode=runtime["compile_mode"], needs=needs)
 
 
 def deterministic(is_wanted: bool) -> bool | None:

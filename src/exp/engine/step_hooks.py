@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exp.engine.compilation import uncompiled
-from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
@@ -321,7 +320,6 @@ class StepHooks(StepObserver):
             "seed": module.seed,
             "rank": module.rank,
             "world_size": trainer.world_size,
-            "is_graphed": isinstance(module.run_network, GraphedNetwork),
             "total_steps": self._total_steps,
             "loss_with": module.loss_with,
             "gather": gather_ranks,

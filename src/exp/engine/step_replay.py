@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.compilation import is_compiled
-from exp.engine.cuda_graphs import GraphedNetwork
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, Turn
 from exp.hooks.step import Look, Update, Window
@@ -40,7 +39,7 @@ def update_of(
         losses=tuple(losses),
         scale=own.loss_scale if own is not None and own.is_scaled else None,
         objective=module.objective,
-        is_compiled=is_compiled(module.network) or isinstance(module.run_network, GraphedNetwork),
+        is_compiled=is_compiled(module.network),
         can_hold=own is not None and can_hold(optimizer),
         hold=_cannot_hold if own is None else partial(own.hold, optimizer),
         again=partial(run_again, module),
@@ -52,7 +51,7 @@ def run_again(module: TrainingModule, window: Window, place: int, look: Look) ->
     """Run forward and backward of one micro-batch of a window, under a look at what is done.
 
     Parameters, their gradients and the optimizer are left alone; buffers are not. Every random number is the step's
-    own. A compiled network runs uncompiled, and one in CUDA graphs outside them.
+    own. A compiled network runs uncompiled.
 
     Returns: the loss, 0-d and detached, and the gradients of the parameters that the step changes and that have one.
     """
@@ -72,15 +71,12 @@ def run_again(module: TrainingModule, window: Window, place: int, look: Look) ->
 @contextmanager
 def _apart(module: TrainingModule) -> Iterator[None]:
     """Run without an observer, and the layers one by one, so that hooks at them see it."""
-    runner, observer = module.run_network, module.observer
+    observer = module.observer
     module.observer = UNOBSERVED
-    if isinstance(runner, GraphedNetwork):
-        vars(module)["run_network"] = runner.network
     try:
         with torch.compiler.set_stance("force_eager") if is_compiled(module.network) else nullcontext():
             yield
     finally:
-        vars(module)["run_network"] = runner
         module.observer = observer
 
 

@@ -18,7 +18,6 @@ NEEDS = {
     "one_thread": "no replicas run at once in threads of one process",
     "own_backward": "the backward and the optimizer's step are the run's own, not a foreign engine's",
     "gradient_flow": "gradients can be changed while they flow back",
-    "python_in_step": "Python runs within a step",
     "one_objective": "one objective trains the whole network in each step",
     "one_batch_a_step": "an optimizer step sees one micro-batch",
     "one_step_a_call": "Lightning's own loop makes each step; without it nothing is refused",
@@ -31,7 +30,7 @@ NEEDS = {
 FORMER = {
     "fsdp": "whole_parameters", "tensor_parallel": "whole_outputs", "hybrid": "whole_outputs",
     "deepspeed": "own_backward", "pipeline": "all_layers", "ddp": "one_rank", "data_parallel": "one_thread",
-    "compile": "gradient_flow", "cuda_graph": "python_in_step", "phases": "one_objective",
+    "compile": "gradient_flow", "phases": "one_objective",
     "accumulation": "one_batch_a_step", "steps_per_execution": "one_step_a_call", "fp8": "vmap",
     "bf16": "float32", "fp16": "float32",
 }  # fmt: skip

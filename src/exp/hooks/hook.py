@@ -165,7 +165,7 @@ class Hook:
             if self.overrides("full_backward") or self.overrides("tensor_gradient"):
                 needs.add("gradient_flow")
         elif self.is_at_modules or self.overrides("after_forward") or self.overrides("evaluated"):
-            needs |= {"all_layers", "python_in_step"}
+            needs.add("all_layers")
         if self.overrides("after_forward") or self.overrides("evaluated"):
             needs.add("known_values")
         if self.overrides("before_update"):

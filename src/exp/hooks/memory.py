@@ -48,8 +48,7 @@ class Memory(Hook):
     system counts it (Linux). Of a pipeline the phase `forward_backward` is in the place of the first two, which its
     stages run by turns. On CUDA `memory/allocated_mib` and `memory/reserved_mib` are the allocator's,
     `memory/fragmentation` is the share of what is reserved that is not allocated, and `memory/peak_<phase>_mib` the
-    largest allocated in the phase. With runtime.cuda_graph there are no activations and no peaks of forward and
-    backward: what these keep lies in the graph, which calls neither Python nor the allocator.
+    largest allocated in the phase.
 
     These are the first rank's. With `details` each tag of several ranks has /min, /mean and /max over them, too.
 
@@ -77,7 +76,6 @@ class Memory(Hook):
         self._measured_at: int | None = None
         # What any of several ranks has.
         self._tags: set[str] | None = None
-        self._has_told = False
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """A history of an allocator that there is not, and phases that are called as a figure over ranks."""
@@ -117,18 +115,12 @@ class Memory(Hook):
             phase = TOGETHER
         for kind, peak in _counters(step.device).items():
             found = peak.restart()
-            if phase is None or (kind == "peak" and step.is_graphed and boundary != "optimizer"):
+            if phase is None:
                 continue
             tag = _peak_tag(kind, phase)
             self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
-        if step.is_graphed:
-            if not self._has_told:
-                left_out = "memory/activations_mib, memory/peak_forward_mib and memory/peak_backward_mib"
-                log.info("%s are left out: with runtime.cuda_graph a forward's memory lies in the graph", left_out)
-            self._has_told = True
-            return None
         network = step.network
         # Batches of data in memory are views of one storage: each counts for its own part of it.
         given: Counter[int] = Counter()
@@ -147,7 +139,7 @@ class Memory(Hook):
         values: dict[str, float | Tensor] = {
             "memory/parameters_mib": mebibytes(step.network.parameters()),
             "memory/optimizer_mib": mebibytes(tensors_in([optimizer.state for optimizer in step.optimizers])),
-            **({} if step.is_graphed else {"memory/activations_mib": self._activations / MIB}),
+            "memory/activations_mib": self._activations / MIB,
         }
         if step.device.type == "cuda":
             values["memory/peak_mib"] = peak_of(step.device).so_far() / MIB

@@ -39,7 +39,7 @@ class Operators(OnChosenSteps):
     modules: patterns of the modules that calls are told by; a call within another counts for the one around it.
     """
 
-    needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread", "python_in_step"})
+    needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread"})
 
     _calls: OperatorCalls | None = None
 

@@ -35,7 +35,6 @@ class Step:
     seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
         the step's random streams, by exp.data.randomness.reseed.
     world_size: processes of the run.
-    is_graphed: whether the network is replayed as CUDA graphs, which call neither Python nor the allocator.
     accumulated: micro-batches a step.
     total_steps: of the whole run; None where its end is not known.
     samples_seen: of all ranks, in the steps of this process so far and in this one.
@@ -66,7 +65,6 @@ class Step:
     seed: int = 0
     rank: int = 0
     world_size: int = 1
-    is_graphed: bool = False
     accumulated: int = 1
     total_steps: int | None = None
     samples_seen: int = 0
@@ -127,7 +125,7 @@ class Update:
     losses: of the micro-batches, 0-d on their device, this rank's share; of a phase their sum.
     scale: by what the loss was multiplied, 0-d or a float; None without a loss scale.
     objective: the module that gives the loss; it has no parameters that are trained.
-    is_compiled: whether the network runs compiled, or in CUDA graphs.
+    is_compiled: whether the network runs compiled.
     can_hold: whether the optimizer can leave a step out by a number on its device, as torch's fused ones do.
     hold: takes a 0-d float32 tensor: where it is not 0 when the device comes to it, the step changes nothing. Waits for
         nothing. Only where `can_hold`.

@@ -68,7 +68,6 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sweep.pruner": (("none",), "a pruner compares a job with jobs that ended before it"),
     "runtime.deterministic": ((False,), "it is a switch of one run"),
     "runtime.cuda_blocking": ((False,), "it looks at the steps of one run"),
-    "runtime.cuda_graph": ((False,), "a stack runs on a CPU"),
     "runtime.channels_last": ((False,), "a stack has weights in one layout"),
     "runtime.out_of_memory": (("stop",), "it halves the batches of one run"),
     "runtime.step_timeout": ((None,), "it watches one run"),

@@ -1,18 +1,15 @@
-"""Which jobs can be trained together, how large a stack is, and the products of stacked matrices."""
+"""Which jobs can be trained together, how large a stack is, and which are faster stacked."""
 
 import functools
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from torch.func import grad, vmap
-from torch.nn import functional
 
 from exp import compose
 from exp.check.plan import plan, resolve
-from exp.sweeps import forecast
-from exp.sweeps.stacked_products import exact_products
+from exp.construct import build_network
+from exp.sweeps.stack import is_faster, most_members
 from exp.sweeps.stacking import groups, obstacle, signature
 
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
@@ -59,35 +56,22 @@ def planned(*overrides):
 
 
 def test_a_stack_fits_into_the_free_memory():
-    one = forecast.member_bytes(planned())
-    assert forecast.most_members(planned(), free=20 * one) == 10
-    assert forecast.most_members(planned(), free=20 * one, stacks=2) == 5
-    assert forecast.most_members(planned(), free=0) == 1
+    all_of_it = [most_members(planned(), free=2**24, stacks=stacks) for stacks in (1, 2)]
+    assert 1 < all_of_it[1] <= all_of_it[0] // 2 < 64
+    assert most_members(planned(), free=0) == 1
+    assert most_members(planned(), free=2**50) == 64
 
 
-def test_a_forecast_leaves_no_trace():
-    assert not forecast.is_faster(planned("model.layers.hidden.out_features=200000"), members=32)
-    assert forecast.is_faster(planned("runtime.compile=true"), members=4)
-    small = planned()
-    threads, state = torch.get_num_threads(), torch.default_generator.get_state()
-    assert forecast.is_faster(small, members=32) in (True, False)
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.default_generator.get_state(), state)
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_stacked_products_have_the_bits_of_single_ones(is_shared):
-    draws = torch.Generator().manual_seed(0)
-    weight, bias, data = (torch.randn(5, *size, generator=draws) for size in ((10, 64), (10,), (42, 64)))
-    data = data[0] if is_shared else data
-
-    def loss(weight, bias, inputs):
-        return functional.linear(inputs, weight, bias).square().sum()
-
-    with exact_products():
-        gradients = vmap(grad(loss, argnums=(0, 1, 2)), (0, 0, None if is_shared else 0))(weight, bias, data)
-    for place in range(5):
-        own = (weight[place], bias[place], data if is_shared else data[place])
-        for stacked, one in zip(gradients, grad(loss, argnums=(0, 1, 2))(*own), strict=True):
-            assert torch.equal(stacked[place], one)
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), True),
+        (("model.layers.hidden.out_features=200000",), False),
+        (("model=lenet",), True),
+        (("experiment=lstm",), False),
+        (("experiment=lstm", "runtime.compile=true"), True),
+    ],
+)
+def test_small_networks_without_recurrent_layers_are_faster_stacked(overrides, expected):
+    decided = planned(*overrides)
+    assert is_faster(decided, build_network(decided.plain, decided.spec)) is expected

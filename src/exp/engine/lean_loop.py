@@ -18,7 +18,7 @@ Private of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_train
 `_should_check_val_epoch`; `_DataFetcher`, `_DataLoaderIterDataFetcher`, `CombinedLoader._iterator`, `_MaxSizeCycle`
 with `_consumed` and `_idx`; `_skip_backward`; `_block_parallel_sync_behavior`; `_val_check_time_interval`;
 `_lightning_optimizers`, `_model_averager` of strategies; `fit_loop._data_fetcher`.
-Private of torch (2.13): `_engine_run_backward`; `_optimizer_step_pre_hooks` of optimizers.
+Private of torch (2.13): `_optimizer_step_pre_hooks` of optimizers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.optim import LBFGS, Optimizer
-from torch.overrides import has_torch_function_unary
 
 from exp.engine.datamodule import RunData, RunTrainer
 from exp.engine.module import TrainingModule
@@ -483,7 +481,6 @@ class LeanStep:
         known = (LightningStrategy.pre_backward, LightningStrategy.post_backward)
         of_ddp = (DDPStrategy.pre_backward, DDPStrategy.post_backward)
         self._is_backward_plain = kind.backward is LightningStrategy.backward and around in (known, of_ddp)
-        self._ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._module_backward = overridden(self.module, LightningModule, "backward")
         self._zero_grad = overridden(self.module, LightningModule, "optimizer_zero_grad")
         self._parameters = None
@@ -598,21 +595,11 @@ class LeanStep:
         for hook in self._before_backward:
             hook(trainer, module, loss)
         if self._module_backward is None:
-            self._run_backward(loss)
+            loss.backward()
         else:
             self._module_backward(loss)
         for hook in self._after_backward:
             hook(trainer, module)
-
-    def _run_backward(self, loss: Tensor) -> None:
-        """Call `loss.backward()` of a plain number, without 10 us of looks at what else it might be."""
-        if type(loss) is not Tensor or loss.dim() or has_torch_function_unary(loss):
-            loss.backward()
-            return
-        one = self._ones.get((loss.dtype, loss.device))
-        if one is None:
-            one = self._ones[loss.dtype, loss.device] = torch.ones_like(loss.detach())
-        _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _update_directly(self) -> None:
         """Step an optimizer that calls its closure once, first of all, without one."""

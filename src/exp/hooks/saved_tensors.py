@@ -1,8 +1,8 @@
 """What a forward keeps for its backward, in bytes, and which module keeps it.
 
-Relied on, and tested (torch 2.13): every call of a module runs the private `nn.Module._call_impl`, with the module as
-`self`; a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`, found there at each call,
-which raises under hooks of anybody's. A compiled network runs as one function, and what it keeps is its own.
+Relied on, and tested (torch 2.13): a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
+found there at each call, which raises under hooks of anybody's. A compiled network runs as one function, and what it
+keeps is its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from exp.hooks.hook import OBSERVING
 from exp.nested import tensors_in
 from exp.strategies.whole_state import local
 
-CALL = nn.Module._call_impl.__code__
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -129,25 +128,29 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 def innermost_call() -> nn.Module | None:
-    """The module whose call is under way, of several the innermost; None where there is none."""
+    """Return the module whose `forward` is under way, of several the innermost; None where there is none."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is CALL:
-            module: nn.Module = frame.f_locals["self"]
+        if (module := _module_of(frame)) is not None:
             return module
         frame = frame.f_back
     return None
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """The path of the innermost module in whose call an error was raised; None where in none, as in a backward."""
+    """The path of the innermost module in whose `forward` an error was raised; None where in none, as in a backward."""
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):
-        if trace.tb_frame.f_code is CALL:
-            found = paths.get(id(trace.tb_frame.f_locals["self"]), found)
+        found = paths.get(id(_module_of(trace.tb_frame)), found)
         trace = trace.tb_next
     return found
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """Return the module whose `forward` a frame runs; None for any other frame."""
+    module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def held(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
@@ -47,8 +48,9 @@ from exp.engine.non_finite import kinds_by_design, refuse_lost
 from exp.engine.progress import Position, fit_loop_state
 from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, one_line
+from exp.hooks.saved_tensors import kept_by
 from exp.launch.launcher import last_checkpoint
-from exp.nested import mapped
+from exp.nested import mapped, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.direct_step import DirectSteps
 from exp.optim.phase import rate_names
@@ -56,12 +58,10 @@ from exp.run_report import Ongoing, Report, explain
 from exp.shared_types import EPOCH_LOSS, Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
-from exp.sweeps.forecast import is_faster, most_members
 from exp.sweeps.member import HERE, Member, Shared
 from exp.sweeps.stacked_evaluation import StackedEvaluation
 from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import Losses, StackedNetwork, Unstackable, examine
-from exp.sweeps.stacked_products import exact_products
 from exp.sweeps.stacking import STACK, is_member, obstacle
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,13 @@ log = logging.getLogger(__name__)
 Outcome = tuple[int, Report | ExpError]
 # Between two times at which all members save at the end of an epoch, and by what multiple of the time it took.
 SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
+# Members of a stack: the numbers of more of them do not fit into a cache.
+MOST_MEMBERS = 64
+# The part of the free memory that stacks take together, and of what size a member is in multiples of its weights.
+MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
+# What is slower stacked than one after the other on a CPU: layers, and operators of so many multiply-adds.
+SLOW_IN_A_STACK = (nn.RNNBase,)
+LARGE_OPERATOR = 2**26
 
 
 def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcome]:
@@ -81,14 +88,14 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
         Unstacked where an error is of all of them.
     Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
     """
-    with torch.random.fork_rng(devices=[]), exact_products():
+    with torch.random.fork_rng(devices=[]):
         yield from _train(configs, at_once=at_once)
 
 
 def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     decided = plan(resolve(configs[0]))
     was_decided = any(is_member(Path(config[COMPOSITION].directory)) for config in configs)
-    _refuse(decided, members=len(configs), was_decided=was_decided)
+    _refuse(decided, was_decided=was_decided)
     refuse_other_data(decided)
     members, ended = _made(configs, decided)
     yield from ended
@@ -117,7 +124,7 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
         flag.restore()
 
 
-def _refuse(decided: Plan, *, members: int, was_decided: bool) -> None:
+def _refuse(decided: Plan, *, was_decided: bool) -> None:
     """Raises: Unstackable where the key of the config, or what it makes, forbids a stack.
 
     was_decided: a sweep before has begun to train them together.
@@ -141,8 +148,35 @@ def _refuse(decided: Plan, *, members: int, was_decided: bool) -> None:
     run = forward_by_name(network, tuple(decided.spec.inputs))
     examine(network, next(iter(decided.data.loader("train"))), run=run, objective=decided.objective)
     is_auto = decided.plain["sweep"]["stack"] == "auto" and not was_decided
-    if is_auto and not is_faster(decided, members=members):
+    if is_auto and not is_faster(decided, network):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
+
+
+def is_faster(decided: Plan, network: nn.Module) -> bool:
+    """Return whether jobs like this one take less processor time in a stack than side by side.
+
+    A stack saves the time between operators, of which large ones have little, and recurrent layers run slower in it.
+    """
+    if decided.plain["runtime"]["compile"]:
+        return True  # which takes many times what a job does, and is done once for all of them
+    has_slow_layers = any(isinstance(module, SLOW_IN_A_STACK) for module in network.modules())
+    return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
+
+
+def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> int:
+    """Return how many members of a stack fit into memory, of so many stacks at a time; at least one.
+
+    free: bytes of memory; None asks the system.
+    """
+    free = psutil.virtual_memory().available if free is None else free
+    network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
+    run = forward_by_name(network.train(), tuple(decided.spec.inputs))
+    weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
+    kept = kept_by(lambda: decided.objective(run(network, batch.data), batch), network=network, data=batch.data)
+    # Weights, gradients and two averages of them, the best checkpoint; activations and their gradients.
+    member = WEIGHTS_PER_MEMBER * weights + 2 * kept.size + data
+    return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * free / stacks / member)))
 
 
 def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:

@@ -40,7 +40,7 @@ from exp.engine.own_recording import OwnRecording
 from exp.engine.predictions import Predictions
 from exp.engine.progress import Limits, in_batches, take_limits
 from exp.engine.recording import Recording, StepRecording
-from exp.engine.runtime import deterministic, switch_on
+from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
 from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
@@ -298,7 +298,7 @@ def _trainer(
         # Lightning's own checkpoints only where the user's callbacks ask for them.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
-        deterministic=deterministic(runtime["deterministic"]),
+        deterministic=runtime["deterministic"],
         benchmark=runtime["cudnn_benchmark"],
     )
     # Now that Lightning knows the rank: on others than the first a store is not opened.

@@ -1,14 +1,10 @@
-"""What torch, Lightning and torchmetrics import for everybody comes in only where a run uses it.
+"""scipy.signal and matplotlib are imported when a run uses them, and not whenever torchmetrics is imported.
 
-Half of the time that `import torch, lightning` takes goes into torch._dynamo (1.4 s), for which the optimizers, the
-decorator of functions that are not to be compiled, and two modules of Lightning ask, and into scipy.signal (1.3 s) and
-matplotlib (0.4 s), which torchmetrics prepares for audio and for plots (torch 2.13, Lightning 2.6.6, torchmetrics 1.9,
-two cores). Here is the one place that knows those insides; tests/run/test_lighter_imports.py holds them.
-
-Those modules, and no others, see a stand-in. Until something else imports torch._dynamo nothing is being compiled:
-disable(f) is f, and graph_break() does nothing; from then on they see the real one. matplotlib comes in with the first
-plot of a metric. Where another version asks otherwise, more is imported, and that is all. EXP_PLAIN_IMPORTS=1 in the
-environment leaves everything as it is.
+torchmetrics imports scipy.signal (0.6 s) for audio, and matplotlib (0.4 s) to draw metrics (torchmetrics 1.9, two
+cores). In its modules that do so, and in no others, a stand-in has the names of these packages. It imports the real
+package when another name is used, or a metric draws itself. tests/run/test_lighter_imports.py checks both. If another
+version of torchmetrics imports them elsewhere, they are imported as usual. EXP_PLAIN_IMPORTS=1 in the environment turns
+this off.
 """
 
 from __future__ import annotations
@@ -19,34 +15,20 @@ import gc
 import importlib
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from exp.interpreter_exit import is_program
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule as FSDPModule
-    from torch.distributed.tensor import DTensor as DTensor
-
-DYNAMO, SIGNAL, MATPLOTLIB = "torch._dynamo", "scipy.signal", "matplotlib"
-# By the package that they ask for, as they are imported or later.
+SIGNAL, MATPLOTLIB = "scipy.signal", "matplotlib"
+# The modules that import each package, when they are imported or later.
 ASKING: Mapping[str, Sequence[str]] = {
-    DYNAMO: (
-        *("torch._compile", "torch.compiler", "torch.optim.optimizer"),
-        *("lightning.fabric.wrappers", "lightning.pytorch.utilities.compile"),
-    ),
     SIGNAL: ("torchmetrics", "torchmetrics.audio", "torchmetrics.functional.audio"),
     MATPLOTLIB: ("torchmetrics.utilities.plot",),
-}
-# What torch._dynamo would have brought, and code of a user's may take for an attribute of its package.
-SUBMODULES: Mapping[str, Sequence[str]] = {
-    "torch.distributed": ("fsdp", "nn", "tensor"),
-    "torch.fx.experimental": ("symbolic_shapes",),
 }
 
 
@@ -81,8 +63,6 @@ class _Finder(MetaPathFinder):
         asking = {asking: package for package, all_asking in ASKING.items() for asking in all_asking}
         self._executions: dict[str, Callable[[ModuleType, Loader], None]] = {
             **{name: functools.partial(_with_stand_in, package=package) for name, package in asking.items()},
-            **{name: functools.partial(_with_submodules, names=names) for name, names in SUBMODULES.items()},
-            DYNAMO: _dynamo,
             SIGNAL: _signal,
         }
 
@@ -135,22 +115,6 @@ def _with_stand_in(module: ModuleType, loader: Loader, *, package: str) -> None:
     loader.exec_module(module)
 
 
-def _with_submodules(module: ModuleType, loader: Loader, *, names: Sequence[str]) -> None:
-    def submodule(name: str) -> ModuleType:
-        if name in names:
-            return importlib.import_module(f"{module.__name__}.{name}")
-        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-
-    vars(module)["__getattr__"] = submodule
-    loader.exec_module(module)
-
-
-def _dynamo(module: ModuleType, loader: Loader) -> None:
-    loader.exec_module(module)
-    for call in list(_undecided):
-        vars(call)["disable"]()
-
-
 def _signal(module: ModuleType, loader: Loader) -> None:
     loader.exec_module(module)
     # As torchmetrics adds it, for packages that know an older scipy.
@@ -182,36 +146,6 @@ def instances_of(module: str, name: str) -> type:
     return Meta(name, (), {})
 
 
-if not TYPE_CHECKING:
-    # With sympy and what else comes with them, 0.7 s. Not for code that is compiled, where each has to be the real one.
-    DTensor = instances_of("torch.distributed.tensor", "DTensor")
-    FSDPModule = instances_of("torch.distributed.fsdp", "FSDPModule")
-
-# Functions that are to be disabled once torch._dynamo is there.
-_undecided: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
-def _disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-    """torch._dynamo.disable. Of a function, or a method, it does so as that is imported."""
-
-    def disabled() -> Any:
-        return importlib.import_module(DYNAMO).disable(fn, recursive, **options)
-
-    # Of a module or a class torch makes something else.
-    if not isinstance(fn, FunctionType | MethodType):
-        return disabled()
-    calls: list[Callable[..., Any]] = [fn]
-
-    @functools.wraps(fn)
-    def call(*arguments: Any, **named: Any) -> Any:
-        return calls[0](*arguments, **named)
-
-    # Nothing but the function itself keeps it, and what a method is of, alive.
-    vars(call)["disable"] = lambda: calls.__setitem__(0, disabled())
-    _undecided.add(call)
-    return call
-
-
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """matplotlib.pyplot.style.context as a decorator."""
 
@@ -226,17 +160,10 @@ def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Call
     return decorate
 
 
-_DYNAMO = _StandIn(
-    DYNAMO,
-    OptimizedModule=instances_of(DYNAMO, "OptimizedModule"),
-    disable=_disable,
-    graph_break=lambda *_, **__: None,
-)
 _SIGNAL = _StandIn(SIGNAL, hamming=None)
 _AXES = _StandIn("matplotlib.axes", Axes=instances_of("matplotlib.axes", "Axes"))
 _PYPLOT = _StandIn("matplotlib.pyplot", Figure=object, style=_StandIn("matplotlib.style", context=_style))
 STAND_INS: Mapping[str, Mapping[str, ModuleType]] = {
-    DYNAMO: {DYNAMO: _DYNAMO, "torch": _StandIn("torch", _dynamo=_DYNAMO)},
     SIGNAL: {SIGNAL: _SIGNAL, "scipy": _StandIn("scipy", signal=_SIGNAL)},
     MATPLOTLIB: {
         MATPLOTLIB: _StandIn(

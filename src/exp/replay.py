@@ -169,7 +169,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
     )
     from exp.engine.module import TrainingModule
     from exp.engine.phased_module import PhasedModule
-    from exp.engine.runtime import deterministic, switch_on
+    from exp.engine.runtime import switch_on
     from exp.shared_types import DataSpec
 
     plain = plain_config(config)
@@ -207,7 +207,7 @@ def _built(file: StepFile, config: DictConfig, *, device: torch.device) -> Train
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        deterministic=deterministic(runtime["deterministic"]),
+        deterministic=runtime["deterministic"],
         benchmark=runtime["cudnn_benchmark"],
     )
     # Randomness is a function of it.

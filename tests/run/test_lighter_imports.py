@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-# Half of the seconds of `import torch, lightning`, and other packages that a run on digits does not use.
+# Packages that a run on digits does not use.
 UNUSED = (
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx"),
     *("scipy.signal", "scipy.stats", "sklearn", "pandas", "matplotlib", "tensorboard.backend", "optuna", "onnx"),
+    "torch.onnx",
 )
 
 PROGRAM = """

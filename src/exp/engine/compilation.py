@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 
 from exp.objectives.term import TWICE
@@ -54,8 +55,6 @@ def compiled_function(function: Callable[..., Any], *, backend: str) -> Callable
 
 
 def _guard_hooks() -> None:
-    import torch._dynamo  # takes 0.9 s, and only a run that compiles needs it
-
     if not _found:
         _found.append(torch._dynamo.config.skip_nnmodule_hook_guards)
     torch._dynamo.config.skip_nnmodule_hook_guards = False

@@ -19,9 +19,9 @@ from annotated_types import Ge, Interval
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from exp.engine.checkpoint import CURRENT, State
-from exp.lighter_imports import FSDPModule
 from exp.precision.plugin import ScaledPrecision
 from exp.strategies.whole_state import WholeState, local
 

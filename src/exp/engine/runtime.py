@@ -36,14 +36,6 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
             compile_network(network, backend=runtime["compile_backend"], mode=runtime["compile_mode"], needs=needs)
 
 
-def deterministic(is_wanted: bool) -> bool | None:
-    """What Lightning's Trainer takes for `runtime.deterministic`: None where it is false, as torch is already.
-
-    Where torch is told so once more, it imports its compiler (0.4 s, torch 2.13).
-    """
-    return is_wanted or (False if torch.are_deterministic_algorithms_enabled() else None)
-
-
 def block_launches(is_wanted: object) -> None:
     """Have this process, and those that it starts, wait for each kernel, where `runtime.cuda_blocking` is true.
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-from exp.lighter_imports import DTensor
 
 Group = dict[str, Any]
 # On the host torch makes a tensor of a plain 1 anew for each parameter: four counts take 7 us so, and 3 with this.

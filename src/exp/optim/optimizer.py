@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from exp.errors import ConfigError, Fault, refusal
-from exp.lighter_imports import DTensor
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 

@@ -22,10 +22,10 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from exp.errors import RunError
-from exp.lighter_imports import DTensor
 from exp.strategies.gradient_averaging import broadcast_buffers
 from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of, precision_of

@@ -22,9 +22,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from exp.lighter_imports import DTensor
 from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of
 
@@ -87,8 +87,6 @@ class WholeState(DDPStrategy, ABC):
         """This rank's part of a whole tensor, laid out like `like`: the reverse of `gather`."""
         if not isinstance(like, DTensor):
             return whole
-        from torch.distributed.tensor import distribute_tensor
-
         # Every rank has read the same checkpoint: nothing is sent.
         whole = whole.to(like.to_local().device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

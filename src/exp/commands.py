@@ -79,8 +79,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "serve": Command("exp.serve", "a saved network over HTTP, on this machine", False, (),
                          {**EXPORTED, "model": PATH, "host": "", "port": "", "batch": "", "wait_ms": "", "queue": "",
                           "samples": "", "body_mib": ""}),
-        "replay": _tool("exp.replay", "run the step again at which a run was not finite", "--device=cpu|cuda", ALLOW,
-                        words=PATH),
     },
     "Tools": {
         "doctor": _tool("exp.doctor", "what the installation and the machine can do", "--quick", "--outputs=path"),

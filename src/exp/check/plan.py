@@ -229,15 +229,14 @@ class Plan:
 
     @functools.cached_property
     def hooks(self) -> Mapping[str, Hook]:
-        """By name, each with what it may ask of the run: the FLOPs of a step, and what the run was made from."""
+        """By name, each with what it may ask of the run: the FLOPs of a step."""
         from exp.construct import build_entries
-        from exp.hooks.hook import Origin, Workload
+        from exp.hooks.hook import Workload
 
         plain, placement = self.plain, self.placement
         devices = placement.world_size * placement.devices_per_rank
         workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=self._flops)
-        origin = Origin(read=lambda: self.resolved.yaml, allow=tuple(plain["security"]["allow"]))
-        return build_entries(plain, "hooks", workload=workload, origin=origin)
+        return build_entries(plain, "hooks", workload=workload)
 
     def _flops(self, data: object) -> FlopCount:
         from exp.check.step_flops import flops_of_a_sample

@@ -107,7 +107,7 @@ SLOTS = (
         bases=("torchmetrics.Metric", "torchmetrics.MetricCollection"),
         reserved=("output", "target", "inputs"),
     ),
-    Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",), filled=("workload", "origin")),
+    Slot(pattern="hooks.*", bases=("exp.hooks.hook.Hook",), filled=("workload",)),
     Slot(pattern="callbacks.*", bases=("lightning.pytorch.Callback",)),
     Slot(pattern="logger.*", bases=("lightning.pytorch.loggers.Logger",), filled=("directory", "save_dir")),
     Slot(pattern="trainer.profiler", bases=("lightning.pytorch.profilers.Profiler",)),

@@ -14,19 +14,20 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from exp.engine.compilation import uncompiled
+from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.compilation import is_compiled, uncompiled
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
 from exp.engine.own_module import OwnModule
-from exp.engine.step_replay import update_of
 from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel
-from exp.hooks.step import Step
+from exp.hooks.step import Look, Step, Update, Window
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
+from exp.precision.scaler import can_hold
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
 
@@ -178,7 +179,7 @@ class StepHooks(StepObserver):
         step.phase = self.turn.phase
         losses = [*self._losses, *self._last_loss()]
         assert isinstance(self._module, TrainingModule)  # of others such a hook is refused
-        update = update_of(self._module, optimizer, step.batches, losses, self.turn)
+        update = _update_of(self._module, optimizer, step.batches, losses, self.turn)
         for hook in self._due.before_update:
             hook.before_update(step, update)
 
@@ -393,3 +394,61 @@ def _enter(tag: str, hook: Hook, place: str, owners: Owners) -> None:
         whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too"
         raise RunError(f"hooks.{hook.name} gives {tag}, which is {whose}; expected a tag of its own. Rename it")
     owners[tag] = (hook, place)
+
+
+def _update_of(
+    module: TrainingModule,
+    optimizer: Optimizer,
+    batches: Sequence[tuple[Batch, int]],
+    losses: Sequence[Tensor],
+    turn: Turn,
+) -> Update:
+    """Return what a hook is given before this optimizer steps. losses: of the micro-batches."""
+    trainer = module.trainer
+    precision = trainer.precision_plugin
+    own = precision if isinstance(precision, RunPrecision) else None
+    return Update(
+        window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=turn.phase, turn=turn.places),
+        optimizer=optimizer,
+        losses=tuple(losses),
+        scale=own.loss_scale if own is not None and own.is_scaled else None,
+        objective=module.objective,
+        is_compiled=is_compiled(module.network),
+        can_hold=own is not None and can_hold(optimizer),
+        hold=_cannot_hold if own is None else partial(own.hold, optimizer),
+        again=partial(_run_again, module),
+        save=_save,
+    )
+
+
+def _cannot_hold(flag: Tensor) -> None:
+    raise NotImplementedError("this precision cannot hold an optimizer's step; ask can_hold first")
+
+
+def _save(path: Path, contents: Mapping[str, Any]) -> None:
+    AtomicCheckpointIO().save_checkpoint(dict(contents), path)
+
+
+def _run_again(module: TrainingModule, window: Window, place: int, look: Look) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run forward and backward of one micro-batch of a window, observed by `look` alone.
+
+    Parameters, their gradients and the optimizer do not change; buffers do. Random numbers are those of the step. A
+    compiled network runs uncompiled.
+
+    Returns: the loss, 0-d and detached, and the gradients of the parameters that the step changes and that have one.
+    """
+    named = module.trained_in(window)
+    observer, module.observer = module.observer, UNOBSERVED
+    try:
+        with torch.enable_grad(), uncompiled(module.network):
+            with look.forward():
+                loss = module.scaled_loss(window, place)
+            if not loss.requires_grad:
+                return loss, {}
+            look.backward(loss)
+            # Not loss.backward(), which would call the hooks of ddp at the parameters.
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    finally:
+        module.observer = observer
+    pairs = zip(named, found, strict=True)
+    return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}

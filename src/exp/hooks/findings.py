@@ -1,4 +1,4 @@
-"""What a stop says, as text: each rank's finding, the message that all ranks end with, and a replay's table."""
+"""What a stop says, as text: the finding of each rank, and the message that all ranks end with."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from exp.hooks.step_file import StepFile
-from exp.hooks.step_trace import Extent, Row, Trace
+from exp.hooks.step_trace import Trace
 
 # Of a finding on its way to the other ranks.
 BYTES = 8192
@@ -25,7 +23,7 @@ class Finding:
 
     index: the optimizer step. loss: the first of its losses that is not finite; 0.0 where all are. phase: whose step.
     is_bad: whether the step, run again on this rank alone, is not finite; None where it could not be run.
-    where: the sentences on the first module. path, command: its file, and how to run it; None without one.
+    where: the sentences on the first module. path: its file; None without one.
     """
 
     index: int
@@ -34,7 +32,6 @@ class Finding:
     is_bad: bool | None
     where: str
     path: str | None
-    command: str | None
     problems: Sequence[str]
 
     def encoded(self) -> Tensor:
@@ -57,7 +54,6 @@ def finding_of(
     losses: Sequence[float],
     phase: str | None,
     path: str | None,
-    command: str | None,
     problems: Sequence[str],
 ) -> Finding:
     """Of this rank. trace: None where the step could not be run again."""
@@ -68,7 +64,6 @@ def finding_of(
         is_bad=None if trace is None else trace.is_bad,
         where="" if trace is None else described(trace),
         path=path,
-        command=command,
         problems=[problem[:LONGEST] for problem in problems],
     )
 
@@ -108,8 +103,7 @@ def message(findings: Sequence[Finding]) -> str:
     lines += one.problems
     if one.path is not None:
         others = " (each rank has its own)" if count > 1 else ""
-        how = "It has no config, so that exp.replay cannot run it." if one.command is None else "It is run alone by"
-        lines.append(f"The step is in {one.path}{others}. {how}" + (f"\n  {one.command}" if one.command else ""))
+        lines.append(f"Its batches are in {one.path}{others}.")
     return "\n".join(lines)
 
 
@@ -127,7 +121,7 @@ def _first(trace: Trace) -> str:
     if trace.overflown and not trace.gradients.bad:
         return (
             f"Every gradient is finite, but its norm is not: {_some(trace.overflown)}; the greatest number is "
-            f"{trace.gradients.absmax:.3g}."
+            f"{trace.gradients.largest:.3g}."
         )
     if trace.loss - trace.loss != 0.0:
         return "No module gave it: it is in what the step makes of their outputs."
@@ -136,57 +130,3 @@ def _first(trace: Trace) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-HEADER = ("module", "type", "calls", "not finite", "min", "max", "absmax", "not finite", "min", "max", "absmax")
-NUMBERS = 4
-
-
-def report(file: StepFile, trace: Trace, *, path: Path, device: str) -> str:
-    """What a replay prints: which step it was, the table, and what is the first that is not finite."""
-    where = [f"step {file.step}", f"rank {file.rank} of {file.world_size}" if file.world_size > 1 else ""]
-    where += [f"phase {file.window.phase}" if file.window.phase is not None else ""]
-    where += [f"micro-batch {trace.place + 1} of {trace.count}", f"on {device}"]
-    scaled = "" if file.scale is None else f" with the loss scale {file.scale:g}"
-    return "\n".join(
-        [
-            f"{path}: {', '.join(part for part in where if part)}",
-            f"loss {trace.loss:g}{scaled}; gradients: {trace.gradients} not finite",
-            "",
-            *table(trace),
-            "",
-            described(trace) if trace.is_bad else "The fault does not show: loss and gradients are finite.",
-        ]
-    )
-
-
-def table(trace: Trace) -> list[str]:
-    """The lines: the first bad module first, then all in the order in which their forwards ended.
-
-    After the module, its type and its calls come four columns of its outputs, and four of the gradients that its
-    operators gave. min, max and absmax are those of finite numbers.
-    """
-    rows = list(trace.rows.values())
-    first = None if trace.origin is None else trace.origin.name
-    rows.sort(key=lambda row: row.name != first)
-    cells = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
-    named = sum(widths[:3]) + 2 * 3
-    own = sum(widths[3 : 3 + NUMBERS]) + 2 * NUMBERS
-    return [" " * named + f"{'outputs':<{own}}gradients", *(_line(line, widths) for line in cells)]
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (row.name or "(network)", row.kind, str(row.calls or ""), *_extent(row.outputs), *_extent(row.gradients))
-
-
-def _extent(extent: Extent) -> tuple[str, ...]:
-    if not extent.count:
-        return ("",) * NUMBERS
-    share = "0" if not extent.bad else f"{100 * extent.share:.3g}%"
-    numbers = (f"{one:.3g}" if one == one else "-" for one in (extent.low, extent.high, extent.absmax))
-    return (share, *numbers)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -52,14 +52,6 @@ AT_MODULES = (*IN_FORWARD, *IN_BACKWARD)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What a run was made from. read: gives its config, whole, as YAML. allow: the packages that it trusts."""
-
-    read: Callable[[], str]
-    allow: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What a run's step computes, and on what.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,11 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.errors import Fault, NonFiniteError, RunError
 from exp.hooks.findings import Finding, finding_of, message
-from exp.hooks.hook import Hook, Origin
+from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.step import Step, Update
-from exp.hooks.step_file import BuffersBefore, Copies, StepFile, put_back, tensors_of
 from exp.hooks.step_trace import Trace, trace_of
+from exp.nested import mapped
 from exp.precision.scaler import release
 
 if TYPE_CHECKING:
@@ -35,35 +35,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """A step whose flag is on its way to the host. rates: the learning rates that it used, by optimizer and group."""
+    """A step whose flag is on its way to the host."""
 
     index: int
     update: Update
     flag: _OnItsWay
     buffers: Copies
-    optimizers: Sequence[Optimizer]
-    rates: list[list[Any]]
 
 
 class NanGuard(Hook):
     """Ends the run before a step whose loss or gradient is not finite, with the weights as they were before it.
 
-    The error names the first module that gave such a number, and nan_guard/step-<n>.pt in the run directory has the
-    step: `python -m exp.replay FILE` runs it alone. A gradient counts as not finite where its 2-norm is not.
+    The error names the first module that gave such a number. nan_guard/step-<n>.pt in the run directory has the batches
+    of the step, and the weights from before it. A gradient counts as not finite if its 2-norm is not.
 
     Under the loss scale of fp16 a gradient that is not finite is routine, and its step is skipped anyway: the run ends
     where the loss is not finite, or where the scale has fallen below 1.
 
     steps_in_flight: how many steps a GPU may be behind before the host looks; their batches are kept meanwhile.
-    origin: given by exp.
     """
 
     needs = frozenset({"whole_parameters", "own_backward", "one_thread"})
     least = {"steps_in_flight": 1}
 
-    def __init__(self, *, steps_in_flight: int = 8, origin: Origin | None = None) -> None:
+    def __init__(self, *, steps_in_flight: int = 8) -> None:
         super().__init__()
-        self.steps_in_flight, self.origin = steps_in_flight, origin
+        self.steps_in_flight = steps_in_flight
         self._forget()
 
     def _forget(self) -> None:
@@ -121,8 +118,6 @@ class NanGuard(Hook):
             update=update,
             flag=_OnItsWay(flag),
             buffers=before,
-            optimizers=list(step.optimizers),
-            rates=[[group.get("lr") for group in optimizer.param_groups] for optimizer in step.optimizers],
         )
         self._waiting.append(seen)
         # Not where the flag happens to have arrived: the ranks of a run must look at one step together.
@@ -195,7 +190,6 @@ class NanGuard(Hook):
             losses=losses,
             phase=update.window.phase,
             path=None if path is None else _shown(path),
-            command=self._command(path),
             problems=[*unwritten, *untraced],
         )
         found = [Finding.decoded(row) for row in step.gather(finding.encoded().to(step.device)).cpu()]
@@ -205,38 +199,24 @@ class NanGuard(Hook):
         """The file, and why there is none."""
         if self.directory is None:
             return None, ["The run has no directory, so the step was not kept."]
-        update, network = seen.update, step.network
+        update, window = seen.update, seen.update.window
         ending = f".rank{step.rank}" if world_size > 1 else ""
         path = self.directory / self.name / f"step-{seen.index}{ending}.pt"
-        states = [optimizer.state_dict() for optimizer in seen.optimizers]
-        for state, rates in zip(states, seen.rates, strict=True):
-            for group, rate in zip(state["param_groups"], rates, strict=True):
-                group["lr"] = rate
-        file = StepFile(
-            step=seen.index,
-            total_steps=step.total_steps,
-            rank=step.rank,
-            world_size=world_size,
-            seed=step.seed,
-            window=update.window,
-            scale=None if update.scale is None else float(update.scale),
-            network=tensors_of(network),
-            objective=tensors_of(update.objective),
-            evaluating=[name for name, module in network.named_modules() if not module.training],
-            frozen=[name for name, parameter in network.named_parameters() if not parameter.requires_grad],
-            optimizers=states,
-            config=None if self.origin is None else self.origin.read(),
-        )
+        contents = {
+            "step": seen.index,
+            "epoch": window.epoch,
+            "phase": window.phase,
+            "seed": step.seed,
+            "rank": step.rank,
+            "scale": None if update.scale is None else float(update.scale),
+            "batches": [{"data": _copied(batch.data), "batch_idx": batch_idx} for batch, batch_idx in window.batches],
+            "network": _copied({**dict(step.network.named_parameters()), **dict(step.network.named_buffers())}),
+        }
         try:
-            update.save(path, file.contents())
+            update.save(path, contents)
         except (OSError, RunError) as error:
             return None, [f"The step could not be kept in {path}: {error}."]
         return path, []
-
-    def _command(self, path: Path | None) -> str | None:
-        if path is None or self.origin is None:
-            return None
-        return " ".join(["python -m exp.replay", _shown(path), *(f"--allow {name}" for name in self.origin.allow)])
 
 
 class _OnItsWay:
@@ -263,7 +243,62 @@ def _traced(update: Update, network: nn.Module) -> tuple[Trace | None, list[str]
         return None, [f"The step could not be run again to find the module: {type(error).__name__}: {error}."]
 
 
+def _copied(data: object) -> Any:
+    """Return the same entries with copies on the host, in dicts, lists and tuples. A file has whole storages."""
+    if isinstance(data, Tensor):
+        return data.detach().cpu().clone()
+    if isinstance(data, Mapping):
+        return {name: _copied(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        parts = [_copied(value) for value in data]
+        return parts if isinstance(data, list) else tuple(parts)
+    return mapped(data, _copied)
+
+
 def _shown(path: Path) -> str:
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
+
+
+# A large buffer is a mask or a queue, and a copy of it at every step would cost.
+SMALL_BYTES = 2**16
+
+
+Copies = list[tuple[nn.Module, str, Tensor]]
+
+
+class BuffersBefore:
+    """Copies of buffers on their device: of small ones always, of large ones where they changed since the last copy.
+
+    Compiled code does not count its changes on every path, so a compiled network has all of them copied. Modules that
+    have no buffer when this is made are not looked at.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._owners = [one for one in network.modules() if any(True for _ in one.buffers(recurse=False))]
+        self._large: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+
+    def take(self, *, all_of_them: bool) -> Copies:
+        """Owner, name and copy of what each buffer holds now; no copy is changed any more. Waits for nothing."""
+        return [
+            (owner, name, self._copy(owner, name, buffer, anew=all_of_them))
+            for owner in self._owners
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
+
+    def _copy(self, owner: nn.Module, name: str, buffer: Tensor, *, anew: bool) -> Tensor:
+        if anew or buffer.nbytes <= SMALL_BYTES:
+            return buffer.detach().clone()
+        key, version = (id(owner), name), buffer._version
+        known = self._large.get(key)
+        if known is None or known[0] is not buffer or known[1] != version:
+            known = self._large[key] = (buffer, version, buffer.detach().clone())
+        return known[2]
+
+
+@torch.no_grad()
+def put_back(copies: Copies) -> None:
+    """The buffers hold again what they held."""
+    for owner, name, before in copies:
+        owner.get_buffer(name).copy_(before)

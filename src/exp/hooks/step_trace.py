@@ -25,16 +25,12 @@ from exp.nested import tensors_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Of the numbers of some tensors: how many there are, nan, infinite, and the least and the greatest finite one.
-
-    low, high: nan where none is finite.
-    """
+    """The numbers of some tensors: their count, how many are nan or infinite, and the largest finite absolute value."""
 
     count: int = 0
     nans: int = 0
     infinities: int = 0
-    low: float = math.nan
-    high: float = math.nan
+    largest: float = 0.0
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Extent:
@@ -49,24 +45,13 @@ class Extent:
             count=self.count + other.count,
             nans=self.nans + other.nans,
             infinities=self.infinities + other.infinities,
-            low=_least(self.low, other.low),
-            high=-_least(-self.high, -other.high),
+            largest=max(self.largest, other.largest),
         )
 
     @property
     def bad(self) -> int:
         """How many are not finite."""
         return self.nans + self.infinities
-
-    @property
-    def share(self) -> float:
-        """Which share of them is not finite."""
-        return self.bad / self.count if self.count else 0.0
-
-    @property
-    def absmax(self) -> float:
-        """The greatest absolute value of a finite one."""
-        return max(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
         kinds = [f"{count} {name}" for count, name in ((self.nans, "nan"), (self.infinities, "infinite")) if count]
@@ -89,28 +74,11 @@ def _of_one(tensor: Tensor) -> Extent:
     finite = tensor.isfinite()
     nans = int(tensor.isnan().sum())
     bad = tensor.numel() - int(finite.sum())
-    known = tensor if not bad else tensor[finite]
-    low, high = (float(one) for one in known.aminmax()) if known.numel() else (math.nan, math.nan)
-    return Extent(count=tensor.numel(), nans=nans, infinities=bad - nans, low=low, high=high)
-
-
-def _least(one: float, other: float) -> float:
-    return other if math.isnan(one) else one if math.isnan(other) else min(one, other)
+    largest = float(tensor.abs().where(finite, 0).amax())
+    return Extent(count=tensor.numel(), nans=nans, infinities=bad - nans, largest=largest)
 
 
 OUTSIDE = "objective"
-
-
-@dataclass(kw_only=True, slots=True)
-class Row:
-    """One module, over all of its calls. gradients: what its own operators gave in the backward, to its parameters and
-    inputs."""
-
-    name: str
-    kind: str
-    calls: int = 0
-    outputs: Extent = field(default_factory=Extent)
-    gradients: Extent = field(default_factory=Extent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +99,7 @@ class Origin:
 class Trace:
     """What was found in the micro-batches of a step, one after the other up to the first that is not finite.
 
-    rows: by module, of the last micro-batch that ran, in the order in which forwards end.
-    place: of it, counted from 0; count: of how many.
+    place: of the last micro-batch that ran, counted from 0; count: of how many.
     loss: of it, with the loss scale if there is one.
     origin: None where all is finite, or no module can be named.
     batch, tensors: entries of the micro-batch, and parameters and buffers, that are not finite before anything runs.
@@ -140,7 +107,6 @@ class Trace:
         not finite.
     """
 
-    rows: dict[str, Row] = field(default_factory=dict)
     place: int = 0
     count: int = 1
     loss: float = 0.0
@@ -165,7 +131,6 @@ class Tracer:
         self._open: list[tuple[str, int, bool]] = []
         self._count = 0
         self._order = 0
-        self.rows: dict[str, Row] = {}
         self._forward: Origin | None = None
         self._backward: Origin | None = None
 
@@ -207,12 +172,9 @@ class Tracer:
             self._open.pop()
         _, order, was_fine = self._open.pop()
         found = Extent.of(tensors_in(output))
-        row = self._row(name)
-        row.calls += 1
-        row.outputs += found
         if found.bad and was_fine:
             if self._forward is None:
-                self._forward = Origin(direction="forward", name=name, kind=row.kind, extent=found)
+                self._forward = Origin(direction="forward", name=name, kind=self._kind(name), extent=found)
                 self._order = order
         elif self._forward is not None and not found.bad and (not was_fine or order < self._order):
             # What takes the bad numbers, or is around their origin, gives finite ones: they were meant, as those of a
@@ -223,18 +185,13 @@ class Tracer:
     def _passed(self, operator: str, name: str, given: object, taken: object) -> None:
         """An operator's backward is done."""
         found = Extent.of(tensors_in(given))
-        row = self._row(name)
-        row.gradients += found
         if self._backward is None and found.bad and not Extent.of(tensors_in(taken)).bad:
             self._backward = Origin(
-                direction="backward", name=name, kind=row.kind, extent=found, operator=operator.split("::")[-1]
+                direction="backward", name=name, kind=self._kind(name), extent=found, operator=operator.split("::")[-1]
             )
 
-    def _row(self, name: str) -> Row:
-        if name not in self.rows:
-            module = self._modules.get(name)
-            self.rows[name] = Row(name=name, kind="" if module is None else type(module).__name__)
-        return self.rows[name]
+    def _kind(self, name: str) -> str:
+        return type(self._modules[name]).__name__ if name in self._modules else ""
 
 
 def trace_of(again: Again, window: Window, *, network: nn.Module, objective: nn.Module) -> Trace:
@@ -250,7 +207,7 @@ def trace_of(again: Again, window: Window, *, network: nn.Module, objective: nn.
         for name, gradient in gradients.items():
             sums[name] = sums[name] + gradient if name in sums else gradient
         trace.place, trace.batch = place, _broken_entries(batch.data)
-        trace.rows, trace.loss = tracer.rows, float(loss)
+        trace.loss = float(loss)
         trace.gradients = Extent.of(sums.values())
         trace.origin = tracer.origin(is_lost=trace.loss - trace.loss != 0.0)
         if trace.is_bad and batch.world_size == 1:

@@ -51,7 +51,7 @@ HEAT_MAPS = {
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
     "throughput/flops", "gradients/histogram/", "gradients/output_histogram/", "activations/histogram/", "confusion/",
-    "features/", "samples/", "pr_curve/", "landscape",
+    "features/", "samples/", "pr_curve/",
     "monitor/",
 )  # fmt: skip
 

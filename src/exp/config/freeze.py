@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from exp.config.plain_tree import leaves
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
 from exp.config.yaml_files import parse_yaml, yaml_text
@@ -58,8 +59,9 @@ DISTRIBUTIONS = (
 # Keys that are newer than the first runs, which have empty mappings in their place, and null below `runtime`.
 ADDED = ("vars", "resolvers")
 ADDED_TO_RUNTIME: Mapping[str, Any] = {"compile_mode": None}
-# Keys that no longer exist, which runs of earlier versions have.
+# Keys and hooks that no longer exist, which runs of earlier versions have.
 REMOVED = ("runtime.warm", "runtime.cuda_graph")
+REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -175,7 +177,7 @@ def from_text(text: str, *, name: str) -> DictConfig:
 
 
 def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an earlier version with the keys of this one."""
+    """Return the config of an earlier version with the keys of this one, without hooks that no longer exist."""
     found = {**content, **{key: {} for key in ADDED if key not in content}}
     for key in removed_keys(content):
         found = _without(found, key.split("."))
@@ -187,7 +189,11 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def removed_keys(content: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
-    return [*REMOVED]
+    targets = {
+        key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
+    }
+    hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
+    return [*REMOVED, *hooks]
 
 
 def _without(node: Any, path: Sequence[str]) -> Any:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from exp.data.randomness import preserve_generators
 from exp.errors import Fault
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.clip_module import ClipModule
 from exp.hooks.hook import Hook, Values
-from exp.hooks.isolated_forward import apart, objective_faults, running
 from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
 from exp.models.inference import network_call
@@ -63,7 +66,7 @@ class PerSampleGradients(Hook):
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         """What has no gradient of one sample by itself, each at the key of what stands in its way."""
         yield from super().faults(planned)
-        yield from objective_faults(self, planned, takes_samples=True)
+        yield from self._objective_faults(planned)
         config, own = planned.config, f"with hooks.{self.name}"
         if planned.batch_size * config["trainer"]["accumulate_grad_batches"] < 2:
             got, expected = f"a step of one sample, {own}", "2 or more, to compare one with all"
@@ -97,11 +100,29 @@ class PerSampleGradients(Hook):
                 got = f"a network that torch.func.vmap refuses, {own}: {reason}"
                 yield self.fault(key="model", got=got, expected=APART, cure=cure)
 
+    def _objective_faults(self, planned: Blueprint) -> Iterator[Fault]:
+        """Yield the errors of an objective that cannot be computed for one sample."""
+        own = f"hooks.{self.name}"
+        if planned.needs:
+            yield self.fault(
+                key="objective",
+                got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {own}",
+                expected="terms of the values of one forward pass",
+                cure=f"Choose other terms, or {self.leave_out}",
+            )
+        for term in planned.weighed:
+            yield self.fault(
+                key=f"objective.{term}",
+                got=f"a term that divides by weights of its targets, with {own}",
+                expected="a mean over samples, of which each has an equal share",
+                cure=f"Take class weights and ignored targets out, or {self.leave_out}",
+            )
+
     def after_backward(self, step: Step) -> Values:
         gradients = {n: p.grad for n, p in step.network.named_parameters() if p.requires_grad and p.grad is not None}
         norms = step.norms(gradients)
         whole = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        with apart(step.network):
+        with _apart(step.network):
             own = [self._norms(step, batch) for batch, _ in step.batches if batch.size]
         each = _of_all_ranks(torch.cat(own) if own else torch.zeros(0, device=step.device), step)
         sizes = [batch.global_size for batch, _ in step.batches]
@@ -126,7 +147,7 @@ class PerSampleGradients(Hook):
             data = mapped(batch.data, lambda _: next(rest)[None])
             assert step.loss_with is not None
             with step.autocast():
-                return step.loss_with(running(network, parameters), data) * factor
+                return step.loss_with(partial(_called, network, parameters), data) * factor
 
         def norm(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
             found = grad(loss)(parameters, *sample)
@@ -216,3 +237,36 @@ class NoiseScale:
             self._means = torch.where(now.isfinite().all(), mean, self._means)
         scale = torch.where(self._means[0] > 0, self._means[1] / self._means[0], torch.nan)
         return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}
+
+
+def _called(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named: Any) -> Any:
+    return functional_call(network, state, inputs, named)
+
+
+@contextmanager
+def _apart(network: nn.Module) -> Iterator[None]:
+    """Gives every generator of random numbers back as it was, and takes the kernels that any transform understands."""
+    with preserve_generators(), ExitStack() as stack:
+        for device in {parameter.device for parameter in network.parameters()}:
+            stack.enter_context(_generator_kept(device))
+        # Fused attention has no rule for torch.func.vmap; the plain one computes the same.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+@contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(state, device)
+    elif device.type == "mps":
+        state = torch.mps.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.mps.set_rng_state(state)
+    else:
+        yield

@@ -53,7 +53,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Before a run": {
         "check": _of_config("exp.check", "what is wrong with a config; train nothing"),
         "plan": _of_config("exp.plan", "what a run takes: layers, memory of each rank, time of a step", device="",
-                           memory="", output=PATH, format="text|json", savings=SWITCH, search=SWITCH),
+                           memory="", format="text|json", savings=SWITCH, search=SWITCH),
         "data": _of_config("exp.data", "look at the data: figures, leaks, pictures", "--samples=all"),
         "find_lr": _of_config("exp.find_lr", "a learning rate, by a range test", "--min=", "--max=", "--steps=",
                               "--stop-factor="),

@@ -147,16 +147,13 @@ def test_a_small_network_is_not_faster_in_parts(capsys: pytest.CaptureFixture[st
     assert "strategy=ddp" in found["command"]
 
 
-def test_text_and_page_have_tables_and_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("model=gpt", *TEXT, "output=run.html", "memory=1GiB", "savings=false", "model.layers.blocks.repeat=4")
+def test_the_text_tells_layers_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model=gpt", *TEXT, "memory=1GiB", "savings=false", "model.layers.blocks.repeat=4")
     assert main([*words, "launch.accelerator=cpu"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"blocks\.\*\.query x4 +Linear +\[B, 64, 64\] float32 +4,160", text)
     assert "fits: " in text
     assert "a step takes" in text
-    page = Path("run.html").read_text()
-    assert "blocks.*.query" in page
-    assert "<svg" in page
 
 
 @pytest.mark.parametrize(

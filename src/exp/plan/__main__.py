@@ -2,11 +2,10 @@
 
     python -m exp.plan model=resnet
     python -m exp.plan model=gpt data=text strategy=fsdp device=64xH100 precision=bf16
-    python -m exp.plan model=gpt data=text memory=2GiB output=plan.svg
+    python -m exp.plan model=gpt data=text memory=2GiB
 
 device=64xH100       the devices that the run will have; without it those of this machine
 memory=80GiB         of each device, in the place of what is listed for it
-output=FILE          the network's graph as a picture: .svg, or .html with the tables
 format=json          the same figures for a tool
 search=true          looks for the fastest strategy, precision and accumulation that fit, and prints the command
 savings=false        leaves out what would help: it checks and estimates the run a few more times
@@ -19,12 +18,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, RunError
 from exp.interpreter_exit import without_teardown
-from exp.output import exit_status, loading_torch, outliving_output, unwritable
+from exp.output import exit_status, loading_torch, outliving_output
 from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Machine
 
 PROGRAM = "python -m exp.plan"
-PICTURES = (".svg", ".html")
 FORMATS = ("text", "json")
 UNNAMED = "the time of a step is not known of this GPU: name one, device=H100"
 SWITCH = {"true": True, "false": False}
@@ -46,13 +43,12 @@ class Words:
 
     device: str | None = None
     memory: int | None = None
-    output: Path | None = None
     is_json: bool = False
     has_savings: bool = True
     searches: bool = False
 
 
-OWN = ("device", "memory", "output", "format", "savings", "search")
+OWN = ("device", "memory", "format", "savings", "search")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,9 +108,6 @@ def read_words(texts: Sequence[str]) -> Words:
     size = SIZE.fullmatch(given["memory"]) if "memory" in given else None
     if "memory" in given and (size is None or not float(size[1])):
         faults.append(Fault(key="memory", got=given["memory"], expected=f"a number and {', '.join(UNITS)}: 80GiB"))
-    output = Path(given["output"]) if "output" in given else None
-    if output is not None and output.suffix not in PICTURES:
-        faults.append(Fault(key="output", got=str(output), expected=f"a file that ends in {' or '.join(PICTURES)}"))
     for key, known in (("format", FORMATS), ("savings", tuple(SWITCH)), ("search", tuple(SWITCH))):
         if key in given and given[key] not in known:
             cure = did_you_mean(given[key], known)
@@ -124,7 +117,6 @@ def read_words(texts: Sequence[str]) -> Words:
     return Words(
         device=given.get("device"),
         memory=None if size is None else int(float(size[1]) * UNITS[size[2]]),
-        output=output,
         is_json=given.get("format") == "json",
         has_savings=SWITCH[given.get("savings", "true")],
         searches=SWITCH[given.get("search", "false")],
@@ -223,15 +215,11 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
         estimate = dataclasses.replace(estimate, notes=[*estimate.notes, UNNAMED])
     largest = None if limit is None else estimator.largest_batch(limit)
     found = savings(estimate, plan, planner.other) if words.has_savings and plan.own is None else []
-    if words.output is not None:
-        _write_picture(plan, estimator, words.output)
     if words.is_json:
         values = plain(estimate, limit=limit, largest=largest, savings=found, command=command)
         print(json.dumps(values, indent=2))
         return
     print(text(estimate, limit=limit, largest=largest, savings=found, summary=summary(plan)))
-    if words.output is not None:
-        print(f"\npicture    {words.output}")
 
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
@@ -253,19 +241,6 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -
         return
     print(ways(found))
     print(line)
-
-
-def _write_picture(plan: Plan, estimator: Estimator, path: Path) -> None:
-    """Raises: RunError where it cannot be written."""
-    from exp.files import write_whole
-    from exp.plan.graph_picture import html, svg
-
-    estimate = estimator.estimate()
-    drawn = svg(plan, estimate) if path.suffix == ".svg" else html(plan, estimate)
-    try:
-        write_whole(path, drawn)
-    except OSError as error:
-        raise RunError(f"the picture cannot be written to {unwritable(path, error)}") from error
 
 
 if __name__ == "__main__":

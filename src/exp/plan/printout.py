@@ -81,11 +81,6 @@ def ways(found: Findings) -> str:
     return "\n".join([*aligned(rows, left=4), rest])
 
 
-def plain_layers(estimate: Estimate) -> tuple[list[list[str]], list[list[str]]]:
-    """The table of the layers and that of the ranks' memory, as cells, their heads first."""
-    return _layers(estimate), _memory(estimate)
-
-
 def _layers(estimate: Estimate) -> list[list[str]]:
     rows = [[*COLUMNS]]
     for row in repeated(layer_rows(estimate)):

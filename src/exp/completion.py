@@ -14,21 +14,25 @@ found on PATH or in the active environment; it runs no other file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
 from exp.commands import COMMANDS, HYDRA_FLAGS, PATH, Command
 from exp.config.group_kinds import MANY, ONE
+from exp.config.plain_tree import leaves
+from exp.files import write_whole
 from exp.output import exit_status
-
-if TYPE_CHECKING:
-    from exp.composed_keys import Keys
 
 # Of Hydra's own groups, those that exp reads.
 HYDRA_GROUPS = {"hydra/launcher": "exp|slurm|ray", "hydra/sweeper": "exp"}
@@ -38,7 +42,12 @@ PATHS = re.compile(
 )
 # What bash would take for more than a letter of a file's name.
 ESCAPED = re.compile(r"[ \t\\'\"`$&;()<>|*?!#]")
-# Behind these more of the same word is to come.
+# The kinds of keys.
+NODE, SWITCH, VALUE = "node", "switch", "value"
+SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
+# Command lines whose keys are kept.
+MOST_KEPT = 30
+# After these characters the word goes on.
 OPEN = ("=", ".", ",", "[", "/")
 BASH = r"""# Tab completion of exp for bash, made by `exp completion bash`.
 _exp_complete() {
@@ -150,7 +159,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
 
 class Found(NamedTuple):
-    """stem: what of the word stays as it is typed. names: what may stand behind it, each a whole word with it."""
+    """stem: the part of the word that stays as it is typed. names: what may follow it, each a whole word with it."""
 
     stem: str
     names: Sequence[str]
@@ -160,7 +169,7 @@ NOTHING = Found("", ())
 
 
 class Typed(NamedTuple):
-    """What a command line says of a config beside the word that is completed."""
+    """The config that a command line asks for, without the word that is completed."""
 
     overrides: Sequence[str]
     config_dir: str | None
@@ -179,17 +188,17 @@ class Typed(NamedTuple):
         )
 
     def groups(self) -> list[str]:
-        """The config groups: each is a folder of YAML files in a place of configs."""
-        found = {entry.name for place in self._places() for entry in os.scandir(place) if entry.is_dir()}
+        """Return the config groups: folders of YAML files in a place of configs."""
+        found = {entry.name for place in self.places() for entry in os.scandir(place) if entry.is_dir()}
         return sorted(name for name in found if self.options(name, ""))
 
     def options(self, group: str, below: str) -> list[str]:
-        """The options of a group, the user's own first, and folders of more of them with a / at the end.
+        """Return the options of a group, the user's own first, and folders of more of them with a / at the end.
 
         below: such a folder within the group, with its /.
         """
         found: list[str] = []
-        for place in self._places():
+        for place in self.places():
             folder = os.path.join(place, group, below)
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if os.path.isdir(folder) else []
             for entry in entries:
@@ -201,29 +210,48 @@ class Typed(NamedTuple):
                     found.append(f"{entry.name}/")
         return list(dict.fromkeys(found))
 
-    def top(self) -> dict[str, object]:
-        """The keys at the top of the primary configs, the user's own and exp's, with what is below them."""
-        # Not exp's own reader, which brings OmegaConf: half of the time of a key.
-        import yaml
+    def below(self, parent: str) -> dict[str, str]:
+        """Return the names below a dotted key of the config, each with its kind; at the top for an empty key."""
+        # At the top every choice has the same keys.
+        found = self.kinds(self.choices() if parent else ())
+        start = f"{parent}." if parent else ""
+        return {
+            key.removeprefix(start): kind
+            for key, kind in found.items()
+            if key.startswith(start) and "." not in key.removeprefix(start)
+        }
 
-        found: dict[str, object] = {}
-        loader = vars(yaml).get("CSafeLoader", yaml.SafeLoader)
-        for place, name in itertools.product(self._places(), dict.fromkeys((self.config_name, "train"))):
-            try:
-                with open(os.path.join(place, f"{name}.yaml"), encoding="utf-8") as file:
-                    content = yaml.load(file, loader)
-            except (OSError, ValueError, yaml.YAMLError):  # it is not there, or the command itself tells what is wrong
-                continue
-            found = {**content, **found} if isinstance(content, dict) else found
-        return {str(key): value for key, value in found.items() if key != "defaults"}
+    def choices(self) -> list[str]:
+        """Return the overrides that add keys or remove them: choices of groups, additions, targets."""
+        groups = self.groups()
+        keys = [(word, word.lstrip("+~").partition("=")[0]) for word in self.overrides]
+        chosen = [word for word, key in keys if key in (*groups, "from_run") or word[0] in "+~" or "_target_" in key]
+        return [SEVERAL.sub(r"\1", word) for word in chosen]  # of a sweep the first choice
 
-    def keys(self, asked: str) -> Keys:
-        """The keys of the config that the line makes. asked: the one of which something is to be known."""
-        from exp.composed_keys import keys_of
+    def kinds(self, choices: Sequence[str]) -> dict[str, str]:
+        """Return the kind of each key of a config, from the file of the last command lines, or by composing it."""
+        asked = json.dumps([os.getcwd(), self.config_dir, self.config_name, choices, _newest(self.places())])
+        kept = _read_kept()
+        if asked not in kept:
+            kept[asked] = self._composed(choices)
+            _keep(dict(list(kept.items())[-MOST_KEPT:]))
+        return kept[asked]
 
-        return keys_of(self.overrides, config_dir=self.config_dir, config_name=self.config_name, asked=asked)
+    def _composed(self, choices: Sequence[str]) -> dict[str, str]:
+        from omegaconf import OmegaConf
 
-    def _places(self) -> Sequence[str]:
+        from exp.check.stages import compose
+        from exp.errors import ExpError
+
+        try:
+            config = compose(choices, config_dir=self.config_dir, config_name=self.config_name)
+        except ExpError:  # which the command itself reports
+            default = self._replace(config_name="train")
+            return default.kinds(()) if choices or default != self else {}
+        plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+        return {key: _kind(value) for key, value in leaves(plain) if not key.startswith("_composition_")}
+
+    def places(self) -> Sequence[str]:
         return _places_of(self.config_dir)
 
 
@@ -234,18 +262,46 @@ def _places_of(config_dir: str | None) -> Sequence[str]:
     return [str(place.directory) for place in search_places(config_dir=config_dir)]
 
 
+def _kind(value: object) -> str:
+    return NODE if isinstance(value, dict) and value else SWITCH if isinstance(value, bool) else VALUE
+
+
+def _newest(places: Sequence[str]) -> list[int]:
+    """Return the number of YAML files in some places, and when the newest of them was written."""
+    folders = [(folder, names) for place in places for folder, _, names in os.walk(place)]
+    files = [os.path.join(folder, name) for folder, names in folders for name in names if name.endswith(".yaml")]
+    return [len(files), max((os.stat(file).st_mtime_ns for file in files), default=0)]
+
+
+def _kept_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exp" / "completion.json"
+
+
+def _read_kept() -> dict[str, dict[str, str]]:
+    try:
+        found = json.loads(_kept_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or it is damaged: it is written again
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(kept: dict[str, dict[str, str]]) -> None:
+    """Write the keys of the last command lines, without values, which may be secrets."""
+    file = _kept_file()
+    with contextlib.suppress(OSError):  # where it cannot be written, the next key takes longer
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(file, json.dumps(kept))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the script of a shell. Returns: 0; 2 where there is none for it."""
+    """Print the script of a shell. Returns: 0; 2 for any other word."""
     return exit_status(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _command(argv: Sequence[str]) -> int:
     if len(argv) == 5 and argv[0] == "answer":
-        # Asked by the scripts: the shell, what it will put a completion in the place of, the line before and behind.
-        _, shell, replaced, before, behind = argv
-        lines = answer(shell, replaced, before, behind)
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
-        compose_ahead(before, behind)
+        # Called by the scripts: the shell, the text that it replaces, the line before and after the cursor.
+        print("".join(f"{line}\n" for line in answer(*argv[1:])), end="")
         return 0
     if list(argv) in (["-h"], ["--help"]):
         print(__doc__)
@@ -259,16 +315,16 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
-    """What a script is to offer.
+    """Return what a script offers.
 
     replaced: for bash, the end of the word that it replaces. before, behind: the line on both sides of the cursor.
-    Returns: for bash each completion in the place of `replaced`; for zsh the last sign of what stays of the word, then
+    Returns: for bash each completion instead of `replaced`; for zsh the last character of what stays of the word, then
         what may follow it.
     """
     words, current, quote = _split(before)
     found = completed(words, current, _split(behind.partition(" ")[2] + " ")[0])
     names = [name for name in dict.fromkeys(found.names) if f"{found.stem}{name}".startswith(current)]
-    if len(names) == 1 and _is_in_list(found.stem):
+    if len(names) == 1 and "=[" in found.stem and found.stem[-1] in "[,":
         names = [f"{names[0]},", f"{names[0]}]"]
     if shell == "zsh":
         return [found.stem[-1:], *names] if names else []
@@ -276,43 +332,12 @@ def answer(shell: str, replaced: str, before: str, behind: str) -> list[str]:
     kept = len(current) - len(plain) if current.endswith(plain) else 0
     whole = [f"{found.stem}{name}"[kept:] for name in names]
     if quote and len(whole) == 1 and whole[0].endswith(OPEN):
-        whole.append(f"{whole[0]}...")  # of one word alone bash would close the quotes
+        whole.append(f"{whole[0]}...")  # after a single word bash would close the quotes
     return whole if quote else [ESCAPED.sub(r"\\\g<0>", word) for word in whole]
 
 
-def compose_ahead(before: str, behind: str) -> None:
-    """Let a process of its own compose what the next key is likely to be asked of, while a person goes on typing.
-
-    That is where a tab has completed a command, or the option of a group, and takes next to nothing unless the keys are
-    known to Hydra alone.
-    """
-    words, current, _ = _split(before)
-    found = completed(words, current, ())
-    whole = [word for name in found.names if (word := f"{found.stem}{name}").startswith(current)]
-    name, rest = _command_of([*words, *whole])
-    command = COMMANDS.get(name)
-    if len(whole) != 1 or command is None or not command.has_overrides:
-        return
-    typed = Typed.of([*(rest or ()), *_split(f"{behind} ")[0]])
-    if "=" in whole[0] and whole[0].partition("=")[0].lstrip("+") not in typed.groups():
-        return
-    if os.fork() == 0:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):
-            os.dup2(nowhere, number)  # the shell waits for the end of what is written
-        os.setsid()
-        try:
-            typed.keys("")
-        finally:
-            os._exit(0)
-
-
-def _is_in_list(stem: str) -> bool:
-    return "=[" in stem and stem[-1] in "[,"
-
-
 def _split(text: str) -> tuple[list[str], str, str]:
-    """The whole words of the beginning of a command line and the one at its end, without quotes, and the open quote."""
+    """Return the whole words of the beginning of a command line, its last word without quotes, and the open quote."""
     end = "\0"
     for quote in ("", "'", '"'):
         try:
@@ -324,13 +349,14 @@ def _split(text: str) -> tuple[list[str], str, str]:
 
 
 def completed(words: Sequence[str], current: str, behind: Sequence[str] = ()) -> Found:
-    """What may stand in the place of the last word.
+    """Return what may stand instead of the last word.
 
-    words: before it, the program included. behind: those that stand behind it.
+    words: before it, the program included. behind: the words after it.
     """
     name, rest = _command_of(words)
     if rest is None:
-        return _of_program(words, current)
+        modules = ["exp", *(command.module for command in COMMANDS.values())]
+        return Found("", modules if words[-1:] == ["-m"] else ())
     if name == "":
         return Found("", [*COMMANDS, "help", "--help", "--version"])
     if name == "help":
@@ -338,7 +364,8 @@ def completed(words: Sequence[str], current: str, behind: Sequence[str] = ()) ->
     command = COMMANDS.get(name)
     if command is None:
         return NOTHING
-    flags = dict(_divided(flag) for flag in (*command.flags, *(HYDRA_FLAGS if command.has_overrides else ("--help",))))
+    own_flags = (*command.flags, *(HYDRA_FLAGS if command.has_overrides else ("--help",)))
+    flags = {flag.partition("=")[0]: flag.partition("=")[2] if "=" in flag else None for flag in own_flags}
     flag, sign, value = current.partition("=")
     if sign and flags.get(flag) is not None:
         return _of_words(str(flags[flag]), value, behind=f"{flag}=")
@@ -349,14 +376,8 @@ def completed(words: Sequence[str], current: str, behind: Sequence[str] = ()) ->
     return _of_command(command, Typed.of([*rest, *behind]), current, is_first=not rest)
 
 
-def _divided(flag: str) -> tuple[str, str | None]:
-    """A flag and the words of its value; None for one that takes none."""
-    name, sign, words = flag.partition("=")
-    return name, words if sign else None
-
-
 def _command_of(words: Sequence[str]) -> tuple[str, list[str] | None]:
-    """The command that a line names, and the words behind it; "" where it is to come, None where no exp is there."""
+    """Return the command of a line, empty if none is typed yet, and the words after it; None for a line without exp."""
     for index, word in enumerate(words):
         is_module = index > 0 and words[index - 1] == "-m"
         if is_module and word.startswith("exp."):
@@ -365,13 +386,6 @@ def _command_of(words: Sequence[str]) -> tuple[str, list[str] | None]:
             rest = list(words[index + 1 :])
             return (rest[0], rest[1:]) if rest else ("", [])
     return "", None
-
-
-def _of_program(words: Sequence[str], current: str) -> Found:
-    """Of `python -m exp...`, while the module is typed."""
-    if words[-1:] == ["-m"]:
-        return Found("", ["exp", *(command.module for command in COMMANDS.values())])
-    return NOTHING
 
 
 def _of_command(command: Command, typed: Typed, current: str, *, is_first: bool) -> Found:
@@ -391,7 +405,7 @@ def _of_command(command: Command, typed: Typed, current: str, *, is_first: bool)
 
 
 def _of_words(words: str, current: str, *, behind: str) -> Found:
-    """What may stand behind a key or a flag of a command's own."""
+    """Return what may follow a key or a flag of a command's own."""
     alternatives = words.split("|") if words else []
     if "experiment" in alternatives:
         return Found(behind, [name for name in Typed.of([]).options("experiment", "") if not name.endswith("/")])
@@ -400,7 +414,7 @@ def _of_words(words: str, current: str, *, behind: str) -> Found:
 
 
 def _files(typed: str) -> list[str]:
-    """The files and folders that a path may go on to, as it is typed."""
+    """Return the files and folders whose paths begin as it is typed."""
     name = typed.rpartition("/")[2]
     head = typed[: len(typed) - len(name)]
     try:
@@ -412,7 +426,7 @@ def _files(typed: str) -> list[str]:
 
 
 def _of_override(current: str, typed: Typed) -> Found:
-    """What may stand in the place of an override: a group, a key, or the value of one."""
+    """Return what may stand instead of an override: a group, a key, or the value of one."""
     key, sign, value = current.partition("=")
     plus = key[: len(key) - len(key.lstrip("+~"))]
     name = key[len(plus) :]
@@ -420,25 +434,23 @@ def _of_override(current: str, typed: Typed) -> Found:
         return _of_value(name, value, stem=f"{key}=", typed=typed)
     parent, dot, _ = name.rpartition(".")
     if dot:
-        below = typed.keys(parent).below(parent)
-        return Found(f"{plus}{parent}.", [_open_key(one, below[one], plus) for one in below])
+        return Found(f"{plus}{parent}.", _open_keys(typed.below(parent), plus))
     groups = [*typed.groups(), *(HYDRA_GROUPS if name.startswith("hydra") else ())]
     if plus == "~":
         return Found(plus, [f"{group}." for group in groups if group in MANY])
     shown = [f"{group}=" for group in groups if not plus or group not in ONE]
-    shown += [f"{group}." for group in groups if group in (*ONE, *MANY)]
-    shown += [_open_key(one, node or None, plus) for one, node in typed.top().items()]
+    shown += _open_keys(typed.below(""), plus)
     return Found(plus, [*shown, *(["from_run="] if not plus else [])])
 
 
-def _open_key(name: str, node: object, plus: str) -> str:
+def _open_keys(kinds: Mapping[str, str], plus: str) -> list[str]:
     if plus == "~":
-        return name
-    return f"{name}." if isinstance(node, dict) else f"{name}="
+        return list(kinds)
+    return [f"{name}." if kind == NODE else f"{name}=" for name, kind in kinds.items()]
 
 
 def _of_value(key: str, value: str, *, stem: str, typed: Typed) -> Found:
-    # Of a list, or of the values of a sweep, it is the last; what stands before it is not offered again.
+    # In a list, and among the values of a sweep, it is the last; those before it are not offered again.
     *before, last = re.split(r"[\[,]", value)
     kept = f"{stem}{value[: len(value) - len(last)]}"
     if key in HYDRA_GROUPS:
@@ -450,10 +462,36 @@ def _of_value(key: str, value: str, *, stem: str, typed: Typed) -> Found:
         return Found(kept, [*(option for option in options if option not in before), *opening])
     if PATHS.search(key):
         return Found(stem, [*(["auto"] if key in ("resume", "sweep.resume") else []), *_files(value)])
-    keys = typed.keys(key)
     if key == "monitor":
-        return Found(stem, ["loss/val", *(f"{metric}/val" for metric in keys.below("metrics"))])
-    return Found(kept, [word for word in keys.words_of(key) if word not in before])
+        return Found(stem, ["loss/val", *(f"{metric}/val" for metric in typed.below("metrics"))])
+    return Found(kept, [word for word in _words_of(key, typed) if word not in before])
+
+
+def _words_of(key: str, typed: Typed) -> list[str]:
+    """Return the words that the value of a key may be, if exp declares them or the value is true or false."""
+    from exp.check.keys import SCHEMA, VALUES
+
+    declared: Any = SCHEMA
+    for part in key.split("."):
+        declared = declared.get(part) if isinstance(declared, dict) else None
+    words = list(dict.fromkeys(_literals(VALUES.get(key) if declared is None else declared)))
+    parent, _, name = key.rpartition(".")
+    is_switch = not words and typed.below(parent).get(name) == SWITCH
+    return ["true", "false"] if is_switch else words
+
+
+def _literals(declared: Any) -> Iterator[str]:
+    """Yield the words of a Literal, of true and false, and null among them, of a declared type."""
+    arguments = typing.get_args(declared)
+    if declared is bool:
+        yield from ("true", "false")
+    elif typing.get_origin(declared) is Literal:
+        yield from map(str, arguments)
+    elif typing.get_origin(declared) is typing.Annotated:
+        yield from _literals(arguments[0])
+    elif typing.get_origin(declared) in (typing.Union, types.UnionType):
+        words = [word for one in arguments for word in _literals(one)]
+        yield from [*words, *(["null"] if words and type(None) in arguments else [])]
 
 
 if __name__ == "__main__":

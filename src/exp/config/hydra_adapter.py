@@ -60,7 +60,6 @@ from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault, chain_of, one_line
 from exp.files import can_be_a_path
-from exp.source_signature import parameters_in_source
 from exp.spelling import among, did_you_mean, is_slip
 
 HYDRA_VERSION = hydra.__version__
@@ -479,7 +478,8 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     if not isinstance(node, DictConfig) or name in node or not (is_phase or "_target_" in node):
         return
     key, target = override.key_or_group, None if is_phase else node._get_node("_target_")
-    is_habit = cure_of_key(key, "") is not None and name not in parameters_in_source(str(target))
+    # No class of exp or torch has a parameter of such a name; what others have, the check knows.
+    is_habit = cure_of_key(key, "") is not None and str(target).partition(".")[0] in ("exp", "torch")
     if not is_habit and not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "habits.md"
 TABLE = ROOT / "tests" / "config" / "habits.txt"
-HEAD = """# Habits: what Hydra, Lightning, lightning-hydra-template, Composer and transformers have you type
+HEAD = """# Habits: what Hydra, Lightning and lightning-hydra-template have you type
 
 *Reference*: what is typed elsewhere, word by word, and what runs here.
 

@@ -1,4 +1,4 @@
-"""Writes docs/vocabulary.md from the lists of models/vocabulary.py and left_out.py: python docs/make_vocabulary.py"""
+"""Writes docs/vocabulary.md from the lists of models/vocabulary.py: python docs/make_vocabulary.py"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from exp.models import vocabulary
-from exp.models.left_out import IN_PLACE, REASONS
+from exp.spelling import habits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "vocabulary.md"
@@ -19,8 +19,7 @@ In are the operators of torch's own database of tests (`op_db`) that are pure: t
 ones, and change nothing. tests/models/test_against_torch.py calls each of them through a program, as a function and
 as a method, and holds output and gradients against torch by hand, bit for bit: [against torch](against-torch.md).
 
-A name that is neither here nor one of the program's own is refused before the run, with the reason or the nearest
-spelling.
+A name that is neither here nor one of the program's own is refused before the run, with the nearest spelling.
 """
 HOMES = (
     ("torch", "`relu(x)` or `torch.relu(x)`", vocabulary.TORCH_FUNCTIONS),
@@ -108,13 +107,9 @@ def _known(names: list[str]) -> list[str]:
 
 
 def _outside() -> Iterator[str]:
-    yield "## Out, and why\n\n| | it | names | write instead |\n|---|---|---|---|"
-    for reason in REASONS:
-        names = sorted(reason.words | reason.instead.keys())
-        shown = _listed(names[:24]) + (f" and {len(names) - 24} more" if len(names) > 24 else "")
-        if reason.pattern is IN_PLACE:
-            shown = f"every name that ends in `_`, such as `relu_`; {shown}"
-        yield f"| {reason.title} | {reason.why} | {shown} | {reason.expected} |"
+    yield "## Out\n\n| name | write instead |\n|---|---|"
+    yield from (f"| `{name}` | {instead} |" for name, instead in habits()["torch"].items())
+    yield "| names that end in `_`, such as `relu_` | the function without it, whose result is a new tensor |"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
 
 NUMBER = re.compile(
     r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?(?P<sign>[kKmMbBgG%f]|\*\*|\^|/|\*)(?P<other>[+-]?\d+\.?\d*)?"
@@ -102,3 +105,13 @@ def _plain(word: str) -> str:
 
 def _parts(name: str) -> set[str]:
     return {_plain(part) for part in name.replace(".", "_").split("_")}
+
+
+@functools.cache
+def habits() -> dict[str, Any]:
+    """Return the tables of habits.yaml: words of other programs, and what is written in exp instead."""
+    import yaml  # every command imports this module
+
+    with Path(__file__).with_name("habits.yaml").open(encoding="utf-8") as file:
+        found: dict[str, Any] = yaml.load(file, vars(yaml).get("CSafeLoader", yaml.SafeLoader))
+    return found

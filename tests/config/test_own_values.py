@@ -241,17 +241,18 @@ def test_a_user_primary_config_extends_that_of_exp(place, capsys):
 
 
 def test_parameters_of_a_user_class_are_accepted(place):
-    """val_split and weight_decay are words of other frameworks."""
+    """train_val_test_split and pretrained are words of other frameworks."""
     Path("keeping.py").write_text(
         "from lightning.pytorch import LightningDataModule\nfrom torch import nn\n\n\n"
-        "class Data(LightningDataModule):\n    def __init__(self, val_split=0.1):\n        super().__init__()\n\n\n"
-        "class Net(nn.Module):\n    def __init__(self, weight_decay=0.0):\n        super().__init__()\n"
+        "class Data(LightningDataModule):\n    def __init__(self, train_val_test_split=0.1):\n"
+        "        super().__init__()\n\n\n"
+        "class Net(nn.Module):\n    def __init__(self, pretrained=False):\n        super().__init__()\n"
     )
     for name, text in {"data/mydm": "_target_: keeping.Data\n", "model/mynet": "_target_: keeping.Net\n"}.items():
         Path("conf", name).parent.mkdir(exist_ok=True)
         Path("conf", f"{name}.yaml").write_text(text)
-    config = exp.compose(["model=mynet", "data=mydm", "data.val_split=0.2", "model.weight_decay=0.5"])
-    assert (config.data.val_split, config.model.weight_decay) == (0.2, 0.5)
-    assert refused("data.val_split=0.2")["data.val_split"].cure == "Write data.parts.val=0.2"
+    config = exp.compose(["model=mynet", "data=mydm", "data.train_val_test_split=0.2", "model.pretrained=true"])
+    assert (config.data.train_val_test_split, config.model.pretrained) == (0.2, True)
+    assert "Write 'data.parts=" in refused("data.train_val_test_split=0.2")["data.train_val_test_split"].cure
     assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"
     sys.modules.pop("keeping", None)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.config.copying import copied
 from exp.config.group_kinds import AXIS, MANY, OF_CLASSES
 from exp.config.groups import COMMAND_LINE, Vocabulary
-from exp.config.habits import KEYS, OPTIONS, cure_of_key, cure_of_option
+from exp.config.habits import cure_of_key, cure_of_option, known_keys
 from exp.config.hydra_adapter import (
     CHOSEN_ALREADY,
     HYDRA_ERRORS,
@@ -33,6 +33,8 @@ from exp.redaction import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
 
 MAX_CHARACTERS = 20_000
+# Nodes of train.yaml that people take for groups.
+NODES_OF_KEYS = ("trainer", "launch")
 CALLS: dict[type, str] = {
     IntervalSweep: "an interval",
     Numbers: "a range",
@@ -385,7 +387,7 @@ def _value_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
     if "/" in line.key:
         group = line.key.rpartition("/")[0]
         return _fault(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
-    if line.key in OPTIONS and line.key not in vocabulary.groups and isinstance(line.value, str):
+    if line.key in NODES_OF_KEYS and line.key not in vocabulary.groups and isinstance(line.value, str):
         keys = f"Leave it out: its keys are set one by one, see --cfg job --package {line.key}"
         cure = cure_of_option(line.key, line.value) or keys
         return _fault(line.key, f"no group, but a node of train.yaml: {line.text}", "a key of it", cure)
@@ -536,7 +538,9 @@ def _near_habit(key: str) -> str | None:
     """The known habit that a key is a misspelling of: another word in the same place, never a part of a longer one."""
     parent, _, word = key.rpartition(".")
     words = {
-        known.rpartition(".")[2]: known for known in KEYS if known.rpartition(".")[0] == parent and known[-1] != "."
+        known.rpartition(".")[2]: known
+        for known in known_keys()
+        if known.rpartition(".")[0] == parent and known[-1] != "."
     }
     found = nearest(word, words, likeness=0.81)
     return words[found[0]] if found else None

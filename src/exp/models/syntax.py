@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from exp.errors import ExpError
 from exp.models import vocabulary
-from exp.models.left_out import hint
 from exp.spelling import nearest
 
 
@@ -249,7 +248,7 @@ class _Checker(ast.NodeVisitor):
 
     def is_left_out(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
         """Say why a name of torch is not listed, where it is known: a similar spelling would mislead."""
-        found = hint(name, known)
+        found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found
             self.refuse(node, f"{written} is not on the list: it {why}", expected)

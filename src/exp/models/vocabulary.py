@@ -2,12 +2,15 @@
 
 A name that is not here cannot be reached from a program. The lists are the pure operators of torch's own database
 (torch.testing._internal.opinfo), with their documented aliases: they take tensors and numbers and give new ones.
-What is left out on purpose is in models/left_out.py with its reason; tests/models/operators.py holds both against
-torch.
+tests/models/operators.py compares them with torch.
 """
 # ruff: noqa: SIM905  (lists of words are read more easily as words)
 
 from __future__ import annotations
+
+from collections.abc import Set
+
+from exp.spelling import habits
 
 # Names of torch itself; written `relu(x)` or `torch.relu(x)`.
 TORCH_FUNCTIONS = frozenset(
@@ -235,3 +238,24 @@ def is_value(name: str, home: str) -> bool:
 def home_of(name: str) -> str:
     """The module that a bare function name is taken from; torch's before torch.nn.functional's."""
     return "torch" if name in TORCH_FUNCTIONS else "torch.nn.functional"
+
+
+def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
+    """Return why a name is not listed and what to write, for a message; None if it may be a misspelling.
+
+    known: the names that are listed at its place.
+    """
+    pure, instead = name.rstrip("_"), habits()["torch"]
+    if name in instead:
+        return "has no place in a program", instead[name]
+    if name != pure and not name.startswith("_") and pure in known:
+        return "writes into its tensor, which other names may hold", f"`{pure}`, whose result is a new tensor"
+    if name in ATTRIBUTES and name not in known:
+        return "is an attribute of a tensor", f"`x.{name}`"
+    if name in FUNCTIONS and name not in known:
+        return f"is a function of {home_of(name)}", f"`{name}(x)`"
+    if name in METHODS and name not in known:
+        return "is a method of a tensor", f"`x.{name}()`"
+    if name[:1].isupper():
+        return "is a class", "an entry of `layers`, such as torch.nn.Linear"
+    return None

@@ -1,4 +1,4 @@
-"""Tests of tables: encoding against scikit-learn, splits, packed tables, memory, and the errors of CSV files."""
+"""Tests of tables: encoding against scikit-learn, splits, memory, and the errors of CSV files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from exp.check.plan import examine, resolve
 from exp.data.cells import finite_number
 from exp.data.data import Data
 from exp.data.delimited import Csv
-from exp.data.in_memory import Selection, Tensors
-from exp.data.tables import moments_of
 from exp.data.unlabelled import UnlabelledTable
 from exp.data.windows import Windows
 from exp.engine.checkpoint import read_checkpoint
@@ -213,53 +211,17 @@ def test_dates_may_have_a_format(tmp_path):
     assert values(raw)[:, 0].tolist() == [19753.0, 19755.0, 19756.0]
 
 
-def test_moments_of_pieces_equal_those_of_all_rows():
-    rows = 1e6 + np.random.default_rng(0).normal(size=(50, 3))
-    mean, deviation = moments_of([rows[:7], rows[7:20], rows[20:]])
-    np.testing.assert_allclose(mean.numpy(), rows.mean(0), rtol=1e-14)
-    np.testing.assert_allclose(deviation.numpy(), rows.std(0), rtol=1e-9)
-
-
-@pytest.mark.parametrize(("encoding", "impute"), [("one_hot", "mean"), ("index", "median")])
-def test_a_packed_table_gives_the_same_batches(tmp_path, encoding, impute):
-    path = write(tmp_path / "long.csv", lines(LONG))
-    settings = {"categorical": ["colour", "size"], "dates": ["when"], "impute": impute, "encoding": encoding}
-    settings |= {"target": {"kind": "kind", "cost": ["price", "rent"]}}
-    settings |= {"task": {"kind": "classification", "cost": "regression"}}
-    whole, packed = (Data(dataset=Csv(path=path, **settings, packed=one), batch_size=4000) for one in (False, True))
-    assert isinstance(whole.part("train"), Tensors)
-    assert isinstance(packed.part("train"), Selection)
-    assert whole.spec == packed.spec
-    for stage in ("train", "val", "test"):
-        for one, other in zip(whole.loader(stage), packed.loader(stage), strict=True):
-            assert one.data.keys() == other.data.keys()
-            for name, wanted in one.data.items():
-                torch.testing.assert_close(other.data[name], wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_file_is_read_in_less_memory_than_its_size(tmp_path):
+def test_a_table_holds_its_numbers_once(tmp_path):
     path = tmp_path / "long.csv"
     row = "0.12345678,1.2345678,12.345678,123.45678,1234.5678,red,0.87654321\n"
     path.write_text("a,b,c,d,e,colour,target\n" + row * 100_000)
     tracemalloc.start()
-    made = Csv(path=str(path), target="target", task="regression", categorical=["colour"], packed=True)
-    held, peak = tracemalloc.get_traced_memory()
+    made = Csv(path=str(path), target="target", task="regression", categorical=["colour"])
+    held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(made) == 100_000
-    # Six numbers and a word of 4 bytes each. While the file is read, one piece of its text is in memory, too.
-    assert held < 1.2 * 100_000 * 7 * 4
-    assert peak < path.stat().st_size + 8 * 2**20
-
-
-def test_packing_refuses_numbers_that_it_would_lose(tmp_path):
-    path = tmp_path / "far.csv"
-    # The first piece of 2**20 characters holds no number but 0.5.
-    near = [f"{0.5:.1000f}"] * 1_060 + [1e9 + 0.01 * number for number in range(10_000)]
-    cases = [("beyond float32 in column far, line 2", ["1e39", *range(50)]), ("far, whose numbers are nearer", near)]
-    for message, numbers in cases:
-        path.write_text("far,target\n" + "".join(f"{number},1\n" for number in numbers))
-        with pytest.raises(ConfigError, match=rf"(?s){message} .*data.dataset.packed=false"):
-            Csv(path=str(path), target="target", task="regression", packed=True)
+    # Six numbers and a word of 8 bytes each.
+    assert held < 1.2 * 100_000 * 7 * 8
 
 
 numbers = st.floats(-1e100, 1e100)

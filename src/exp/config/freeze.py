@@ -62,6 +62,8 @@ ADDED_TO_RUNTIME: Mapping[str, Any] = {"compile_mode": None}
 # Keys and hooks that no longer exist, which runs of earlier versions have.
 REMOVED = ("runtime.warm", "runtime.cuda_graph")
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
+# A data set that had a parameter `packed`.
+PACKING = "exp.data.delimited.Csv"
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -193,7 +195,8 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
         key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
     }
     hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
-    return [*REMOVED, *hooks]
+    packed = [f"{key}.packed" for key, target in targets.items() if target == PACKING]
+    return [*REMOVED, *hooks, *packed]
 
 
 def _without(node: Any, path: Sequence[str]) -> Any:

@@ -16,14 +16,14 @@ import numpy as np
 from exp.data.cells import Missing, WordCodes, finite_number
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, name_cure, refuse_unknown_columns
-from exp.data.tables import Encoding, Impute, Packed, Table, Words, beside
+from exp.data.tables import Encoding, Impute, Table, Words
 from exp.errors import ConfigError, Fault
 
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 where columns have no names.
 Name: TypeAlias = str | int
 Value = TypeVar("Value")
-Values: TypeAlias = "Iterable[object] | Packed | Words"
+Values: TypeAlias = "Iterable[object] | Words"
 Column = TypeVar("Column", bound=Values)
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
 MANY_LABELS = 20
@@ -39,11 +39,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Sheet(ABC):
     """The columns of a file.
 
-    file: where it is. names: of the columns, in order. missing: the texts without a value. packed: an attribute,
-    whether its columns of numbers are Packed.
+    file: where it is. names: of the columns, in order. missing: the texts without a value.
     """
-
-    packed = False
 
     def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
         self.file, self.names, self.missing = file, tuple(names), missing
@@ -93,8 +90,8 @@ class Sheet(ABC):
         """A column of words, coded."""
         return words_of(self.texts(column))
 
-    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
-        """A column of numbers, or where `days` names it of dates, as a table takes it: float64 `[N]`, or Packed.
+    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray:
+        """A column of numbers, or where `days` names it of dates, as a table takes it: float64 `[N]`.
 
         Raises: as numbers and days.
         """
@@ -128,9 +125,7 @@ class Sheet(ABC):
 
     def complete(self, column: int, values: Values, *, cure: str) -> None:
         """Raises: ConfigError where one of the values is missing. cure: against it."""
-        if isinstance(values, Packed):
-            missing = np.flatnonzero(np.isnan(values.values).any(1)).tolist()
-        elif isinstance(values, np.ndarray):
+        if isinstance(values, np.ndarray):
             missing = np.flatnonzero(np.isnan(values)).tolist()
         elif isinstance(values, Words):
             missing = np.flatnonzero(values.codes < 0).tolist()
@@ -235,7 +230,6 @@ class SheetTable(Table):
             standardise=standardise,
             impute=impute,
             encoding=encoding,
-            packed=sheet.packed,
         )
         of_dates = [column for column in figures if column in days or sheet.holds_dates(column)]
         self.dates = {sheet.names[column]: days.get(column) for column in of_dates}
@@ -350,7 +344,7 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
 
 def _targets(
     sheet: Sheet, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], faults: list[Fault]
-) -> Iterator[tuple[str, np.ndarray | Packed | Words]]:
+) -> Iterator[tuple[str, np.ndarray | Words]]:
     for name, columns in targets.items():
         if not columns:
             faults += data_fault("dataset.target", got="no column", expected="one to predict, or several").faults
@@ -358,7 +352,7 @@ def _targets(
             read = _each(sheet, columns, lambda one: sheet.feature(one, {}), faults)
             faults += _incomplete(sheet, read)
             if len(read) == len(columns):
-                yield name, beside(list(read.values()))
+                yield name, np.stack(list(read.values()), 1)
         elif len(columns) > 1:
             got = f"{len(columns)} columns in a classification"
             cured = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
@@ -370,7 +364,7 @@ def _targets(
                 faults += error.faults
 
 
-def _incomplete(sheet: Sheet, columns: Mapping[str, np.ndarray | Packed]) -> Iterator[Fault]:
+def _incomplete(sheet: Sheet, columns: Mapping[str, np.ndarray]) -> Iterator[Fault]:
     for name, values in columns.items():
         try:
             sheet.complete(sheet.names.index(name), values, cure=NO_ANSWER)

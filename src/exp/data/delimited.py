@@ -18,18 +18,14 @@ from exp.data.cells import DecimalSign, Missing, WordCodes, finite_number, numbe
 from exp.data.columns import Name, Sheet, SheetTable, Task, days_since_1970, words_in_order
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault
-from exp.data.tables import Encoding, Impute, Packed, Words
+from exp.data.tables import Encoding, Impute, Words
 from exp.errors import ConfigError
 
 if TYPE_CHECKING:
     from _csv import Reader
 
-# Bytes of a file from which on its numbers are packed: below, they are kept as they stand, in double.
-PACKED = 64 * 2**20
 # Characters of the lines that are parsed together.
 CHARACTERS = 2**20
-# Rows that are looked at, and what float32 rounds away of a number.
-SAMPLED, FLOAT32 = 2**16, 2.0**-24
 MISSING_VALUES = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 
@@ -59,8 +55,6 @@ class Csv(SheetTable):
     missing_values: texts that stand for a missing value, besides an empty one. impute: what to take for one, see Table;
         None refuses them.
     encoding: of words, "one_hot" or "index"; see Table. standardise: see Table.
-    packed: whether numbers are kept in half the memory and samples are encoded where a batch needs them, see Table;
-        None means for a file of 64 MiB or more.
 
     Raises: ConfigError for a file or a column that is not there, and with its line for a value that is none of what its
         column holds.
@@ -83,12 +77,11 @@ class Csv(SheetTable):
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
-        packed: bool | None = None,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         file = data_file(path, directory=directory)
         super().__init__(
-            read=partial(read_sheet, file, dialect, missing_values=missing_values, packed=packed),
+            read=partial(read_sheet, file, dialect, missing_values=missing_values),
             target=target,
             task=task,
             categorical=categorical,
@@ -101,16 +94,13 @@ class Csv(SheetTable):
 
 
 class CsvSheet(Sheet):
-    """The columns of a CSV file, read in one pass over it for all that are asked for together, a megabyte at a time.
+    """The columns of a CSV file, read in one pass over it for all that are asked for together, a megabyte at a time."""
 
-    packed: whether columns of numbers are Packed.
-    """
-
-    def __init__(self, *, file: Path, dialect: Dialect, missing: Missing, packed: bool) -> None:
+    def __init__(self, *, file: Path, dialect: Dialect, missing: Missing) -> None:
         super().__init__(file=file, names=(), missing=missing)
-        self.dialect, self.packed = dialect, packed
+        self.dialect = dialect
         self._rows = 0
-        self._numbers: dict[tuple[int, str | bool | None], np.ndarray | Packed | ConfigError] = {}
+        self._numbers: dict[tuple[int, str | bool | None], np.ndarray | ConfigError] = {}
         self._words: dict[int, Words] = {}
 
     def __len__(self) -> int:
@@ -127,7 +117,7 @@ class CsvSheet(Sheet):
         codes = {column: WordCodes(self.missing) for column in words}
         readers |= {column: code.__getitem__ for column, code in codes.items()}
         parser = Parser(sheet=self, readers=readers, plain=[one for one in readers if one not in {*days, *codes}])
-        blocks = [Block(columns=group, packed=self.packed) for group in numbers]
+        blocks = [Block(columns=group) for group in numbers]
         coded = Block(columns=list(codes), dtype=np.int32)
         self._rows = 0
         for rows, share in parser.pieces():
@@ -135,11 +125,10 @@ class CsvSheet(Sheet):
             for block in (*blocks, coded):
                 block.append(rows, share)
         for block in blocks:
-            self._refuse_lost(block)
             whole = block.done()
             for place, column in enumerate(block.columns):
-                found = whole.column(place) if isinstance(whole, Packed) else whole[:, place]
-                self._numbers[column, days.get(column, False)] = self._fault(parser, column, days) or found
+                fault = self._fault(parser, column, days)
+                self._numbers[column, days.get(column, False)] = whole[:, place] if fault is None else fault
         self._words |= {
             column: words_in_order(coded.held[: self._rows, place], code.words)
             for place, (column, code) in enumerate(codes.items())
@@ -161,7 +150,7 @@ class CsvSheet(Sheet):
     def days(self, column: int, form: str | None) -> np.ndarray:
         return np.asarray(self._read(column, {column: form}))
 
-    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
+    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray:
         return self._read(column, days)
 
     def place(self, row: int) -> str:
@@ -188,20 +177,7 @@ class CsvSheet(Sheet):
         """The error of what is no CSV. line: the last one that was read."""
         return data_fault("dataset.path", got=f"{self.file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
 
-    def _refuse_lost(self, block: Block) -> None:
-        """Reject numbers of which packing would lose something. Raises: ConfigError."""
-        if not self.packed:
-            return
-        cure = "Write data.dataset.packed=false, which takes twice the memory"
-        if block.overflow is not None:
-            row, column = block.overflow
-            got = f"a number beyond float32 in column {self.names[column]}, {self.place(row)}, of packed numbers"
-            raise data_fault("dataset.packed", got=got, expected="numbers below 3.4e38", cure=cure)
-        if (coarse := block.coarse()) is not None:
-            got = f"the column {self.names[coarse]}, whose numbers are nearer to each other than float32 can tell"
-            raise data_fault("dataset.packed", got=got, expected="columns that float32 holds", cure=cure)
-
-    def _read(self, column: int, days: Mapping[int, str | None]) -> np.ndarray | Packed:
+    def _read(self, column: int, days: Mapping[int, str | None]) -> np.ndarray:
         key = (column, days.get(column, False))
         if key not in self._numbers:
             self.load(numbers=[[column]], days={one: form for one, form in days.items() if one == column}, words=())
@@ -374,30 +350,20 @@ class Parser:
 
 
 class Block:
-    """Some columns that are read together, `[N, K]`, in memory that grows. columns: of the file.
+    """Some columns that are read together, `[N, K]`, in memory that grows. columns: of the file."""
 
-    packed: whether they are numbers less an offset each, in float32. dtype: else.
-    overflow: an attribute, row and column of a number that is beyond float32; None where there is none.
-    """
-
-    def __init__(self, *, columns: Sequence[int], dtype: type[np.generic] = np.float64, packed: bool = False) -> None:
+    def __init__(self, *, columns: Sequence[int], dtype: type[np.generic] = np.float64) -> None:
         self.columns = list(columns)
         first = self.columns[0] if self.columns else 0
         run = slice(first, first + len(self.columns))
         # What lies side by side is taken without a copy.
         self._places = run if self.columns == list(range(first, run.stop)) else self.columns
-        self.overflow: tuple[int, int] | None = None
-        self._offsets = np.zeros(len(columns)) if packed else None
         self._length = 0
-        self.held = np.empty((0, len(columns)), dtype=np.float32 if packed else dtype)
+        self.held = np.empty((0, len(columns)), dtype=dtype)
 
     def append(self, rows: np.ndarray, share: float) -> None:
         """Takes over its columns of more rows. share: of the file, which says how many there may be in all."""
         taken = rows[:, self._places]
-        if self._offsets is not None and not self._length:
-            # Of values that lie far from 0, as of dates, float32 would not tell neighbours apart. The median, for the
-            # first value may be another one's stand-in; one of them, so that whole numbers stay whole.
-            self._offsets = np.array([_middle(column[np.isfinite(column)]) for column in taken.T])
         stop = self._length + len(rows)
         if stop > len(self.held):
             # Asked for at once, by what the first rows say, so that nothing is copied; untouched it takes no memory.
@@ -405,41 +371,13 @@ class Block:
             grown = np.empty((wanted, len(self.columns)), dtype=self.held.dtype)
             grown[: self._length] = self.held[: self._length]
             self.held = grown
-        if self._offsets is None:
-            self.held[self._length : stop] = taken
-        else:
-            new = self.held[self._length : stop]
-            with np.errstate(over="ignore"):
-                np.subtract(taken, self._offsets, out=new, casting="same_kind")
-            lost = np.isinf(new) & np.isfinite(taken)
-            if self.overflow is None and lost.any():
-                row, place = np.argwhere(lost)[0].tolist()
-                self.overflow = self._length + row, self.columns[place]
+        self.held[self._length : stop] = taken
         self._length = stop
 
-    def coarse(self) -> int | None:
-        """A packed column whose numbers float32 would not tell apart; None where there is none.
-
-        Half of a sample of its numbers lie nearer to each other than a thousand times what float32 rounds away.
-        """
-        sampled = self.held[: self._length : max(1, self._length // SAMPLED)]
-        for place, column in enumerate(self.columns):
-            known = sampled[:, place][np.isfinite(sampled[:, place])]
-            if len(known):
-                low, high = np.quantile(known.astype(np.float64), [0.25, 0.75]).tolist()
-                if high > low and max(abs(low), abs(high)) * FLOAT32 > 1e-3 * (high - low):
-                    return column
-        return None
-
-    def done(self) -> np.ndarray | Packed:
+    def done(self) -> np.ndarray:
         """All of them."""
         self.held = self.held[: self._length]
-        return self.held if self._offsets is None else Packed(values=self.held, offsets=self._offsets)
-
-
-def _middle(values: np.ndarray) -> float:
-    """The one in the middle; 0 of none."""
-    return float(np.partition(values, len(values) // 2)[len(values) // 2]) if len(values) else 0.0
+        return self.held
 
 
 def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
@@ -462,11 +400,10 @@ def read_sheet(
     dialect: Dialect | None = None,
     *,
     missing_values: Sequence[object] = MISSING_VALUES,
-    packed: bool | None = False,
 ) -> CsvSheet:
     """The columns of a file, of which its names are read at once. Empty lines are left out.
 
-    dialect: how the file is written; None for commas and a header. packed: of Csv.
+    dialect: how the file is written; None for commas and a header.
     Raises: ConfigError for names that are there twice, and a file without rows; where a column is read, for rows of
         unequal length.
     """
@@ -475,8 +412,7 @@ def read_sheet(
         got = f"{dialect.decimal!r}, which is the delimiter, too"
         told = "If values stand between semicolons, write data.dataset.delimiter=';'"
         raise data_fault("dataset.decimal", got=got, expected="two different signs", cure=told)
-    is_packed = file.stat().st_size >= PACKED if packed is None else packed
-    sheet = CsvSheet(file=file, dialect=dialect, missing=Missing.of(missing_values), packed=is_packed)
+    sheet = CsvSheet(file=file, dialect=dialect, missing=Missing.of(missing_values))
     with file.open(newline="", encoding="utf-8-sig") as text:
         rows = sheet.rows_in(text)
         try:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from exp.data.cells import word_key
 from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
-from exp.data.in_memory import Entries, Fitted, Selection, Tensors, tensors_of
+from exp.data.in_memory import Entries, Fitted, Tensors
 from exp.data.value_names import SCALES, ValueNames
-from exp.nested import mapped
 from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
 # What fit() calls its figures; of a column of words, the name of a word that is not there.
 FITTED, MISSING = "table", ""
-# Rows of a packed table that are looked at together.
-PIECE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,51 +36,8 @@ class Words:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
-    """Columns of numbers in half the memory, as differences from a number each: `values + offsets`.
-
-    A network is given float32, so that nothing it could see is lost: a difference from the number in the middle is as
-    exact as the column is wide. Columns of which that does not hold are refused where they are read.
-
-    values: float32 `[N, K]`, nan where one is missing. offsets: float64 `[K]`. whole, place: of one column out of
-    several that are in one array, those, and which it is.
-    """
-
-    values: np.ndarray
-    offsets: np.ndarray
-    whole: Packed | None = None
-    place: int = 0
-
-    def column(self, place: int) -> Packed:
-        """One of the columns, without a copy."""
-        picked = slice(place, place + 1)
-        return Packed(values=self.values[:, picked], offsets=self.offsets[picked], whole=self, place=place)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """float64 `[N]` of one column, `[N, K]` of several."""
-        doubles: np.ndarray = self.values.astype(np.float64) + self.offsets
-        return doubles[:, 0] if self.values.shape[1] == 1 else doubles
-
-
-def beside(columns: Sequence[np.ndarray | Packed]) -> np.ndarray | Packed:
-    """Columns as one block `[N, K]`; of packed ones that lie beside each other in one array, that array."""
-    packed = [column for column in columns if isinstance(column, Packed)]
-    if not packed:
-        return np.stack([np.asarray(column) for column in columns], 1)
-    whole = packed[0].whole
-    if whole is not None and [(one.whole, one.place) for one in packed] == [
-        (whole, place) for place in range(whole.values.shape[1])
-    ]:
-        return whole
-    return Packed(
-        values=np.concatenate([one.values for one in packed], 1),
-        offsets=np.concatenate([one.offsets for one in packed]),
-    )
-
-
 class TableRows(Tensors):
-    """Rows of numbers, words and targets as a file has them, packed or not. See Table for the parameters.
+    """Rows of numbers, words and targets as a file has them. See Table for the parameters.
 
     notes: an attribute, what to say of the file, a line each. dates: an attribute, the forms of the dates that became
     numbers, by column.
@@ -97,52 +49,26 @@ class TableRows(Tensors):
     def __init__(
         self,
         *,
-        numbers: Mapping[str, np.ndarray | Packed],
+        numbers: Mapping[str, np.ndarray],
         words: Mapping[str, Words] | None = None,
-        targets: Mapping[str, np.ndarray | Packed | Words],
+        targets: Mapping[str, np.ndarray | Words],
         standardise: bool = True,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
-        packed: bool = False,
     ) -> None:
         self.columns, self.words = tuple(numbers), dict(words or {})
         self.classes = {name: target.names for name, target in targets.items() if isinstance(target, Words)}
         self.standardise, self.impute, self.encoding = standardise, impute, encoding
-        held: dict[str, np.ndarray | Packed | Words] = {f"target.{name}": target for name, target in targets.items()}
+        entries = {f"target.{name}": _tensor(target) for name, target in targets.items()}
         if self.columns:
-            held["numbers"] = beside(list(numbers.values()))
+            # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
+            entries["numbers"] = torch.from_numpy(np.stack(list(numbers.values()), 1).astype(np.float64, copy=False))
         if self.words:
             codes = np.stack([column.codes for column in self.words.values()], 1)
-            held["words"] = Words(codes=codes, names=())
-        self._offsets = {
-            name: torch.from_numpy(block.offsets) for name, block in held.items() if isinstance(block, Packed)
-        }
-        self._is_packed = packed or bool(self._offsets)
-        self._rows: Tensor | None = None
-        self._lookups: Mapping[str, Tensor] = {}
-        entries = {name: _tensor(block, is_packed=self._is_packed) for name, block in held.items()}
+            entries["words"] = torch.from_numpy(codes.astype(np.int64, copy=False))
         only = next(iter(targets)) if len(targets) == 1 else None
         classes = len(self.classes[only]) if only in self.classes else None
         super().__init__(entries=entries, num_classes=classes)
-
-    def __len__(self) -> int:
-        return super().__len__() if self._rows is None else len(self._rows)
-
-    def select(self, indices: Tensor) -> Self:
-        """These rows as a table of their own; of packed ones without a copy."""
-        if not self._is_packed:
-            return super().select(indices)
-        part = copy.copy(self)
-        part._rows = indices if self._rows is None else self._rows[indices]
-        part.indices, part.whole_length = indices, len(self)
-        return part
-
-    def unpacked(self, indices: Tensor, *, lookups: Mapping[str, Tensor]) -> Self:
-        """Some rows of a table, in double. lookups: of `lookups_for`."""
-        part = copy.copy(self)
-        part.entries = {name: self._doubles(name, indices) for name in self._raw}
-        part._offsets, part._rows, part._is_packed, part._lookups = {}, None, False, lookups
-        return part
 
     def each_column(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each input column and its values `[N]`: numbers float64, and codes of words."""
@@ -156,23 +82,6 @@ class TableRows(Tensors):
             if values.dim() == 1 or values.shape[1] == 1:
                 yield name, self._column(f"target.{name}", 0)
 
-    def _pieces(self, name: str) -> Iterator[np.ndarray]:
-        """The rows of an entry, `[n, K]`: of packed ones some at a time, else all of them."""
-        if not self._is_packed:
-            yield np.atleast_2d(self._raw[name].numpy().T).T
-            return
-        for start in range(0, len(self), PIECE):
-            stop = min(start + PIECE, len(self))
-            indices = torch.arange(start, stop) if self._rows is None else self._rows[start:stop]
-            yield np.atleast_2d(self._doubles(name, indices).numpy().T).T
-
-    def _doubles(self, name: str, indices: Tensor) -> Tensor:
-        """Some rows of an entry: numbers float64, codes int64."""
-        rows = self._raw[name].index_select(0, indices)
-        if name in self._offsets:
-            return rows.double() + self._offsets[name]
-        return rows.double() if rows.is_floating_point() else rows.long()
-
     def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
         """How often a column of words has none, and each of them, int64 `[size + 1]`."""
         return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
@@ -180,11 +89,7 @@ class TableRows(Tensors):
     def _column(self, entry: str, place: int) -> np.ndarray:
         """One column of an entry, `[N]`: numbers float64, codes int64."""
         values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
-        if not self._is_packed:
-            return values.numpy()
-        values = values if self._rows is None else values[self._rows]
-        found = values.double() + self._offsets[entry][place] if entry in self._offsets else values.long()
-        return found.numpy()
+        return values.numpy()
 
     @property
     def _raw(self) -> dict[str, Tensor]:
@@ -214,8 +119,6 @@ class Table(TableRows):
         is a word of its own, or the most frequent one with "most_frequent".
     encoding: "one_hot", or "index" for an input of its own, `categories`, int64 `[C]`: each column's word by number, 0
         for one that training has not seen.
-
-    A table of packed numbers is one that is large: its parts share its rows, and what a batch needs is encoded for it.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledTable"
@@ -231,13 +134,8 @@ class Table(TableRows):
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            if self._is_packed and self.impute is None:
-                # Nothing is missing.
-                found["means"], found["deviations"] = moments_of(self._pieces("numbers"))
-                found["fills"] = found["means"]
-            else:
-                found["fills"] = self._fills()
-                found["means"], found["deviations"] = moments_of(self._filled(found["fills"].numpy()))
+            values, found["fills"] = self._raw["numbers"].numpy(), self._fills()
+            found["means"], found["deviations"] = moments(np.where(np.isnan(values), found["fills"].numpy(), values))
         if self.words:
             counts = {
                 name: self._counts("words", place, len(column.names))
@@ -248,14 +146,14 @@ class Table(TableRows):
             }
             found["words"] = {name: self._held(self.words[name].names, mine) for name, mine in counts.items()}
         figures = [name for name in self._targets if name not in self.classes]
-        scales = {name: moments_of(self._pieces(f"target.{name}")) for name in figures}
+        scales = {name: moments(self._targets[name].numpy()) for name in figures}
         found["target_means"] = {name: mean for name, (mean, _) in scales.items()}
         found["target_deviations"] = {name: deviation for name, (_, deviation) in scales.items()}
         if self.standardise:
             found[SCALES] = {name: list(scale) for name, scale in scales.items()}
         return {FITTED: found}
 
-    def prepare(self, fitted: Fitted) -> Tensors | EncodedRows | Selection:
+    def prepare(self, fitted: Fitted) -> Tensors:
         """Encode the rows by what the training part told.
 
         Raises: ConfigError where that has other columns, and for a class that it does not know.
@@ -266,9 +164,6 @@ class Table(TableRows):
             raise data_fault("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
         for name in self.classes:
             self._refuse_unknown(name, told)
-        if self._is_packed:
-            rows = EncodedRows(table=self, fitted=fitted)
-            return rows if self._rows is None else Selection(source=rows, indices=self._rows)
         num_classes, num_outputs = self.sizes(told)
         prepared = Tensors(entries=self.samples(told), num_classes=num_classes, num_outputs=num_outputs)
         prepared.indices = self.indices
@@ -303,8 +198,7 @@ class Table(TableRows):
         Words are encoded.
         """
         told = fitted_entry(fitted, FITTED, part=self)
-        rows = indices if self._rows is None else self._rows[indices]
-        part = self.unpacked(rows, lookups={})
+        part = self.select(indices)
         part.standardise = False
         fills = torch.full_like(told["fills"], torch.nan) if self.columns else None
         targets = {name: value for name, value in part._targets.items() if name not in self.classes}
@@ -320,11 +214,6 @@ class Table(TableRows):
         """The rows as a model sees them."""
         entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
         return tuple(entries.values()) if list(entries) == ["input", TARGET] else entries
-
-    def lookups_for(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What training calls the words of each column, and the classes of each target, by their codes here."""
-        classes = {f"target.{name}": self._numbers_of_classes(name, told) for name in self.classes}
-        return {**{name: self._numbers_of_words(name, told) for name in self.words}, **classes}
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
         """The inputs by name, numbers in float64: `input` `[N, F]` and, encoded as an index, `categories` `[N, C]`."""
@@ -368,7 +257,7 @@ class Table(TableRows):
 
     def _coded(self, column: str, told: Mapping[str, Any]) -> Tensor:
         """Which of training's words each row has, int64 `[N]`, from 1; 0 for another one."""
-        numbers = self._lookups[column] if self._lookups else self._numbers_of_words(column, told)
+        numbers = self._numbers_of_words(column, told)
         codes = self._raw["words"][:, list(self.words).index(column)]
         return numbers[codes]  # the last one is that of -1
 
@@ -384,8 +273,7 @@ class Table(TableRows):
             if self.standardise:
                 values = (values - told["target_means"][name]) / told["target_deviations"][name]
             return values.float()
-        numbers = self._lookups[f"target.{name}"] if self._lookups else self._numbers_of_classes(name, told)
-        return numbers[values]
+        return self._numbers_of_classes(name, told)[values]
 
     def _numbers_of_classes(self, name: str, told: Mapping[str, Any]) -> Tensor:
         order = {word_key(word): number for number, word in enumerate(told["classes"].get(name, ()))}
@@ -410,11 +298,8 @@ class Table(TableRows):
 
         Raises: ConfigError for a column without a single number.
         """
-        known: np.ndarray | int = 0
-        total: np.ndarray | float = 0.0
-        for piece in self._pieces("numbers"):
-            known, total = known + (~np.isnan(piece)).sum(0), total + np.nansum(piece, 0)
-        if not np.all(known):
+        known = (~self._raw["numbers"].isnan()).sum(0).numpy()
+        if not known.all():
             name = self.columns[int(np.argmin(known))]
             raise data_fault(
                 "dataset.ignore",
@@ -422,43 +307,14 @@ class Table(TableRows):
                 expected="columns with a number to fill the others with",
                 cure=f"Leave it out with data.dataset.ignore=[{name}]",
             )
-        if self._is_packed and self.impute == "mean":
-            return torch.from_numpy(total / known)
         columns = (self._column("numbers", place) for place in range(len(self.columns)))
         return torch.tensor([_fill(column[~np.isnan(column)], self.impute) for column in columns], dtype=torch.float64)
-
-    def _filled(self, fills: np.ndarray) -> Iterator[np.ndarray]:
-        for piece in self._pieces("numbers"):
-            yield np.where(np.isnan(piece), fills, piece)
 
     def _held(self, names: tuple[str, ...], counts: np.ndarray) -> list[str]:
         """The words that these rows have, in order; a missing one, where it is one of them, last."""
         has_missing = counts[0] > 0 and self.impute != "most_frequent"
         held = [name for name, count in zip(names, counts[1:].tolist(), strict=True) if count]
         return held + [MISSING] * bool(has_missing)
-
-
-class EncodedRows(Dataset[Entries]):
-    """The rows of a packed table as a model sees them, encoded where they are gathered. fitted: what training told."""
-
-    def __init__(self, *, table: Table, fitted: Fitted) -> None:
-        self.table = table
-        self._told = fitted_entry(fitted, FITTED, part=table)
-        self.num_classes, self.num_outputs = table.sizes(self._told)
-        self._lookups = table.lookups_for(self._told)
-
-    @property
-    def value_names(self) -> ValueNames:
-        return self.table.names_of_values(self._told)
-
-    def __len__(self) -> int:
-        return len(tensors_of(self.table.entries)[0])
-
-    def __getitem__(self, index: int) -> Entries:
-        return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
-
-    def gather(self, indices: Tensor) -> Entries:
-        return self.table.unpacked(indices, lookups=self._lookups).samples(self._told)
 
 
 class ShippedTable(Table):
@@ -534,41 +390,22 @@ DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6
 
 
 def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column of float64 `[N, F]`, see moments_of."""
-    return moments_of([values])
-
-
-def moments_of(pieces: Iterable[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each column of float64 `[N, F]`, by which a column that never changes becomes 0.
+    """Return mean and deviation of each column of float64 `[N, F]`, by which a constant column becomes 0.
 
     The deviation of such a column is 1: what rounding leaves of it is no spread (scikit-learn's StandardScaler has the
-    same bound). Pieces are joined as Chan, Golub and LeVeque do (Updating Formulae and a Pairwise Algorithm for
-    Computing Sample Variances, 1979).
-
-    pieces: the rows, some at a time.
+    same bound).
     """
-    count, mean, squares = 0, np.zeros(0), np.zeros(0)
-    for piece in pieces:
-        own, its_mean = len(piece), piece.mean(0)
-        its_squares = np.square(piece - its_mean).sum(0)
-        if not count:
-            count, mean, squares = own, its_mean, its_squares
-            continue
-        apart = its_mean - mean
-        squares = squares + its_squares + np.square(apart) * count * own / (count + own)
-        mean = mean + apart * own / (count + own)
-        count += own
+    count, mean = len(values), values.mean(0)
+    squares = np.square(values - mean).sum(0)
     spread = squares / count
     roundings = count * np.finfo(np.float64).eps
     is_constant = spread <= roundings * spread + (roundings * mean) ** 2
     return torch.from_numpy(mean), torch.from_numpy(np.where(is_constant, 1.0, np.sqrt(spread)))
 
 
-def _tensor(column: np.ndarray | Packed | Words, *, is_packed: bool) -> Tensor:
-    if isinstance(column, Packed):
-        return torch.from_numpy(column.values)
+def _tensor(column: np.ndarray | Words) -> Tensor:
     if isinstance(column, Words):
-        return torch.from_numpy(np.array(column.codes, dtype=np.int32 if is_packed else np.int64))
+        return torch.from_numpy(np.array(column.codes, dtype=np.int64))
     # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
     return torch.from_numpy(np.array(column, dtype=np.float64))
 

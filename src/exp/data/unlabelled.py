@@ -114,9 +114,7 @@ class UnlabelledTable(Dataset[object]):
         if place is not None:
             row, name = place[0], told["numbers"][place[1]]
             raise sheet.bad(row, sheet.column(name, key="dataset.path"), f"{numbers[name][row]:g}", held(torch.float32))
-        prepared = table.prepare(fitted)
-        assert isinstance(prepared, Tensors)  # nothing is packed
-        return prepared
+        return table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
         """Return how many rows have words that training does not know, a line a column."""

@@ -182,7 +182,7 @@ def test_columns_without_room_are_named(width, printed, monkeypatch):
     decays = ({"optimizer.weight_decay": decay, "seed": str(job)} for job, decay in enumerate(("0.01", "0.1")))
     title, _, rest = printed([row(job, 0.123456, swept=one, **more) for job, one in enumerate(decays)]).partition("┏")
     words = {*re.split(r"[\s┃│]+", rest.partition("└")[0])}
-    left_out = " ".join(title.split()).partition("; columns that the screen has no room for: ")[2].split(", ")
+    left_out = " ".join(title.split()).partition("; columns left out: ")[2].split(", ")
     assert {"job", "status", "completed", "seed", "0.123456", "0.01", "0.1"} <= words
     assert words & {"optimizer.weight_decay", "weight_decay"}
     for name, word in {"peak_mib": "823", "seconds": "10.2", "step": "380", "accuracy/val": "0.98765"}.items():

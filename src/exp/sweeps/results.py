@@ -293,7 +293,7 @@ def _rich(
             kept.append(name)
     left_out = [name for name in header if name not in kept]
     if left_out:
-        title = f"{title}; columns that the screen has no room for: {among(left_out)}"
+        title = f"{title}; columns left out: {among(left_out)}"
     table = Table(title=title, title_justify="left")
     shown = [columns[name] for name in header if name in kept]
     for column in shown:

@@ -128,7 +128,7 @@ def test_data_without_targets_have_neither_classes_nor_outputs(tmp_path, monkeyp
     decided = plan(resolve(exp.compose([*data, "experiment=gan", "launch.accelerator=cpu"])))
     assert (decided.spec.input_shape, decided.spec.num_classes, decided.spec.num_outputs) == ((1, 8, 8), None, None)
     (fault,) = resolve(exp.compose(data)).faults
-    assert str(fault).startswith("model.layers.head.out_features: null; expected an integer")
+    assert "${data.num_outputs}, which is null: the data has no entry called target" in str(fault)
 
 
 def test_a_rank_plans_what_its_parent_planned() -> None:

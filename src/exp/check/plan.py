@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -348,7 +348,17 @@ def resolve(config: DictConfig) -> Resolved:
                 faults.append(error.fault)
     faults += [*first, *start_faults, *second_stage(config, reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
-    return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
+    return Resolved(config=config, plain=plain, faults=tuple(_with_reasons(config, faults)), notes=notes)
+
+
+def _with_reasons(config: DictConfig, faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield faults, and say of a null that comes from the data why it is one."""
+    values = Values(_raw(config))
+    for fault in faults:
+        if fault.got == "null" and values[fault.key] == "${data.num_outputs}":
+            got = "${data.num_outputs}, which is null: the data has no entry called target"
+            fault = replace(fault, got=got, cure=f"Write {fault.key}=NUMBER")
+        yield fault
 
 
 def _overrides(config: DictConfig) -> list[str]:

@@ -83,16 +83,26 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             self.files, self.targets, self.classes = _listed(file, target=target, picture=picture, task=task)
         else:
             folder = data_folder(path, directory=directory)
-            parts = _folders_of_parts(folder)
-            self.own_parts = {stage: self._of(_in_folders(place)) for stage, place in parts.items()}
-            self.files, self.targets, self.classes = _in_folders(parts.get("train", folder))
+            places = _folders_of_parts(folder)
+            self.own_parts = {stage: self._of(*_in_folders(place)) for stage, place in places.items()}
+            if places:
+                self._join()
+            else:
+                self.files, self.targets, self.classes = _in_folders(folder)
         self._look()
 
-    def _of(self, found: tuple[list[str], Tensor, tuple[str, ...]]) -> Images:
+    def _of(self, files: list[str], targets: Tensor, classes: tuple[str, ...]) -> Images:
         part = copy.copy(self)
-        part.files, part.targets, part.classes = found
+        part.files, part.targets, part.classes = files, targets, classes
         part._look()
         return part
+
+    def _join(self) -> None:
+        """Hold the pictures of all parts, their classes numbered as in the training part."""
+        told = self.own_parts["train"].fit()
+        parts = [part.prepare(told) for part in self.own_parts.values()]
+        self.files, self.classes = [file for part in parts for file in part.files], parts[0].classes
+        self.targets = torch.cat([part.targets for part in parts])
 
     def fit(self) -> Fitted:
         """The classes by name, in order."""

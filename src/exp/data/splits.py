@@ -165,7 +165,8 @@ def divide(
         raise data_fault("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
-    if own := getattr(dataset, "own_parts", {}):
+    own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
+    if own and list(wanted.values()) != [1.0]:  # else one part is all that there is
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         raise data_fault(

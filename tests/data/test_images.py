@@ -53,21 +53,15 @@ def test_folders_of_parts_are_the_parts(pets):
     for part, classes in {"Train": COLOURS, "test": ("blue", "red")}.items():
         for name in classes:
             shutil.copytree(pets / name, pets / "parts" / part / name)
-    data = Data(dataset=Images(path=str(pets / "parts")))
+    made = Images(path=str(pets / "parts"))
+    data = Data(dataset=made)
     files = {stage: data.part(stage).files for stage in data.stages}
     assert {stage: len(own) for stage, own in files.items()} == {"train": 10, "val": 2, "test": 8}
     assert {Path(file).parts[-3] for file in {*files["train"], *files["val"]}} == {"Train"}
     assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
-    assert (
-        len(
-            Data(dataset=Images(path=str(pets / "parts")), parts={"test": 1.0}, earlier=lambda: data.fitted).part(
-                "test"
-            )
-        )
-        == 20
-    )
+    assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
     with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this part; expected null"):
-        Data(dataset=Images(path=str(pets / "parts")), parts={"train": 0.5, "test": 0.5})
+        Data(dataset=made, parts={"train": 0.5, "test": 0.5})
 
 
 def test_hidden_files_and_folders_of_systems_are_no_samples(pets):

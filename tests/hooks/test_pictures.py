@@ -64,8 +64,7 @@ def test_samples_are_a_random_choice_of_the_whole_evaluation():
         panel = hook.after_evaluation("val", alone)["samples/val"]
         seen.append((panel.pixels[:, 0, 0, 0].tolist(), panel.targets[:, 0].tolist()))
     (chosen, kinds), again = seen
-    assert (chosen, kinds) == again
-    assert chosen == sorted({*chosen})
+    assert (chosen, kinds) == again == (sorted({*chosen}), kinds)
     assert kinds == [int(pixel > 127) for pixel in chosen]
     assert 3 <= sum(kinds) <= 9
     assert frames(panel)[::2] == [WRONG if kind else RIGHT for kind in kinds]

@@ -105,10 +105,9 @@ def test_its_weights_equal_those_of_lightning_alone(mine, word, theirs):
 
 
 def test_lightnings_ways_to_log_and_save_lead_to_the_run_directory():
-    saver = "lightning.pytorch.callbacks.ModelCheckpoint"
-    saving = f"+callbacks.saving={{_target_: {saver}, save_last: true, save_top_k: -1}}"
-    module, draws = "module={_target_: mine.LitDrawing}", "+callbacks.draws={_target_: mine.Draws}"
-    report = fit(module, DATA, draws, saving, "trainer.max_epochs=2", "test=false")
+    saver = "_target_: lightning.pytorch.callbacks.ModelCheckpoint, save_last: true, save_top_k: -1"
+    callbacks = ["+callbacks.draws={_target_: mine.Draws}", f"+callbacks.saving={{{saver}}}"]
+    report = fit("module={_target_: mine.LitDrawing}", DATA, *callbacks, "trainer.max_epochs=2", "test=false")
     assert report.metrics.items() >= {"val/a": 1.0, "val/b": 2.0, "mine": 3.0}.items()
     read = EventAccumulator(f"{report.directory}/tensorboard", size_guidance={"histograms": 0, "images": 0}).Reload()
     for found in (read.Images("pixels"), read.Histograms("weights")):

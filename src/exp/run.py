@@ -29,8 +29,8 @@ from torch.nn.parameter import is_lazy
 from exp.build import Parts, build
 from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
-from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, take_directory
-from exp.config.plain_tree import leaves
+from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
+from exp.config.hydra_adapter import text_values
 from exp.construct import build_network, build_objective, build_starting_network
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpoint import read_checkpoint
@@ -132,10 +132,10 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     block_launches(OmegaConf.select(config, "runtime.cuda_blocking"))
     decided = plan(resolve(config))
     notes = (*decided.notes, *refuse_other_data(decided))
-    wanted = Path(decided.resolved.config[COMPOSITION].directory)
-    directory = freeze(decided.resolved.config)
-    is_named = any(isinstance(value, str) and str(wanted) in value for _, value in leaves(decided.plain))
-    if is_named and directory != wanted.absolute():
+    resolved = decided.resolved.config
+    wanted = Path(resolved[COMPOSITION].directory)
+    directory = freeze(resolved)
+    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(resolved)):
         decided = plan(frozen(directory))
     sweep_runs_beside(directory, str(decided.plain["name"]))
     if notes:

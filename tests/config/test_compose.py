@@ -346,6 +346,13 @@ def test_a_whole_number_as_a_key_is_explained():
     assert exp.compose(["experiment=e"]).vars.own == 64
 
 
+def test_one_missing_value_is_one_error():
+    text = "vars: {a: '${vars.b}', b: '${vars.no}', c: ['${vars.no}', '${vars.b}'], x: '${vars.y}', y: '${vars.x}'}\n"
+    write("conf/experiment/e.yaml", f"# @package _global_\n{text}")
+    found = {fault.key: fault.got for fault in refused_values("experiment=e")}
+    assert found == {"vars.b": "${vars.no}, also at vars.c.0", "vars.x": "${vars.y}", "vars.y": "${vars.x}"}
+
+
 def test_an_unresolvable_run_directory_is_an_error():
     assert "nowhere" in str(refused("name=${nowhere}"))
     assert "hydra.run.dir" in [fault.key for fault in refused("name=???").faults]

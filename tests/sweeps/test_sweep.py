@@ -226,8 +226,12 @@ def test_a_sweep_directory_does_not_follow_a_swept_name():
 
 
 def test_jobs_are_named_by_their_own_overrides():
-    run_sweep("seed=1,2", "optimizer.lr=0.1,0.01", "hydra.sweep.subdir=${hydra.job.override_dirname}", HERE)
-    assert directories() == [f"optimizer.lr={lr},seed={seed}" for lr in ("0.01", "0.1") for seed in (1, 2)]
+    added = ("+hooks=memory", "+hooks=nan_guard", "+precision=bf16")
+    subdir = "hydra.sweep.subdir=${hydra.job.override_dirname}"
+    _, runs = run_sweep("seed=1,2", "optimizer.lr=0.1,0.01", *added, subdir, HERE)
+    ends = [f"optimizer.lr={lr},seed={seed}" for lr in ("0.01", "0.1") for seed in (1, 2)]
+    assert directories() == [",".join([*added, end]) for end in ends]
+    assert {"memory", "nan_guard"} <= set(runs.configs[0].hooks)
 
 
 def test_a_swept_option_does_not_set_the_sweep(capsys):

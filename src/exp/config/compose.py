@@ -85,7 +85,7 @@ def composition_of(
         faults += recorded_override_faults(config, given)
         faults += _after_faults(config, lines, loader, multirun=multirun)
         faults += swept_key_faults(loader, config, lines)
-        name_folder(config, [line.text for line in lines if not line.key.startswith(HYDRAS)])
+        record_overrides(config, [line.text for line in lines])
     except ConfigError as error:
         faults += error.faults
     except HYDRA_ERRORS as error:
@@ -96,7 +96,7 @@ def composition_of(
             late = [line for line in lines if not (line.group or line.is_sweep or line in found.healthy)]
             kept = [line.text for line in lines if line not in late]
             shared = composition_of(kept, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
-            record_overrides(shared.config, for_hydra(lines, vocabulary))
+            record_overrides(shared.config, [line.text for line in lines])
             return replace(shared, overrides=tuple(overrides))
         faults += () if is_of_jobs else found.faults or (with_value(fault_of(error), lines),)
         config, lines = found.config, list(found.healthy)
@@ -161,7 +161,7 @@ def with_values(composition: Composition, changed: Sequence[Override], *, overri
 
 
 def record_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Keep the overrides where Hydra keeps those that it composed with."""
+    """Keep the overrides as typed where Hydra keeps those that it composed with."""
     texts = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
     config.hydra.overrides.task = texts
     name_folder(config, texts)

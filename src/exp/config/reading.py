@@ -9,7 +9,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -21,7 +22,7 @@ from exp.config.resolvers import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
 from exp.redaction import interpolation, is_secret
-from exp.spelling import nearest
+from exp.spelling import among, nearest
 
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
 MAX_REFERENCES = 1_000
@@ -83,7 +84,19 @@ def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
     is_data_read: whether the config has what the data knows: what is null then stays null.
     """
     reader = _Reader(config, is_data_read=is_data_read)
-    return reader.mapping(config, reader.raw, "", 0), reader.faults
+    return reader.mapping(config, reader.raw, "", 0), _by_cause(reader.faults)
+
+
+def _by_cause(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the errors, and one error for all keys of a node with the same interpolation to nowhere."""
+    groups: dict[object, list[Fault]] = {}
+    for fault in faults:
+        told = (fault.key.partition(".")[0], fault.got, fault.expected, fault.cure)
+        groups.setdefault(told if "${" in fault.got else fault, []).append(fault)
+    return [
+        replace(first, got=f"{first.got}, also at {among([one.key for one in others])}") if others else first
+        for first, *others in groups.values()
+    ]
 
 
 def name_gpu(config: DictConfig) -> None:
@@ -201,8 +214,8 @@ class _Reader:
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
-        if is_of_a_target(error):
-            return  # told at the key of the resolver
+        if is_of_a_target(error) or self.refers_to_a_fault(text):
+            return  # told at the key of the resolver, or at the key that is referred to
         for variable in ENVIRONMENT.findall(text):
             if "environment variable" in str(error).lower():
                 self.fault(
@@ -222,6 +235,17 @@ class _Reader:
         if REFERENCE.search(text) is None or not cures:
             expected += f" ({reason})"
         self.fault(key, got=text, expected=expected, cure=cures[0] if cures else None)
+
+    def refers_to_a_fault(self, text: str) -> bool:
+        """Return whether a text refers to another interpolation, to a key or a variable that is not there."""
+        values = {name: self.values[name] for name in REFERENCE.findall(text)}
+        for name in (name for name, value in values.items() if isinstance(value, str) and "${" in value):
+            try:
+                OmegaConf.select(self.config, name)
+            except OmegaConfBaseException as error:
+                if NOT_FOUND.match(str(error)) or "environment variable" in str(error).lower():
+                    return True
+        return False
 
     def numbers(self, key: str, message: str) -> str | None:
         """Return which number stands where OmegaConf looks for text in the interpolation at a key, in words."""

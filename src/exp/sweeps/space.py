@@ -150,12 +150,11 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     """
     lines = _lines(config, loader) or []
     axes: list[Axis] = []
-    fixed: dict[str, str] = {}
+    fixed: list[str] = []
     faults: list[Fault] = []
     for line in lines:
-        key = line.get_key_element()
         if not line.is_sweep_override():
-            fixed[key] = line.input_line or key
+            fixed.append(line.input_line or line.get_key_element())
             continue
         try:
             axes.append(_axis(line, loader, seed=seed))
@@ -165,7 +164,7 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
         raise ConfigError(faults)
     conditions = _conditions(config, axes)
     axes = [replace(axis, when=conditions.get(axis.name)) for axis in axes]
-    space = Space(axes=tuple(axes), fixed=tuple(fixed.values()))
+    space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
     return space
 
@@ -183,10 +182,11 @@ def _lines(config: DictConfig, loader: Loader) -> list[Override] | None:
         except ConfigError as error:
             source = error.faults[0].source if text in typed else "hydra.sweeper.params"
             raise ConfigError([replace(error.faults[0], source=source)]) from error
-        # Of a group, a `+` adds to what `=` chooses.
-        if not line.is_delete() and not loader.group_exists(line.key_or_group):
+        is_group = loader.group_exists(line.key_or_group)
+        if not line.is_delete() and not is_group:
             line = _behind_others(line, last)
-        last[line.get_key_element()] = line
+        # Of a group, a `+` adds to what `=`, and another `+`, chooses.
+        last[text if is_group and line.is_add() else line.get_key_element()] = line
     return list(last.values())
 
 

@@ -63,7 +63,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
         from exp.check.plan import resolve
         from exp.check.stages import compose
         from exp.config.found_run import merged
-        from exp.config.freeze import with_present_keys
+        from exp.config.versions import with_present_keys
         from exp.engine.checkpointing import CONFIG
         from exp.run import fit
 

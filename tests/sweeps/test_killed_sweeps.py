@@ -11,9 +11,11 @@ from pathlib import Path
 import optuna
 import psutil
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 import exp
+from exp.check.continuation import changed_values
+from exp.check.plan import resolve
 from exp.engine.trial_record import STUDY, opened
 from exp.files import replacing
 from exp.run_report import read_report
@@ -180,8 +182,10 @@ def test_a_search_prunes_trials_that_fall_behind(stack, commands):
 
 
 def test_a_job_has_the_identity_that_an_earlier_version_gave_it():
-    plain = OmegaConf.to_container(exp.compose([]), resolve=True)
-    runtime = {**plain["runtime"], "warm": "auto", "cuda_graph": False}
-    del runtime["compile_mode"]
-    assert identity_of({**plain, "runtime": runtime}) == identity_of(plain)
-    assert identity_of({**plain, "seed": 1}) != identity_of(plain)
+    # Of the default config, in the version that wrote earlier_config.yaml.
+    identity, earlier = "24cd1e09c3bbece1", yaml.safe_load(Path(__file__).with_name("earlier_config.yaml").read_text())
+    now = resolve(exp.compose([])).plain
+    assert identity_of(earlier) == identity_of(now) == identity
+    assert changed_values(earlier, {**now, "seed": 1}).keys() == {"seed"}
+    assert identity_of({**now, "seed": 1}) != identity
+    assert identity_of({**now, "data": {**now["data"], "split": {**now["data"]["split"], "folds": 3}}}) != identity

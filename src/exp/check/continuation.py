@@ -20,6 +20,7 @@ from exp.check.signature import with_defaults
 from exp.config.freeze import read_overrides
 from exp.config.module_key import brings_data
 from exp.config.plain_tree import are_same
+from exp.config.versions import as_before
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
@@ -67,6 +68,7 @@ NUMERIC = (
     "data.collate",
     "data.transforms",
     "data.train_transforms",
+    "data.eval_transforms",
     "data.batch_transforms",
     "data.train_batch_transforms",
     "trainer.accumulate_grad_batches",
@@ -122,8 +124,8 @@ def examine_resume(
     if saved is None:
         got = f"{path}, whose {CONFIG} is {show(checkpoint[CONFIG])}"
         return Resuming(faults=(Fault(key="resume", got=got, expected="the config of its run"),))
-    before = _whole({**NOTHING, **saved})
-    config = _whole({**NOTHING, **config})
+    before = _whole(as_before({**NOTHING, **saved}))
+    config = _whole(as_before({**NOTHING, **config}))
     faults = _other_values(before, config, "model", path) + _other_values(before, config, "module", path)
     if config["train"]:
         faults += _other_values(before, config, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
@@ -286,7 +288,7 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Every dotted key of two configs whose value is another now: what it was, and what it is; None: not there."""
-    was, found = _leaves(_whole(before), ""), _leaves(_whole(now), "")
+    was, found = (_leaves(_whole(as_before(one)), "") for one in (before, now))
     keys = [key for key in {**was, **found} if not are_same(was.get(key), found.get(key))]
     return {key: (was.get(key), found.get(key)) for key in keys}
 

@@ -26,9 +26,9 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from exp.config.plain_tree import leaves
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.revision import revision
+from exp.config.versions import with_present_keys
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import write_whole
@@ -56,14 +56,6 @@ DISTRIBUTIONS = (
     "tensorboard",
     "numpy",
 )
-# Keys that are newer than the first runs, which have empty mappings in their place, and null below `runtime`.
-ADDED = ("vars", "resolvers")
-ADDED_TO_RUNTIME: Mapping[str, Any] = {"compile_mode": None}
-# Keys and hooks that no longer exist, which runs of earlier versions have.
-REMOVED = ("runtime.warm", "runtime.cuda_graph")
-REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
-# A data set that had a parameter `packed`.
-PACKING = "exp.data.delimited.Csv"
 MAX_TRIES = 100
 # Of every run among its hyperparameters.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
@@ -176,35 +168,6 @@ def from_text(text: str, *, name: str) -> DictConfig:
     content = with_present_keys(_mapping(text, name=name))
     # What is left of interpolations is text: a secret is resolved by nobody but the object that is built with it.
     return cast(DictConfig, OmegaConf.create(_with_texts(content, literal)))
-
-
-def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an earlier version with the keys of this one, without hooks that no longer exist."""
-    found = {**content, **{key: {} for key in ADDED if key not in content}}
-    for key in removed_keys(content):
-        found = _without(found, key.split("."))
-    if isinstance(found.get("runtime"), dict):
-        newer = {name: value for name, value in ADDED_TO_RUNTIME.items() if name not in found["runtime"]}
-        found["runtime"] = {**found["runtime"], **newer}
-    return found
-
-
-def removed_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
-    targets = {
-        key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
-    }
-    hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
-    packed = [f"{key}.packed" for key, target in targets.items() if target == PACKING]
-    return [*REMOVED, *hooks, *packed]
-
-
-def _without(node: Any, path: Sequence[str]) -> Any:
-    """Return a plain tree without the value at a path, in the same order."""
-    if not isinstance(node, dict):
-        return node
-    name, rest = path[0], path[1:]
-    return {key: _without(value, rest) if key == name else value for key, value in node.items() if rest or key != name}
 
 
 def frozen_values(directory: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import is_inside
+from exp.config.versions import as_before
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import holding, is_locked, write_whole
 from exp.spelling import among
@@ -31,20 +32,13 @@ JOBS = "jobs.jsonl"
 AUTO = "auto"
 # What does not tell one job from another: names, places, what is shown, and how the sweep goes about it.
 BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
-# Keys of `runtime` that were removed, and those that were added: a sweep of an earlier version keeps its identities.
-REMOVED: Mapping[str, Any] = {"warm": "auto", "cuda_graph": False}
-ADDED: Mapping[str, Any] = {"compile_mode": None}
 # A killed sweep's jobs die with it, and need a moment for that.
 DEATH_SECONDS = 10.0
 
 
 def identity_of(plain: Mapping[str, Any]) -> str:
     """What a job computes, in 16 hexadecimal digits: the same for the same resolved config, whatever it is called."""
-    left = {key: value for key, value in plain.items() if key not in BESIDE}
-    runtime = left.get("runtime")
-    if isinstance(runtime, Mapping):
-        said = {key: value for key, value in runtime.items() if key not in ADDED or value != ADDED[key]}
-        left["runtime"] = {**REMOVED, **said}
+    left = as_before({key: value for key, value in plain.items() if key not in BESIDE})
     text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

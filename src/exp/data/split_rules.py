@@ -20,6 +20,8 @@ from exp.data.tables import TableRows
 from exp.shared_types import STAGES, Stage
 from exp.spelling import among, did_you_mean, show
 
+# The most pieces of groups from which a part is made: its size is right to a twentieth of the samples.
+FINEST = 20
 # The types of the values of data.split, and what they are called.
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "stratify": ((bool,), "true or false"),
@@ -100,6 +102,7 @@ def ruled_splits(
         return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
     counts = lengths(sizes, samples_in(dataset))
     samples = _Samples.of(dataset, rules, seed=seed_for(seed, "parts") % 2**32)
+    samples.refuse_few(rules, parts=len(counts) if rules.folds is None else rules.folds + ("test" in counts))
     rest = np.arange(samples_in(dataset))
     found: dict[Stage, np.ndarray] = {}
     try:
@@ -112,7 +115,7 @@ def ruled_splits(
                 rest, found["val"] = samples.cut(rest, counts["val"])
             if "train" in counts:
                 is_all = sum(counts.values()) == samples_in(dataset)
-                found["train"] = rest if is_all or rules.group else samples.cut(rest, counts["train"])[1]
+                found["train"] = rest if is_all else samples.cut(rest, counts["train"])[1]
     except ValueError as error:
         raise data_fault(
             "split", got=str(error), expected="classes and groups with enough samples for each split"
@@ -137,7 +140,12 @@ class _Samples:
         if count >= len(indices):
             return indices[:0], indices
         if self.groups is not None:
-            return self.fold(indices, max(round(len(indices) / count), 2), 0)
+            classes = np.zeros(len(indices)) if self.classes is None else self.classes[indices]
+            smallest = np.unique(classes, return_counts=True)[1].min()
+            parts = self._folds(indices, max(min(len(np.unique(self.groups[indices])), FINEST, smallest), 2))
+            sizes = np.cumsum([len(part) for part in parts[:-1]])
+            taken = int(np.abs(sizes - count).argmin()) + 1
+            return np.concatenate(parts[taken:]), np.concatenate(parts[:taken])
         from sklearn.model_selection import train_test_split  # half a second, which other runs do not need
 
         of = None if self.classes is None else self.classes[indices]
@@ -146,14 +154,28 @@ class _Samples:
 
     def fold(self, indices: np.ndarray, folds: int, fold: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the other folds, and this one."""
+        parts = self._folds(indices, folds)
+        return np.concatenate(parts[:fold] + parts[fold + 1 :]), parts[fold]
+
+    def _folds(self, indices: np.ndarray, folds: int) -> list[np.ndarray]:
         from sklearn.model_selection import KFold, StratifiedGroupKFold, StratifiedKFold
 
         kind = KFold if self.classes is None else StratifiedKFold
         splitter = (kind if self.groups is None else StratifiedGroupKFold)(folds, shuffle=True, random_state=self.seed)
         classes = np.zeros(len(indices)) if self.classes is None else self.classes[indices]
         pairs = splitter.split(indices, classes, None if self.groups is None else self.groups[indices])
-        rest, part = list(pairs)[fold]
-        return indices[rest], indices[part]
+        return [indices[part] for _, part in pairs]
+
+    def refuse_few(self, rules: SplitRules, *, parts: int) -> None:
+        """Raises: ConfigError for fewer groups, or samples of a class, than parts or folds."""
+        for key, values in (("group", self.groups), ("stratify", self.classes)):
+            names, counts = ((), ()) if values is None else np.unique(values, return_counts=True)
+            if key == "group" and values is not None and len(names) < parts:
+                got = f"{rules.group}, which has {len(names)} values"
+                raise data_fault("split.group", got=got, expected=f"{parts} at least, one for each part or fold")
+            if key == "stratify" and values is not None and min(counts) < parts:
+                got = f"true, and a class with {min(counts)} samples"
+                raise data_fault("split.stratify", got=got, expected=f"{parts} at least, one for each part or fold")
 
 
 def _classes(dataset: AnyDataset) -> Sequence[object]:
@@ -175,6 +197,10 @@ def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
         found = list(dataset.column_texts(name, key=key))
     else:
         read = values_of(dataset, lambda sample: entry_of(sample, name, inputs=(), key=key), stage="train")
+        for one in read[:1]:
+            if isinstance(one, Tensor) and one.numel() != 1:
+                got = f"{name}, which has the shape {list(one.shape)}"
+                raise data_fault(key, got=got, expected="one value for each sample")
         found = [str(one.item() if isinstance(one, Tensor) else one) for one in read]
     missing = [index for index, text in enumerate(found) if text is None]
     if missing:

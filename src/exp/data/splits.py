@@ -57,6 +57,9 @@ def make_splits(
         raise data_fault(
             "dataset", got="null", expected="a data set here, or one each in data.train, data.val, data.test"
         )
+    if dataset is None and choose is not None:
+        got, expected = "rules, and a data set for each part", "data.dataset, which the rules divide"
+        raise data_fault("split", got=got, expected=expected)
     if dataset is not None:
         # Without sizes, a data set is divided among the stages that have none of their own.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
@@ -160,12 +163,12 @@ def divide(
     Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
     """
     wanted = read_sizes(sizes)
-    if choose is not None and isinstance(dataset, Splittable | IterableDataset):
-        got, expected = f"rules, and {type(dataset).__name__}, which divides itself", "a data set of samples by index"
+    own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
+    if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
+        got, expected = f"rules, and {type(dataset).__name__} with parts of its own", "samples by index, without parts"
         raise data_fault("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
-    own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if own and list(wanted.values()) != [1.0]:  # else one part is all that there is
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
@@ -186,8 +189,7 @@ def _own_parts(
     """Return the parts that a data set brings. A part that it lacks is taken out of its training part."""
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
-    if known != {stage: DEFAULT_SIZES[stage] for stage in known}:
-        stage = next(iter(known))
+    for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
         raise data_fault(f"parts.{stage}", got=f"{known[stage]}, and a data set with this part", expected="null")
     whole = samples_in(own["train"])
     taken = lengths(missing, whole)

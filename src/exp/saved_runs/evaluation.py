@@ -53,7 +53,7 @@ def evaluate(
             expected = "test or val, for data with a data set of its own for each part"
             raise ConfigError([Fault(key="stage", got="all", expected=expected)])
         with open_dict(config):
-            config.data.parts = WHOLE
+            config.data.parts, config.data.split = WHOLE, None
     report = fit(config)
     wanted = "val" if stage == "val" else "test"
     if report.status == "completed" and not any(wanted in re.split("[/_]", tag) for tag in report.metrics):

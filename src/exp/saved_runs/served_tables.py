@@ -17,13 +17,12 @@ from exp.data.record_files import sheet_of_columns
 from exp.data.tables import FITTED, Table
 from exp.data.unlabelled import UnlabelledTable
 from exp.saved_runs.prediction import unlabelled_node
+from exp.saved_runs.preprocessing import TRANSFORMS
 from exp.saved_runs.run_files import RunFiles
 
 # Of what training has seen of a table, what encodes its inputs; and of those what are tensors.
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
-# Of a data node, what changes its samples on their way to a network.
-CHANGES = ("tv_tensors", "transforms", "batch_transforms", "collate")
 
 
 def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
@@ -34,7 +33,7 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
     if brings_data(run.resolved.plain):
         return None
     node, fitted = unlabelled_node(run, Path("the request")), run.data.fitted
-    is_changed = any(run.resolved.plain["data"].get(key) for key in CHANGES)
+    is_changed = any(run.resolved.plain["data"].get(key) for key in TRANSFORMS)
     if node["_target_"] != Table.unlabelled or FITTED not in fitted or is_changed:
         return None
     told = {"words": {}, "dates": {}, **{name: one for name, one in fitted[FITTED].items() if name in USED}}

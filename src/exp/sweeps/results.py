@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 NOT_STARTED = "not started"
 # Jobs of several folds are repeats, if sweep.repeat_over names no other key.
 FOLD = "data.split.fold"
+# The word for no repeats.
+NONE = "none"
 # The value of a key that nobody typed, where no config says it.
 DEFAULT = "(default)"
 # Characters of a swept number on the screen.

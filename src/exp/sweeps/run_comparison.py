@@ -18,11 +18,10 @@ from exp.shared_types import Mode, compared_tag, parted
 from exp.spelling import among, did_you_mean
 from exp.sweeps.analysis import numbers, spans_decades
 from exp.sweeps.ledger import SETTINGS
-from exp.sweeps.results import DEFAULT, FINISHED, FOLD, Repeats, Row, best_of, differing, repeats_of
+from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing, repeats_of
 from exp.sweeps.run_records import RunRecord, best_point
 
 SEED = "seed"
-NONE = "none"
 SECONDS = "wall seconds"
 # A tag of which less is better, where neither the config nor the command says so.
 LESS = re.compile(

@@ -56,7 +56,7 @@ from exp.sweeps.ledger import (
     wait_for_dead,
 )
 from exp.sweeps.progress_table import Progress
-from exp.sweeps.results import FINISHED, FOLD, NOT_STARTED, Row, best_row, print_table, write_table
+from exp.sweeps.results import FINISHED, FOLD, NONE, NOT_STARTED, Row, best_row, print_table, write_table
 from exp.sweeps.search import DEFAULT_TRIALS, Search
 from exp.sweeps.space import Combination, Space, sizes, space_of
 from exp.sweeps.stacking import groups, is_member
@@ -115,8 +115,11 @@ class Sweep:
         self.rows: dict[int, Row] = {}
         self.planned: list[Job] = []
         self._space = space_of(master.config, master.loader, seed=self.seed)
-        if self.settings["repeat_over"] is None and any(axis.name == FOLD for axis in self._space.axes):
+        over, is_pruned = self.settings["repeat_over"], self.settings["pruner"] != "none"
+        if over is None and not is_pruned and any(axis.name == FOLD for axis in self._space.axes):
             self.settings["repeat_over"] = FOLD
+        elif over == NONE:
+            self.settings["repeat_over"] = None
         is_compared = self.is_search and self.settings["monitor"] is None
         reads = (*READ_ONCE, "monitor", "mode") if is_compared else READ_ONCE
         self.jobs = Jobs(master=master, directory=directory, check=check, everything=everything, reads=reads)

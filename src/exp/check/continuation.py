@@ -24,7 +24,6 @@ from exp.config.versions import as_before
 from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
-from exp.models.weights import reshaped_buffers
 from exp.spelling import among, show
 
 # Which of several kernels computes the same step is not part of the state.
@@ -99,11 +98,18 @@ class Resuming:
 
 
 def examine_resume(
-    config: Mapping[str, Any], *, network: nn.Module | None = None, prefix: str = "network.", is_fork: bool = False
+    config: Mapping[str, Any],
+    *,
+    network: nn.Module | None = None,
+    build: Callable[[], nn.Module] | None = None,
+    prefix: str = "network.",
+    is_fork: bool = False,
 ) -> Resuming:
     """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
 
-    network: of this config, on the meta device; None where it could not be built. prefix: of its names in a checkpoint.
+    network: of this config, on the meta device; None where it could not be built. build: builds it anew; a buffer that
+        has another shape then was reshaped by a forward, and may have any shape in the checkpoint.
+    prefix: of its names in a checkpoint.
     is_fork: whether the optimizer may have other values, which exp.fork puts into its state.
 
     A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
@@ -136,7 +142,7 @@ def examine_resume(
         faults += _other_batches(before, config, checkpoint[POSITION])
         faults += _newer(checkpoint, path)
     if network is not None and not faults:
-        faults += _other_weights(checkpoint["state_dict"], network, path, prefix=prefix)
+        faults += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     notes = _notes(before, config, path) if config["train"] else ()
     if MANIFEST not in checkpoint:
         notes += (f"{path} does not say what it held: an older exp wrote it, or somebody has changed it since",)
@@ -183,19 +189,20 @@ def _release(version: str) -> tuple[int, ...] | None:
         return None
 
 
-def _other_weights(weights: Mapping[str, Any], network: nn.Module, path: Path, *, prefix: str) -> Iterator[Fault]:
+def _other_weights(
+    weights: Mapping[str, Any],
+    network: nn.Module,
+    path: Path,
+    *,
+    build: Callable[[], nn.Module] | None,
+    prefix: str,
+) -> Iterator[Fault]:
     """Weights that the network has and the checkpoint has not, or in another shape: its class was changed since."""
     own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
-    free = {
-        f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-        for path, module in network.named_modules()
-        for name, _ in reshaped_buffers(module)
-    }
-    other = [
-        name
-        for name, tensor in own.items()
-        if name not in weights or (weights[name].shape != tensor.shape and name not in free)
-    ]
+    other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
+    if other and build is not None:
+        fresh = {f"{prefix}{name}": tensor.shape for name, tensor in build().state_dict().items()}
+        other = [name for name in other if name not in weights or fresh[name] == own[name].shape]
     if other:
         name = other[0]
         has = f"{list(weights[name].shape)}" if name in weights else "not there"

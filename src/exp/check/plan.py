@@ -255,11 +255,13 @@ class Plan:
     def resuming(self) -> Resuming:
         """What the checkpoint comes to that the config names."""
         from exp.check.continuation import Resuming, examine_resume
+        from exp.construct import build_network
 
         if self.plain["resume"] is None:
             return Resuming()
         if self.own is None:
-            return examine_resume(self.plain, network=self.network)
+            build = functools.partial(build_network, self.plain, self.spec, device="meta")
+            return examine_resume(self.plain, network=self.network, build=build)
         # Its setup may give layers other names, as torch.compile does.
         return examine_resume(self.plain, network=self.network if self.own.is_complete else None, prefix="")
 

@@ -124,11 +124,14 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
     ({"column": "kind"}, "data.split.column: kind, which is 'a' in sample 0"),
     ({"group": "number"}, r"data.split.group: number, which is an input.*data.dataset.ignore=\[number\]"),
     ({"group": "nobody"}, "data.split.group: nobody; expected a column of"),
+    ({"group": "group", "folds": 42}, "data.split.group: group, which has 42 values; expected 43 at least"),
     ({"stratify": "yes"}, "data.split.stratify: 'yes'; expected true or false"),
 ])  # fmt: skip
 def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
     with pytest.raises(ConfigError, match=words):
         table(tmp_path, **split)
+    with pytest.raises(ConfigError, match="data.split: rules, and a data set for each part"):
+        Data(train=numbers(), val=numbers(), split={"folds": 3})
 
 
 def test_a_subset_of_tensors_is_gathered():

@@ -179,10 +179,10 @@ def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
 def suggestion(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
     """Return the rates that a test suggests; None if the loss did not fall by more than it varies at first."""
     stop = steps_before_divergence(losses)
-    means = neighbor_means(losses[:stop])
     first = np.array(losses[: _count_of_first(losses)])
     if stop <= len(first) or stop < FEWEST_STEPS // 2:
         return None
+    means = neighbor_means(losses[:stop])
     start, low = first.mean(), int(means.argmin())
     fall = start - means[low]
     if fall <= max(NOISE * first.std(ddof=1), ROUNDING * abs(start)):
@@ -197,6 +197,8 @@ def suggestion(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | 
 def steps_before_divergence(losses: Sequence[float]) -> int:
     """Return how many steps come before the first loss that is not finite, or far above the first losses."""
     first = np.array(losses[: _count_of_first(losses)])
+    if len(first) < 2 or not np.isfinite(first).all():
+        return next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     fall = first.mean() - np.nanmin(losses)
     limit = first.mean() + max(DEVIATIONS * first.std(ddof=1), OF_FALL * fall)
     high = (step for step, loss in enumerate(losses) if not loss <= limit and step >= len(first))

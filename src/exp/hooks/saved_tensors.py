@@ -149,7 +149,8 @@ def failing_module(error: BaseException, network: nn.Module) -> str | None:
 
 def _module_of(frame: FrameType) -> nn.Module | None:
     """Return the module whose `forward` a frame runs; None for any other frame."""
-    module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+    names = frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 1)] if frame.f_code.co_name == "forward" else ()
+    module = frame.f_locals[names[0]] if names and names[0] in frame.f_locals else None
     return module if isinstance(module, nn.Module) else None
 
 

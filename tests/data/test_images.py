@@ -60,6 +60,8 @@ def test_folders_of_parts_are_the_parts(pets):
     assert {Path(file).parts[-3] for file in {*files["train"], *files["val"]}} == {"Train"}
     assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
     assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
+    with pytest.raises(ConfigError, match=r"data.split: rules, and Images with parts of its own"):
+        Data(dataset=made, split={"folds": 3})
     with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this part; expected null"):
         Data(dataset=made, parts={"train": 0.5, "test": 0.5})
 

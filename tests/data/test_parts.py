@@ -130,7 +130,7 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
 def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
     with pytest.raises(ConfigError, match=words):
         table(tmp_path, **split)
-    with pytest.raises(ConfigError, match="data.split: rules, and a data set for each part"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, and a data set for each part"):
         Data(train=numbers(), val=numbers(), split={"folds": 3})
 
 

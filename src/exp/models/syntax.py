@@ -36,12 +36,9 @@ class ProgramError(ExpError):
             text += f"\n    {source_line}\n    {' ' * (column - 1)}^"
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[Callable[..., ProgramError], tuple[int | str | None, ...], dict[str, Any]]:
-        return (
-            _rebuild,
-            (self.line, self.column, self.message, self.expected, self.source_line),
-            {"others": self.others},
-        )
+    def __reduce__(self) -> tuple[Callable[..., ProgramError], tuple[int | str | None, ...], dict[str, object]]:
+        given = (self.line, self.column, self.message, self.expected, self.source_line)
+        return _rebuild, given, {"others": self.others}
 
 
 def _rebuild(line: int, column: int, message: str, expected: str, source_line: str | None) -> ProgramError:

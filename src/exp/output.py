@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TextIO, TypeVar, cast
 
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
@@ -212,11 +212,12 @@ def passing_line(words: str) -> Iterator[None]:
 
 @contextmanager
 def loading_torch() -> Iterator[None]:
-    """Say so on a terminal while torch is imported, for it takes seconds; where it is there already, nothing."""
-    if "torch" in sys.modules:
+    """Say so on a terminal while torch is imported, and collect no garbage while torch and Lightning are."""
+    if "lightning" in sys.modules:
         yield
         return
-    with passing_line("loading torch"), without_collection():
+    line = nullcontext() if "torch" in sys.modules else passing_line("loading torch")
+    with line, without_collection():
         yield
 
 

@@ -102,7 +102,8 @@ def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Screen())
     with loading_torch():  # loaded already
         assert sys.stderr.getvalue() == ""
-    monkeypatch.delitem(sys.modules, "torch")
+    for name in ("torch", "lightning"):
+        monkeypatch.delitem(sys.modules, name)
     with loading_torch():
         assert sys.stderr.getvalue() == "loading torch\r"
     assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"

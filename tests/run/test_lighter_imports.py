@@ -6,10 +6,7 @@ import sys
 import pytest
 
 # Packages that a run on digits does not use.
-UNUSED = (
-    *("scipy.signal", "scipy.stats", "sklearn", "pandas", "matplotlib", "tensorboard.backend", "optuna", "onnx"),
-    "torch.onnx",
-)
+UNUSED = ("scipy.signal", "scipy.stats", "sklearn", "pandas", "matplotlib", "tensorboard.backend", "optuna", "onnx")
 
 PROGRAM = """
 import sys

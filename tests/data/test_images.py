@@ -82,7 +82,10 @@ def test_transparent_pictures_are_laid_on_the_background(tmp_path):
         (tmp_path / name).mkdir()
         picture.save(tmp_path / name / "0.png", **({"transparency": 1} if name == "c" else {}))
     found = Images(path=str(tmp_path), mode="RGB", background="#204060")
-    assert "a/0.png and 2 others have transparent parts, which are laid on" in found.notes_in({}, stage="train")[0]
+    Image.new("RGBA", (8, 6)).save(tmp_path / "a/1.png")
+    Image.new("RGBA", (8, 6), "red").save(tmp_path / "b/1.png")
+    (note,) = Images(path=str(tmp_path), mode="RGB").notes_in({}, stage="train")
+    assert note.startswith(f"4 of the 5 pictures looked at have transparent parts, such as {tmp_path}/a/0.png; they")
     for place, file in enumerate(found.files):
         with Image.open(file) as picture:
             rgba = np.asarray(picture.convert("RGBA"), np.float64)
@@ -137,6 +140,18 @@ def save(mode, size=(8, 6)):
     return lambda pets: Image.new(mode, size).save(pets / "red/9.png")
 
 
+def parts(*names):
+    def make(pets):
+        classes = list(pets.iterdir())
+        for name in names:
+            for folder in classes:
+                shutil.copytree(folder, pets / name / folder.name)
+        for folder in classes:
+            shutil.rmtree(folder)
+
+    return make
+
+
 def save_16_bits(kind, channels):
     """Write a PNG file (PNG, section 5) of a color type, which pillow reads and does not write."""
 
@@ -168,6 +183,13 @@ LIST = {"path": "list.csv"}
         (save_16_bits(2, 3), {}, r"9.png of pillow's mode RGB;16B, with more than 8 bits"),
         (save_16_bits(4, 2), {"mode": "L"}, r"mode LA;16B, with more than 8 bits"),
         (lambda pets: (pets / "red/9.ppm").write_bytes(b"P6 8 6 1023\n" + bytes(288)), {}, r"mode RGB;16, with more"),
+        (lambda pets: (pets / "red/9.ppm").write_bytes(b"P1 8 6 " + b"1 " * 48), {}, r"1 of mode 1, such as .*9.ppm"),
+        (parts("train", "val", "dev"), {}, r"pets with dev and val, which are both val; .*Rename or move .*dev"),
+        (
+            parts("train", "val", "more"),
+            {},
+            r"pets with more, .*no part, next to train and val; .*move .*more",
+        ),
         (lambda pets: None, {"background": "wite"}, r"background: wite; expected a color such as white"),
         (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),

@@ -21,7 +21,18 @@ from exp.data.delimited import read_sheet
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Fitted
-from exp.data.pictures import EIGHT_BITS, KEPT, UNREADABLE, Mode, PictureForm, broken, deep, pair_of, stored_mode
+from exp.data.pictures import (
+    EIGHT_BITS,
+    KEPT,
+    UNREADABLE,
+    Mode,
+    PictureForm,
+    broken,
+    deep,
+    is_transparent,
+    pair_of,
+    stored_mode,
+)
 from exp.data.splits import PART_NAMES
 from exp.errors import ConfigError, Fault
 from exp.shared_types import Stage
@@ -89,12 +100,13 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 self._join()
             else:
                 self.files, self.targets, self.classes = _in_folders(folder)
-        self._look()
+        self._notes = self._look()
+        for part in self.own_parts.values():
+            part._notes = self._notes
 
     def _of(self, files: list[str], targets: Tensor, classes: tuple[str, ...]) -> Images:
         part = copy.copy(self)
         part.files, part.targets, part.classes = files, targets, classes
-        part._look()
         return part
 
     def _join(self) -> None:
@@ -126,9 +138,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
         """Return what to say of the pictures, a line each."""
-        count, background = len(self._transparent), self.form.background
-        laid = f"which are laid on data.dataset.background={background}"
-        return [f"{self._transparent[0]} and {count - 1} others have transparent parts, {laid}"] if count else []
+        return self._notes
 
     @property
     def num_classes(self) -> int | None:
@@ -157,8 +167,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
-    def _look(self) -> None:
-        """Raises: ConfigError for what the beginnings of the files say: no pictures, modes, sizes."""
+    def _look(self) -> list[str]:
+        """Return notes on the pictures that are looked at.
+
+        Raises: ConfigError for a file that is no picture, and for modes and sizes that do not fit.
+        """
         looked = self.files[:: -(-len(self.files) // LOOKED_AT)]
         modes: dict[str, list[str]] = {}
         sizes: dict[tuple[int, int], list[str]] = {}
@@ -166,9 +179,10 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         for file in looked:
             try:
                 with Image.open(file) as picture:
-                    modes.setdefault(stored_mode(picture), []).append(file)
+                    mode = stored_mode(picture)
+                    modes.setdefault(mode, []).append(file)
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
-                    transparent += [file] if picture.has_transparency_data else []
+                    transparent += [file] * (mode in EIGHT_BITS and is_transparent(picture))
             except UNREADABLE as error:
                 raise ConfigError([broken(file, error)]) from error
         faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
@@ -176,7 +190,10 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         faults += self._size_faults(sizes)
         if faults:
             raise ConfigError(faults)
-        self._transparent = transparent
+        if not transparent:
+            return []
+        told = f"{len(transparent)} of the {len(looked)} pictures looked at have transparent parts"
+        return [f"{told}, such as {transparent[0]}; they are laid on data.dataset.background={self.form.background}"]
 
     def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
         if self.form.crop is not None:
@@ -274,14 +291,41 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 
 
 def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
-    """Return the folders train, val and test that hold a folder for each class; none where classes are called so."""
-    there = {one.name.casefold(): one for one in _folders_in(folder) if _folders_in(one)}
-    found = {stage: there[name] for stage, names in PART_NAMES.items() for name in names if name in there}
-    return found if "train" in found and len(found) > 1 else {}
+    """Return the folders train, val and test that hold a folder for each class; none if classes are called so.
+
+    Raises: ConfigError for two folders of one part, and for a folder of class folders that is no part.
+    """
+    folders = _folders_in(folder)
+    named = [
+        (stage, one)
+        for stage, names in PART_NAMES.items()
+        for one in folders
+        if one.name.casefold() in names and _folders_in(one)
+    ]
+    found = dict(named)
+    if "train" not in found or len(named) < 2:
+        return {}
+    for stage, one in named:
+        if found[stage] != one:
+            got = f"{folder} with {one.name} and {found[stage].name}, which are both {stage}"
+            raise _stray(got, [one, found[stage]])
+    for one in folders:
+        if one not in found.values() and _folders_in(one):
+            names = " and ".join(place.name for place in found.values())
+            raise _stray(f"{folder} with {one.name}, a folder of classes that is no part, next to {names}", [one])
+    return found
+
+
+def _stray(got: str, folders: Sequence[Path]) -> ConfigError:
+    """Return the error of a folder whose pictures no part would take."""
+    cure = f"Rename or move {' or '.join(map(str, folders))}"
+    return data_fault("dataset.path", got=got, expected="one folder for each of train, val and test", cure=cure)
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    found = (one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    # By what the folder itself says: asking for each of a class's files would take long.
+    with os.scandir(folder) as entries:
+        found = [Path(one.path) for one in entries if not one.name.startswith(".") and one.is_dir()]
     return sorted(one for one in found if one.name.casefold() not in JUNK)
 
 

@@ -28,7 +28,7 @@ UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class PictureForm:
-    """What pictures are brought to: float32 `[C, H, W]` from 0 to 1, less the mean and over the deviation.
+    """Form to which pictures are brought: float32 `[C, H, W]` from 0 to 1, less the mean and over the deviation.
 
     resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
     mode: "RGB" or "L" (grey), to which all are converted; None keeps what they are, which must be one of both.
@@ -61,9 +61,10 @@ class PictureForm:
             raise data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
 
     def read(self, source: str | Path | BinaryIO, *, named: str, key: str = "data.dataset.path") -> Tensor:
-        """The picture in a file. named: it in words. key: of the config, where what is wrong with it is mended.
+        """Return the picture in a file as a tensor.
 
-        Raises: SampleError where it cannot be read, has more than 8 bits a channel or is of a mode to convert.
+        named: the file in words. key: of the config, at which errors are reported.
+        Raises: SampleError if the file cannot be read, has more than 8 bits a channel or is of a mode to convert.
         """
         try:
             with Image.open(source) as opened:
@@ -72,7 +73,7 @@ class PictureForm:
             raise SampleError(broken(named, error, key=key)) from error
 
     def pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
-        """The same of a picture that pillow has opened."""
+        """Return a picture that pillow has opened as a tensor. named, key: as of read. Raises: as read."""
         mode = stored_mode(opened)
         opened.load()  # NumPy would make nothing of what breaks off, and say nothing
         # A camera that was not held upright says so in the file; of others pillow would make a copy.
@@ -90,7 +91,7 @@ class PictureForm:
         return (channels - mean) / std
 
     def size_of(self, picture: Image.Image) -> tuple[int, int]:
-        """Width and height after resizing, of one that is upright; read without decoding it."""
+        """Return the width and height of an upright picture after resizing, without decoding the picture."""
         width, height = picture.size
         # Of a PNG that says nothing before its pixels, getexif would decode them to look behind.
         is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
@@ -146,20 +147,25 @@ def stored_mode(picture: Image.Image) -> str:
         form, *numbers = given if isinstance(given, tuple) else (given,)
         if str(form).endswith((";16B", ";16L", ";16N")):
             return str(form)
-        if codec.startswith("ppm") and numbers[0] > 255:
+        if codec.startswith("ppm") and any(number > 255 for number in numbers):
             return f"{form};16"
     return picture.mode
 
 
+def is_transparent(picture: Image.Image) -> bool:
+    """Return whether an opened picture has a pixel that is not opaque. Decodes pictures with an alpha channel."""
+    return picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255
+
+
 def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:
-    """The fault of a picture that pillow cannot read."""
+    """Return the error of a picture that pillow cannot read."""
     reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
     return Fault(key=key, got=got, expected="whole pictures", cure="Replace the file, or leave it out")
 
 
 def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> Fault:
-    """The fault of a picture whose mode holds more than a byte a channel."""
+    """Return the error of a picture whose mode holds more than a byte a channel."""
     return Fault(
         key=key,
         got=f"{named} of pillow's mode {mode}, with more than 8 bits a channel",
@@ -169,9 +175,9 @@ def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> Fault:
 
 
 def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
-    """Height and width as a config has them. key: below `data.dataset.`.
+    """Return the height and width of a config. key: below `data.dataset.`.
 
-    Raises: ConfigError for what is no such pair.
+    Raises: ConfigError if they are not two whole numbers above 0.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
         raise data_fault(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")

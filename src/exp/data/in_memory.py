@@ -85,18 +85,18 @@ class Fittable(Protocol):
 
 @runtime_checkable
 class Noted(Protocol):
-    """A part that has something to say, once it is prepared."""
+    """Part with notes for users, which it knows after it is prepared."""
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """A line each. fitted: as of Fittable."""
+        """Return the notes, one line each. fitted: as of Fittable."""
 
 
 @runtime_checkable
 class Raw(Protocol):
-    """A part that can be shown in the units of its file."""
+    """Part that can be shown in the units of its file."""
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Some samples before they are standardised, by entry. fitted: as of Fittable."""
+        """Return the samples at indices before standardising, by entry. fitted: as of Fittable."""
 
 
 class Tensors(Dataset[Entries]):

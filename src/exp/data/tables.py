@@ -83,11 +83,11 @@ class TableRows(Tensors):
                 yield name, self._column(f"target.{name}", 0)
 
     def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
-        """How often a column of words has none, and each of them, int64 `[size + 1]`."""
+        """Return how many rows of a column of words have no word, and then each word, int64 `[size + 1]`."""
         return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
 
     def _column(self, entry: str, place: int) -> np.ndarray:
-        """One column of an entry, `[N]`: numbers float64, codes int64."""
+        """Return one column of an entry, `[N]`: numbers float64, codes int64."""
         values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
         return values.numpy()
 

@@ -50,9 +50,9 @@ def read_samples(body: bytes, model: OnnxModel, *, most: int) -> dict[str, np.nd
 def read_rows(
     body: bytes, table: ServedTable, model: OnnxModel, *, most: int
 ) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-    """The same of a request that has the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
+    """Return the arrays of a request with the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
 
-    Returns: the arrays; and the rows with each word that training does not know, by column.
+    Returns: the arrays by input, and by column how many rows have each word that training does not know.
     Raises: BadRequest.
     """
     given = _inputs(body)

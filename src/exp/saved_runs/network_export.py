@@ -217,7 +217,7 @@ class Source:
 
     @property
     def units(self) -> dict[str, str]:
-        """What the numbers of each input are, in words."""
+        """Return a description of the numbers of each input, by the input's name."""
         prepared, noise = self.samples.preparations, self.network.noise.values()
         names = [name for name in self.network.inputs if name not in noise]
         return {name: prepared[name].unit if name in prepared else AS_TRAINED for name in names}

@@ -154,7 +154,7 @@ def stored_mode(picture: Image.Image) -> str:
 
 def is_transparent(picture: Image.Image) -> bool:
     """Return whether an opened picture has a pixel that is not opaque. Decodes pictures with an alpha channel."""
-    return picture.has_transparency_data and picture.convert("RGBA").getextrema()[3][0] < 255
+    return picture.has_transparency_data and min(picture.convert("RGBA").getchannel("A").tobytes()) < 255
 
 
 def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:

@@ -180,6 +180,9 @@ def test_a_comma_may_precede_fractions(tmp_path):
     del settings["missing_values"]
     series = Windows(**settings, targets="a", columns=["a", "b"], length=1, standardise=False)
     assert series.values.tolist() == [[-1.5, 10], [2, 3.25]]
+    (tmp_path / "t.csv").write_text("a;b\n1,5;1,50\n-999,00;7,0\n1,50;7\n")
+    made = Csv(**settings, target="b", categorical=["a"], missing_values=["-999,0"], impute="mean")
+    assert (made.fit()["table"]["words"], made.classes) == ({"a": ["1.5", ""]}, {"target": ("1.50", "7.0")})
 
 
 def test_words_may_be_what_else_is_missing(tmp_path):
@@ -197,7 +200,7 @@ def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     path.write_text(f"{name},a,c\n7,0.5,x\n3,1.5,y\n4,2.5,y\n")
     data = Data(train=Csv(path=str(path), target="c"))
     assert data.spec.input_shape == (1,)
-    assert "numbers the rows and is left out" in data.notes[0]
+    assert "is left out of the input: pandas names an index so, and it has a different whole" in data.notes[0]
     path.write_text(f"{name},a,b\n7,0,1\n3,2,1\n")
     assert Windows(path=str(path), targets="a", length=1).inputs == ("a", "b")
     path.write_text(f"{name},a,c\n7,0.5,x\n7,1.5,y\n")
@@ -291,7 +294,8 @@ ABC = "a,b,c\n"
         (ABC + "2_31,1,x\n", {}, r"'2_31' in line 2 of .*column a; expected a number"),
         (ABC + "1,1,x\n\u0661\uff12,1,y\n", {}, r"'\u0661\uff12' in line 3 of .*column a; expected a number"),
         (ABC + "1,\uff1224-1,x\n", {"dates": {"b": "%Y-%m"}}, r"column b; expected a date"),
-        (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*'data.dataset.decimal=\",\"' reads"),
+        ("a;b;c\n1,234;2;x\n", {"delimiter": ";"}, r"column a; .*'data.dataset.decimal=\",\"' .* 1,234 becomes 1.234"),
+        (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*Write it in the file with a point"),
         (ABC + "1,2,x\n", {"decimal": ","}, r"data.dataset.decimal: ',', which is the delimiter, too"),
         ("a;b;c\n1.234,5;2;x\n", {"decimal": ",", "delimiter": ";"}, r"'1.234,5' in line 2 of .*; expected a number"),
         (ABC + "1,NA,x\n", {"categorical": ["b"]}, r"'NA', which stands for no value, in line 2 .*missing_values=\[\]"),

@@ -15,26 +15,33 @@ DecimalSign = Literal[".", ","]
 
 @dataclass(frozen=True)
 class Missing:
-    """The texts that stand for a missing value, and the numbers that some of them are, in any spelling."""
+    """Texts that stand for a missing value, and the numbers that some of them are, in any spelling.
+
+    decimal: the sign before the fractions of numbers, in these texts and in the file's.
+    """
 
     texts: frozenset[str]
     numbers: frozenset[float]
+    decimal: DecimalSign = "."
 
     @classmethod
-    def of(cls, values: Iterable[object]) -> Missing:
+    def of(cls, values: Iterable[object], *, decimal: DecimalSign = ".") -> Missing:
         """Return the missing values of an option. An empty text is always one of them."""
-        texts = frozenset(["", *(str(value).strip() for value in values)])
-        numbers = map(finite_number, texts)
-        return cls(texts, frozenset(number for number in numbers if number is not None))
+        texts = frozenset(["", *(text_of(value, decimal=decimal) or str(value) for value in values)])
+        numbers = (finite_number(text, decimal=decimal) for text in texts)
+        return cls(texts, frozenset(number for number in numbers if number is not None), decimal)
 
     def __contains__(self, text: str) -> bool:
-        return text in self.texts or (bool(self.numbers) and finite_number(text) in self.numbers)
+        if text in self.texts:
+            return True
+        return bool(self.numbers) and finite_number(text, decimal=self.decimal) in self.numbers
 
 
 class WordCodes(dict[str, int]):
     """A code for each text: words are numbered from 0 in order of appearance, and a missing one is -1.
 
-    words: an attribute, the words by code. A number has one code however it is written, and its first spelling.
+    words: an attribute, the words by code. A number has one code however it is written, and its first spelling, with a
+        point before the fraction.
     """
 
     def __init__(self, missing: Missing | None = None) -> None:
@@ -47,6 +54,7 @@ class WordCodes(dict[str, int]):
         word = text.strip()
         self[text] = -1
         if word not in self._missing:
+            word = with_point(word, decimal=self._missing.decimal)
             self[text] = self._codes.setdefault(word_key(word), len(self.words))
             self.words += [word] * (self[text] == len(self.words))
         return self[text]
@@ -70,6 +78,12 @@ def finite_number(text: str, *, decimal: str = ".") -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
+
+
+def with_point(text: str, *, decimal: str) -> str:
+    """Return a text with a point before the fraction if it is a number."""
+    is_other = decimal != "." and finite_number(text, decimal=decimal) is not None
+    return text.replace(decimal, ".") if is_other else text
 
 
 def word_key(word: str) -> Decimal | str:

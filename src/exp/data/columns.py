@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from exp.data.cells import Missing, WordCodes, finite_number
+from exp.data.cells import DecimalSign, Missing, WordCodes, finite_number
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, name_cure, refuse_unknown_columns
 from exp.data.tables import Encoding, Impute, Table, Words
@@ -88,7 +88,7 @@ class Sheet(ABC):
 
     def words(self, column: int) -> Words:
         """A column of words, coded."""
-        return words_of(self.texts(column))
+        return words_of(self.texts(column), decimal=self.missing.decimal)
 
     def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray:
         """A column of numbers, or where `days` names it of dates, as a table takes it: float64 `[N]`.
@@ -146,9 +146,10 @@ class Sheet(ABC):
         return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure, subject=subject)
 
     def left_out(self, column: int) -> str:
-        """Return the note on a column of row numbers."""
-        name = self.names[column] or "without a name"
-        return f"the column {name} of {self.file} numbers the rows and is left out; give it a name to keep it"
+        """Return the note on a column that row_numbers finds."""
+        named = f"the column {self.names[column] or NO_NAME} of {self.file}"
+        held = "pandas names an index so, and it has a different whole number in each row"
+        return f"{named} is left out of the input: {held}; rename it to keep it"
 
     def no_date(self, row: int, column: int, text: str, form: str | None) -> ConfigError:
         expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
@@ -157,9 +158,6 @@ class Sheet(ABC):
 
     def no_number(self, row: int, column: int, text: str) -> ConfigError:
         name = self.names[column] or NO_NAME
-        if finite_number(text, decimal=",") is not None:
-            cure = "'data.dataset.decimal=\",\"' reads commas as the signs before fractions"
-            return self.bad(row, column, repr(text), "a number", cure)
         cure = (
             f"Put it in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{name}],"
             " or name what stands for a missing value in data.dataset.missing_values"
@@ -170,7 +168,7 @@ class Sheet(ABC):
 class SheetTable(Table):
     """A table out of the columns of a file; see Csv for what the parameters mean.
 
-    A column without a name that numbers the rows, such as the index of pandas, is left out of the input.
+    A column without a name that has another whole number in each row, such as the index of pandas, is left out.
 
     read: reads the file.
     """
@@ -249,9 +247,9 @@ class SheetTable(Table):
         return sheet.texts(column)
 
 
-def words_of(values: Sequence[str | None]) -> Words:
-    """A column of words: in the order of numbers where all of them are, else of the alphabet."""
-    codes = WordCodes()
+def words_of(values: Sequence[str | None], *, decimal: DecimalSign) -> Words:
+    """Return a column of words: in the order of numbers if all of them are numbers, else of the alphabet."""
+    codes = WordCodes(Missing.of((), decimal=decimal))
     numbered = np.array([codes[value or ""] for value in values], dtype=np.int64)
     return words_in_order(numbered, codes.words)
 

@@ -221,6 +221,15 @@ class CsvSheet(Sheet):
 
         return read
 
+    def no_number(self, row: int, column: int, text: str) -> ConfigError:
+        number = finite_number(text, decimal=",")
+        if number is None:
+            return super().no_number(row, column, text)
+        cure = "Write it in the file with a point before the fraction and nothing between its other digits"
+        if self.dialect.delimiter != ",":
+            cure = f"'data.dataset.decimal=\",\"' reads a comma as the sign before a fraction: {text} becomes {number}"
+        return self.bad(row, column, repr(text), "a number", cure)
+
     def _fault(self, parser: Parser, column: int, days: Mapping[int, str | None]) -> ConfigError | None:
         if column not in parser.unread:
             return None
@@ -412,7 +421,7 @@ def read_sheet(
         got = f"{dialect.decimal!r}, which is the delimiter, too"
         told = "If values stand between semicolons, write data.dataset.delimiter=';'"
         raise data_fault("dataset.decimal", got=got, expected="two different signs", cure=told)
-    sheet = CsvSheet(file=file, dialect=dialect, missing=Missing.of(missing_values))
+    sheet = CsvSheet(file=file, dialect=dialect, missing=Missing.of(missing_values, decimal=dialect.decimal))
     with file.open(newline="", encoding="utf-8-sig") as text:
         rows = sheet.rows_in(text)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exp.data.cells import Missing, text_of
+from exp.data.cells import DecimalSign, Missing, text_of
 from exp.data.columns import Name, Sheet, SheetTable, Task
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, require_extra
@@ -75,7 +75,7 @@ class ParquetSheet(Sheet):
         held = self.table.column(column)
         # As NumPy's scalars, float32 numbers have the digits that a CSV file has.
         values = held.to_numpy() if types.is_floating(held.type) else held.to_pylist()
-        texts = map(text_of, values)
+        texts = (text_of(value, decimal=self.missing.decimal) for value in values)
         return [None if text is None or text in self.missing else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
@@ -116,11 +116,11 @@ class ParquetSheet(Sheet):
         return f"row {row} of {self.file}"
 
     def cell(self, row: int, column: int) -> str:
-        return text_of(self.table.column(column)[row].as_py()) or ""
+        return text_of(self.table.column(column)[row].as_py(), decimal=self.missing.decimal) or ""
 
 
-def read_parquet(file: Path, *, missing_values: Sequence[object] = ()) -> ParquetSheet:
-    """The columns of a file.
+def read_parquet(file: Path, *, missing_values: Sequence[object] = (), decimal: DecimalSign = ".") -> ParquetSheet:
+    """Return the columns of a file. decimal: the sign before the fractions of numbers that are texts.
 
     Raises: ConfigError where it is no Parquet file, or has no row.
     """
@@ -135,4 +135,4 @@ def read_parquet(file: Path, *, missing_values: Sequence[object] = ()) -> Parque
         raise data_fault("dataset.path", got=f"{file} ({reason})", expected="a Parquet file") from error
     if not len(table):
         raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one")
-    return ParquetSheet(file=file, table=table, missing=Missing.of(missing_values))
+    return ParquetSheet(file=file, table=table, missing=Missing.of(missing_values, decimal=decimal))

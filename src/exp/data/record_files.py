@@ -21,28 +21,25 @@ Columns = Mapping[str, Sequence[Any] | np.ndarray]
 
 
 class RecordSheet(Sheet):
-    """A table whose columns are at hand, with values of any type.
+    """Table whose columns are at hand, with values of any type. columns: by name, of one length."""
 
-    columns: by name, of one length. decimal: the sign before the fractions of numbers that are texts.
-    """
-
-    def __init__(self, *, file: Path, columns: Columns, missing: Missing, decimal: DecimalSign) -> None:
+    def __init__(self, *, file: Path, columns: Columns, missing: Missing) -> None:
         super().__init__(file=file, names=list(columns), missing=missing)
-        self._values, self.decimal = list(columns.values()), decimal
+        self._values = list(columns.values())
 
     def texts(self, column: int) -> list[str | None]:
-        texts = [text_of(value, decimal=self.decimal) for value in self._values[column]]
+        texts = [text_of(value, decimal=self.missing.decimal) for value in self._values[column]]
         return [None if text is None or text in self.missing else text for text in texts]
 
     def numbers(self, column: int) -> np.ndarray:
-        read = partial(number_in, decimal=self.decimal)
+        read = partial(number_in, decimal=self.missing.decimal)
         return self.read(column, read, lambda row, text: self.no_number(row, column, text))
 
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"
 
     def cell(self, row: int, column: int) -> str:
-        return text_of(self._values[column][row]) or ""
+        return text_of(self._values[column][row], decimal=self.missing.decimal) or ""
 
 
 def sheet_of(file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] = MISSING_VALUES) -> Sheet:
@@ -51,15 +48,15 @@ def sheet_of(file: Path, dialect: Dialect | None = None, *, missing_values: Sequ
     Raises: ConfigError for a file that cannot be read, or holds no row.
     """
     _require_format(file)
+    decimal = "." if dialect is None else dialect.decimal
     if file.suffix == ".csv":
         return read_sheet(file, dialect, missing_values=missing_values)
     if file.suffix == ".parquet":
         require_extra("pyarrow", feature=str(file), extra="parquet")
         from exp.data.parquet import read_parquet
 
-        return read_parquet(file, missing_values=missing_values)
+        return read_parquet(file, missing_values=missing_values, decimal=decimal)
     columns = read_columns(file, takes_lists=False)
-    decimal = "." if dialect is None else dialect.decimal
     return sheet_of_columns(file, columns, missing_values=missing_values, decimal=decimal)
 
 
@@ -75,7 +72,7 @@ def sheet_of_columns(
             raise data_fault(
                 "dataset.path", got=f"{name} of {file}, {list(values.shape)}", expected="a column of the table, [N]"
             )
-    return RecordSheet(file=file, columns=columns, missing=Missing.of(missing_values), decimal=decimal)
+    return RecordSheet(file=file, columns=columns, missing=Missing.of(missing_values, decimal=decimal))
 
 
 def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:

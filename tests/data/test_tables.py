@@ -203,9 +203,15 @@ def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     assert "is left out of the input: pandas names an index so, and it has a different whole" in data.notes[0]
     path.write_text(f"{name},a,b\n7,0,1\n3,2,1\n")
     assert Windows(path=str(path), targets="a", length=1).inputs == ("a", "b")
+    assert Windows(path=str(path), targets="a", length=1, columns=["b", name]).inputs == ("b", name)
     path.write_text(f"{name},a,c\n7,0.5,x\n7,1.5,y\n")
     kept = Data(train=Csv(path=str(path), target="c"))
     assert (kept.spec.input_shape, kept.notes) == ((2,), ())
+    path.write_text(f"a,{name or 'Unnamed: 0'},c\n0.5,7,x\n1.5,9,y\n")
+    earlier = {"table": {**kept.fitted["table"], "numbers": ["a", "Unnamed: 0"]}}
+    later = Data(train=Csv(path=str(path), target="c", standardise=False), earlier=lambda: earlier, keeps_raw=True)
+    assert (later.part("train").entries[0].tolist(), later.notes) == ([[0.5, 7], [1.5, 9]], ())
+    assert later.in_own_units("train", torch.tensor([1]))["input"].tolist() == [[1.5, 9]]
 
 
 def test_dates_may_have_a_format(tmp_path):

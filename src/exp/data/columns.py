@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from abc import ABC, abstractmethod
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from exp.data.cells import DecimalSign, Missing, WordCodes, finite_number
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, name_cure, refuse_unknown_columns
-from exp.data.tables import Encoding, Impute, Table, Words
+from exp.data.faults import data_fault, fitted_entry, name_cure, refuse_unknown_columns
+from exp.data.in_memory import Fitted, Tensors
+from exp.data.tables import FITTED, Encoding, Impute, Table, Words
 from exp.errors import ConfigError, Fault
 
 Task = Literal["classification", "regression"]
@@ -232,6 +236,39 @@ class SheetTable(Table):
         of_dates = [column for column in figures if column in days or sheet.holds_dates(column)]
         self.dates = {sheet.names[column]: days.get(column) for column in of_dates}
         self.notes = tuple(sheet.left_out(column) for column in index)
+        self._index = tuple(sheet.names[column] for column in index)
+        if index:
+            self._raw["row_numbers"] = torch.from_numpy(np.stack([sheet.numbers(column) for column in index], 1))
+
+    def prepare(self, fitted: Fitted) -> Tensors:
+        """Encode the rows as Table does. Columns of row numbers stay if training had them."""
+        return Table.prepare(self._as_trained(fitted), fitted)
+
+    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
+        """Return rows as Table does. Columns of row numbers stay if training had them."""
+        part = self.select(indices)._as_trained(fitted)
+        return Table.in_own_units(part, torch.arange(len(indices)), fitted)
+
+    def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
+        """Return notes on the file and on these rows, one line each. stage: the rows in words."""
+        return Table.notes_in(self._as_trained(fitted), fitted, stage=stage)
+
+    def _as_trained(self, fitted: Fitted) -> SheetTable:
+        """Return these rows with the columns of row numbers that training had, as runs of earlier versions did."""
+        order: list[str] = fitted_entry(fitted, FITTED, part=self)["numbers"]
+        if not {*self._index} & {*order}:
+            return self
+        entries = [(self.columns, "numbers"), (self._index, "row_numbers")]
+        columns = {
+            name: one for names, entry in entries if names for name, one in zip(names, self._raw[entry].T, strict=True)
+        }
+        names = [name for name in order if name in columns]
+        part = copy.copy(self)
+        part.columns = (*names, *(name for name in self.columns if name not in order))
+        part.entries = {**self._raw, "numbers": torch.stack([columns[name] for name in part.columns], 1)}
+        part.notes = tuple(note for name, note in zip(self._index, self.notes, strict=True) if name not in order)
+        part._index = ()
+        return part
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Return a column that is no input, read from the file again; None where a value is missing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -102,8 +102,9 @@ class Series(Dataset[object]):
         """
         told = fitted_entry(fitted, FITTED, part=self)
         if list(self.columns) != told["columns"]:
-            theirs = told["columns"]
-            raise data_fault("", got=f"a part with the columns {list(self.columns)}", expected=f"training's, {theirs}")
+            got, theirs = f"a part with the columns {list(self.columns)}", told["columns"]
+            cure = f'"data.dataset.columns={theirs}" reads them, nameless ones, too'
+            raise data_fault("", got=got, expected=f"training's, {theirs}", cure=cure)
         if not len(self):
             raise data_fault(
                 "dataset.length",
@@ -172,8 +173,9 @@ class Windows(Series):
         moment = [] if time is None else [str(time)]
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         is_array = file.suffix == ".npy"
-        names, read, notes = _npy_columns(file) if is_array else _csv_columns(file, dialect, *moment)
         wanted = [targets] if isinstance(targets, str | int) else list(targets)
+        named = [*moment, *map(str, [*wanted, *(columns or ())])]
+        names, read, notes = _npy_columns(file) if is_array else _csv_columns(file, dialect, *moment, named=named)
         if not wanted:
             raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
         inputs = [name for name in names if name not in moment] if columns is None else [str(name) for name in columns]
@@ -225,9 +227,12 @@ class WindowedRows(Dataset[Entries]):
 
 
 def _csv_columns(
-    file: Path, dialect: Dialect, time: str | None = None
+    file: Path, dialect: Dialect, time: str | None = None, *, named: Collection[str]
 ) -> tuple[Sequence[str], Callable[[str], np.ndarray], Sequence[str]]:
-    """The names of a file's columns, what reads one, and notes. time: a column that may hold dates."""
+    """Return the names of a file's columns, the function that reads one, and notes.
+
+    time: a column that may hold dates. named: columns that the config names.
+    """
     sheet = read_sheet(file, dialect)
     sheet.load(numbers=[range(len(sheet.names))], days={}, words=())
 
@@ -242,7 +247,7 @@ def _csv_columns(
         sheet.complete(column, values, cure="Fill it in before, as only you know how the series goes there")
         return values
 
-    index = row_numbers(sheet, named=[column for column, name in enumerate(sheet.names) if name == time])
+    index = row_numbers(sheet, named=[column for column, name in enumerate(sheet.names) if name in named])
     names = [name for column, name in enumerate(sheet.names) if column not in index]
     return names, read, [sheet.left_out(column) for column in index]
 

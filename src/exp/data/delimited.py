@@ -186,16 +186,20 @@ class CsvSheet(Sheet):
             raise found
         return found
 
-    def rows(self) -> list[list[str]]:
-        """Return the texts of all rows. Raises: ConfigError for rows of unequal length, and for what is no CSV."""
-        found: list[list[str]] = []
+    def cells(self, columns: Sequence[int]) -> list[list[str]]:
+        """Return the texts of columns as the file has them.
+
+        Raises: ConfigError for rows of unequal length, and for a file that is no CSV.
+        """
+        found: list[list[str]] = [[] for _ in columns]
         with self.file.open(newline="", encoding="utf-8-sig") as text:
             reader = self.rows_in(text)
             try:
                 for row in islice(filter(None, reader), self.dialect.header, None):
                     if len(row) != len(self.names):
                         raise self.uneven(row, reader.line_num)
-                    found.append(row)
+                    for texts, column in zip(found, columns, strict=True):
+                        texts.append(row[column])
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.unreadable(error, reader.line_num) from error
         return found

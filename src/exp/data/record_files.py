@@ -14,7 +14,8 @@ from exp.data.arrays import read_archive
 from exp.data.cells import DecimalSign, Missing, number_in, text_of
 from exp.data.columns import Sheet
 from exp.data.delimited import MISSING_VALUES, Dialect, read_sheet
-from exp.data.faults import data_fault, require_extra
+from exp.data.faults import data_fault, name_cure, require_extra
+from exp.errors import ConfigError, Fault
 
 FORMATS = (".csv", ".parquet", ".jsonl", ".npz", ".npy")
 Columns = Mapping[str, Sequence[Any] | np.ndarray]
@@ -104,22 +105,36 @@ def read_columns(file: Path, *, takes_lists: bool = True) -> Columns:
     return columns
 
 
-def raw_columns(file: Path, dialect: Dialect) -> Columns:
-    """Return the columns of a file by name with the values that are there, such as the text 007 of a CSV file.
+def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Columns:
+    """Return columns of a file by name with the values that the file has, such as the text 007 of a CSV file.
 
-    Raises: ConfigError as read_columns.
+    Raises: ConfigError at `keep` for a column that is not there, and as read_columns.
     """
     _require_format(file)
     if file.suffix == ".csv":
         sheet = read_sheet(file, dialect)
-        return dict(zip(sheet.names, zip(*sheet.rows(), strict=True), strict=True))
+        _require_names(names, sheet.names, file=file)
+        return dict(zip(names, sheet.cells([sheet.names.index(name) for name in names]), strict=True))
     if file.suffix == ".parquet":
         require_extra("pyarrow", feature=str(file), extra="parquet")
         from exp.data.parquet import read_parquet
 
-        columns: Columns = read_parquet(file).table.to_pydict()
-        return columns
-    return read_columns(file)
+        table = read_parquet(file).table
+        _require_names(names, table.column_names, file=file)
+        kept: Columns = table.select(list(names)).to_pydict()
+        return kept
+    columns = read_columns(file)
+    _require_names(names, list(columns), file=file)
+    return {name: columns[name] for name in names}
+
+
+def _require_names(names: Sequence[str], there: Sequence[str], *, file: Path) -> None:
+    """Raise ConfigError for names of `keep` that are no columns of the file."""
+    unknown, expected = [name for name in names if name not in there], f"a column of {file}"
+    if unknown:
+        raise ConfigError(
+            [Fault(key="keep", got=name, expected=expected, cure=name_cure(name, there)) for name in unknown]
+        )
 
 
 def _require_format(file: Path) -> None:

@@ -21,9 +21,8 @@ from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
 from exp.data.arrays import archive_of
 from exp.data.delimited import Dialect
-from exp.data.faults import name_cure
 from exp.data.record_files import raw_columns
-from exp.data.unlabelled import UnlabelledImages, pictures_at
+from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares
 from exp.errors import ConfigError, Fault, RunError
@@ -151,17 +150,16 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
 
 
 def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """Return columns of the input by name. Raises: ConfigError for those that are not there."""
+    """Return columns of the input by name.
+
+    Raises: ConfigError for a column that is not there, and for a data set whose samples are several rows each.
+    """
     node = unlabelled_node(run, path)
+    if resolve(node["_target_"], allow=()) is UnlabelledSeries:
+        got, expected = f"[{', '.join(names)}], and windows of {node['length']} rows", "a sample for each row"
+        raise ConfigError([Fault(key="keep", got=got, expected=expected, cure="Leave keep out", source="command line")])
     dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
-    columns = raw_columns(path, dialect)
-    unknown = [name for name in names if name not in columns]
-    if unknown:
-        expected = f"a column of {path}"
-        raise ConfigError(
-            [Fault(key="keep", got=name, expected=expected, cure=name_cure(name, columns)) for name in unknown]
-        )
-    return {name: list(columns[name]) for name in names}
+    return {name: list(values) for name, values in raw_columns(path, dialect, names).items()}
 
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:

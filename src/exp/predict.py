@@ -61,7 +61,7 @@ def _command(argv: Sequence[str]) -> int:
     # torch comes in here, behind every fault of the command.
     with loading_torch():
         from exp.saved_runs.prediction import predict
-        from exp.saved_runs.prediction_files import refuse_place, write_predictions
+        from exp.saved_runs.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)
@@ -69,6 +69,8 @@ def _command(argv: Sequence[str]) -> int:
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         run.refuse_own_file(output, weights=arguments.values["weights"])
         weights, overrides = arguments.values["weights"], arguments.overrides
+        if keep:
+            refuse_names(keep, output, run=run, weights=weights)
         found = predict(run, given, weights=weights, overrides=overrides, keep=keep, is_shown=True)
         write_predictions(found, output)
         print(f"{len(found)} samples of {given} predicted: {output}")

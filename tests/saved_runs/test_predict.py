@@ -97,9 +97,13 @@ def test_columns_are_kept_and_unknown_words_counted(pets_run, pets, write_csv, c
     for typed, message in (("[di]", "keep: di; expected a column of"), ("id", "keep: id; expected a list of columns")):
         assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", f"keep={typed}"]) == 2
         assert message in capsys.readouterr().err
-    write_csv("new.csv", {**given, "class": given["id"]})
-    assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", "keep=[class]"]) == 1
-    assert "keep: class, which the answers have, too" in capsys.readouterr().err
+    write_csv("new.csv", {**given, "class": given["id"], "prediction": given["id"]})
+    for name, output in (("class", "a.csv"), (f"probability_{KINDS[0]}", "a.csv"), ("probabilities", "a.npz")):
+        assert main([f"run={pets_run.directory}", "input=new.csv", f"output={output}", f"keep=[{name}]"]) == 2
+        error = capsys.readouterr().err
+        assert f"keep: {name}, which the answers have, too" in error
+        assert "predict" not in error  # nothing was begun
+    assert main([f"run={pets_run.directory}", "input=new.csv", "output=a.npz", "keep=[prediction]"]) == 0
 
 
 def test_parquet(pets_run, classify, pets):
@@ -247,6 +251,8 @@ def test_a_series_is_windowed_and_standardized(trained, write_csv):
     windows = torch.from_numpy(np.stack([scaled[start : start + 6] for start in range(8)])).float()
     expected = outputs_of(run, windows).astype(np.float64) * fit["deviations"][0].item() + fit["means"][0].item()
     assert np.allclose(run.predict("new.csv").answers()["prediction"], expected, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"keep: \[heat\], and windows of 6 rows; expected a sample for each row"):
+        run.predict("new.csv", keep=["heat"])
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)

@@ -155,7 +155,7 @@ def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence
     Raises: ConfigError for a column that is not there, and for a data set whose samples are several rows each.
     """
     node = unlabelled_node(run, path)
-    if resolve(node["_target_"], allow=()) is UnlabelledSeries:
+    if is_of(node, UnlabelledSeries):
         got, expected = f"[{', '.join(names)}], and windows of {node['length']} rows", "a sample for each row"
         raise ConfigError([Fault(key="keep", got=got, expected=expected, cure="Leave keep out", source="command line")])
     dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
@@ -183,6 +183,11 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     return {"_target_": kind, "path": literal(str(path)), **options}
 
 
+def is_of(node: Mapping[str, Any], kind: type) -> bool:
+    """Return whether a node of unlabelled_node is of a data set class."""
+    return resolve(node["_target_"], allow=()) is kind
+
+
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
     """Return the node of a data set of the run. Raises: RunError for loaders of the user's own."""
     data = run.resolved.plain["data"]
@@ -207,16 +212,21 @@ def _assembled(
         same = len({batch.shape[1:] for batch in batches}) == 1
         outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
     node = plain["data"]["test"]
-    is_pictures = resolve(node["_target_"], allow=()) is UnlabelledImages
+    is_pictures = is_of(node, UnlabelledImages)
     options = {"picture": node["picture"]} if "picture" in node else {}
     files = pictures_at(Path(node["path"]), **options) if is_pictures else ()
-    is_own = plain["module"] is not None
-    readings = {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
+    readings = readings_at(plain, checkpoint, classes=classes)
     return Predictions(
         outputs=outputs,
         files=tuple(files),
         readings={name: reading for name, reading in readings.items() if name in outputs},
     )
+
+
+def readings_at(plain: Mapping[str, Any], checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
+    """Return the readings of outputs by name, with the figures of a checkpoint; none of a user's own module."""
+    is_own = plain["module"] is not None
+    return {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
 
 
 def _of_input(fault: Fault) -> Fault:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from exp.data.arrays import archive_of
+from exp.data.unlabelled import UnlabelledImages
 from exp.errors import ConfigError, Fault, MissingExtraError, RunError
 from exp.files import write_whole
-from exp.saved_runs.prediction import Predictions
-from exp.saved_runs.run_files import is_same_file
+from exp.saved_runs.answers import Reading
+from exp.saved_runs.prediction import Predictions, is_of, readings_at, stated_classes, unlabelled_node
+from exp.saved_runs.run_files import RunFiles, is_same_file
 
 FORMATS = (".npz", ".csv", ".jsonl", ".parquet")
 
@@ -39,6 +41,28 @@ def refuse_place(path: Path, *, given: Path) -> None:
         _pyarrow(path)
 
 
+def refuse_names(keep: Sequence[str], path: Path, *, run: RunFiles, weights: str | Path | None) -> None:
+    """Raise ConfigError before the work for columns to keep that have the name of an answer.
+
+    path: of the predictions. weights: as of RunFiles.network.
+    """
+    readings = readings_at(run.resolved.plain, run.path_of(weights), classes=stated_classes(run))
+    is_array = path.suffix == ".npz"
+    both = [name for name in keep if name == "file" and is_of(unlabelled_node(run, path), UnlabelledImages)]
+    both += [
+        name
+        for name in keep
+        for output, reading in readings.items()
+        if (is_array and name == output)
+        or (
+            name.startswith(start := _start(readings, output))
+            and reading.names_answer(name.removeprefix(start), is_array=is_array)
+        )
+    ]
+    if both:
+        raise ConfigError([_taken(both[0])])
+
+
 def write_predictions(predictions: Predictions, path: Path) -> None:
     """Write them in the place of what stood there.
 
@@ -47,8 +71,8 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
     `probability`, one column `probability_<class>` each; `prediction`, or `prediction_0` and so on; of other outputs
     their numbers. Where several outputs are read, each of these names begins with the target's, `species.class`.
 
-    Raises: RunError where it cannot be written, an array has no place in a row, or a column that is kept has the name
-        of an answer.
+    Raises: RunError if it cannot be written, or an array has no place in a row; ConfigError if a column that is kept
+        has the name of an answer.
     """
     try:
         if path.suffix == ".npz":
@@ -72,7 +96,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
             raise RunError(f"samples of {name} are of shapes {' and '.join(shapes[:2])}; write them to a .jsonl file")
         arrays[name] = values
     for name, reading in predictions.readings.items():
-        start = _start(predictions, name)
+        start = _start(predictions.readings, name)
         arrays |= {f"{start}{word}": array for word, array in predictions.answers(name).items()}
         if reading.names is not None:
             arrays[f"{start}classes"] = np.array(reading.names)
@@ -83,10 +107,15 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
 
 
 def _beside(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns that are kept and answers. Raises: RunError for a name that both have."""
+    """Return columns that are kept and answers. Raises: ConfigError for a name that both have."""
     if both := [name for name in kept if name in answers]:
-        raise RunError(f"keep: {both[0]}, which the answers have, too; rename the column of the input")
+        raise ConfigError([_taken(both[0])])
     return {**kept, **answers}
+
+
+def _taken(name: str) -> Fault:
+    got, cure = f"{name}, which the answers have, too", "Rename the column of the input"
+    return Fault(key="keep", got=got, expected="columns that have no name of an answer", cure=cure)
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
@@ -102,7 +131,7 @@ def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, An
 
 def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[str, Sequence[Any]]:
     """What an output says, by column."""
-    reading, start = predictions.readings[name], _start(predictions, name)
+    reading, start = predictions.readings[name], _start(predictions.readings, name)
     values = predictions.outputs[name]
     if isinstance(values, list):
         each = [reading.answers(one[None]) for one in values]
@@ -149,8 +178,8 @@ def _named(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
     return int(numbers) if names is None else names[int(numbers)]
 
 
-def _start(predictions: Predictions, name: str) -> str:
-    return "" if len(predictions.readings) == 1 else f"{predictions.readings[name].target}."
+def _start(readings: Mapping[str, Reading], name: str) -> str:
+    return "" if len(readings) == 1 else f"{readings[name].target}."
 
 
 def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -346,12 +346,10 @@ def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
 
 def test_the_check_of_a_sweep_reports_all_errors(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for other in ("optimizer.lr=-2,-1", "optimizer.lrr=3"):
-        assert check(["-m", "seed=0,1", other, "model.layers.head.out_features=7"]) == 2
-        told = capfd.readouterr().err
-        assert "  model.layers.head.out_features: 7; expected 10" in told
-        assert f"  {other.partition('=')[0]}: " in told
-    assert check(["-m", "seed=0,-1"]) == 2
+    assert check(["-m", "optimizer.lr=-2,-1", "model.layers.head.out_features=7"]) == 2
+    told = capfd.readouterr().err
+    assert "  model.layers.head.out_features: 7; expected 10" in told
+    assert "  optimizer.lr: " in told
 
 
 def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypatch, capfd):

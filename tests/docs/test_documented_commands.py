@@ -43,6 +43,7 @@ REFUSED = {
     "weights.from=outputs/": "weights.from: ",
     "from_run=outputs/": "from_run: ",
     "optimizer.lr=abc": "; expected ",
+    "runtime.compile_mode=": "with inductor on cpu",
     "data.dataset.target=kind": "expected a column of flowers.csv",
     "optimzer=sgd": "; expected ",
     "ckpt_path=last.ckpt": "Write resume=last.ckpt",
@@ -52,7 +53,7 @@ REFUSED = {
 
 
 # Reasons that depend on the machine.
-OF_MACHINE = ("needs the package", "without the package", "machine without", "no module", "launch.devices")
+OF_MACHINE = ("needs the package", "without the package", "machine without", "no module", "launch.devices", "on cpu")
 
 
 def documented(*names: str, fast: int = 1) -> list[object]:

@@ -305,10 +305,11 @@ def main(settings: dict[str, Any]) -> None:
         callback = Callback()
         callback.on_train_batch_start = lambda *_: time.sleep(seconds)
         extra.append(callback)
-    if settings.pop("spoilt_rank", None) == settings.get("rank", 0):
-        extra.append(At("on_train_batch_end", 3, lambda: next(small.module.parameters()).data.fill_(float("nan"))))
+    spoilt, rank = settings.pop("spoilt_rank", None), settings.get("rank", 0)
+    if spoilt is not None:  # on all ranks, because callbacks decide through which loop a rank goes
+        value = float("nan") if spoilt == rank else 0.0
+        extra.append(At("on_train_batch_end", 3, lambda: next(small.module.parameters()).data.add_(value)))
     small = Small(callbacks=tuple(extra), **settings)
-    rank = settings.get("rank", 0)
     try:
         small.fit(resume=small.last if resume and small.last.is_file() else None)
         result = {"step": small.trainer.global_step, "epoch": small.trainer.current_epoch, "error": None}

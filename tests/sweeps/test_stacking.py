@@ -72,6 +72,6 @@ def test_a_stack_fits_into_the_free_memory():
         (("experiment=lstm", "runtime.compile=true"), True),
     ],
 )
-def test_small_networks_without_recurrent_layers_are_faster_stacked(overrides, expected):
+def test_auto_stacks_small_networks_without_recurrent_layers(overrides, expected):
     decided = planned(*overrides)
     assert is_faster(decided, build_network(decided.plain, decided.spec)) is expected

@@ -64,7 +64,9 @@ def test_links_follow_new_and_removed_runs(tmp_path):
     links = LinkedRuns(outputs, place)
     links.refresh()
     second = made(outputs / "train" / TODAY / "09-39-40", "seed=1")
-    evaluation = made(outputs / "train" / "evaluations" / TODAY / "09-41-00", "from_run=a", "train=false", "test=true")
+    evaluation = made(
+        outputs / "train" / "evaluations" / TODAY / "09-41-00", "from_run=a", "++train=False", "test=true"
+    )
     sweep = outputs / "train" / "sweeps" / TODAY / "12-00-00"
     sweep.mkdir(parents=True)
     (sweep / f"events.out.tfevents.1.here{OF_SWEEP}").write_bytes(b"")

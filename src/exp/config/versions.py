@@ -31,7 +31,7 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     for key in removed_keys(content):
         _remove(found, key)
     for key, value in PRESENT.items():
-        _set(found, key, value, is_kept=True)
+        _add(found, key, value)
     return found
 
 
@@ -44,7 +44,7 @@ def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
         if node is not None and name in node and are_same(node[name], value):
             del node[name]
     for key, value in REMOVED.items():
-        _set(found, key, value, is_kept=True)
+        _add(found, key, value)
     return found
 
 
@@ -65,10 +65,10 @@ def _node(tree: dict[str, Any], key: str) -> dict[str, Any] | None:
     return node if isinstance(node, dict) else None
 
 
-def _set(tree: dict[str, Any], key: str, value: Any, *, is_kept: bool) -> None:
+def _add(tree: dict[str, Any], key: str, value: Any) -> None:
     parent, _, name = key.rpartition(".")
     node = _node(tree, parent)
-    if node is not None and not (is_kept and name in node):
+    if node is not None and name not in node:
         node[name] = copy.deepcopy(value)
 
 

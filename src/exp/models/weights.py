@@ -168,18 +168,18 @@ def follow_saved_shapes(network: nn.Module) -> None:
     A forward may give a buffer the size of its batch, which a new network does not have.
     """
     for module in network.modules():
-        if any(True for _ in reshaped_buffers(module)):
+        if any(True for _ in _reshaped_buffers(module)):
             module.register_load_state_dict_pre_hook(_take_shapes)
 
 
-def reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the module's own buffers that a forward may reshape: none of torch's modules does so."""
     if type(module).__module__.partition(".")[0] != "torch":
         yield from module.named_buffers(recurse=False)
 
 
 def _take_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-    for name, buffer in reshaped_buffers(module):
+    for name, buffer in _reshaped_buffers(module):
         saved = state.get(f"{prefix}{name}")
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:
             setattr(module, name, buffer.new_empty(saved.shape))

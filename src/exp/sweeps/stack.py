@@ -73,7 +73,8 @@ SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
 MOST_MEMBERS = 64
 # The part of the free memory that stacks take together, and of what size a member is in multiples of its weights.
 MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
-# What is slower stacked than one after the other on a CPU: layers, and operators of so many multiply-adds.
+# What is slower stacked than one after the other on a CPU: recurrent layers, and operators of so many multiply-adds.
+# Time of a stacked step in multiples of the steps one by one: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
 SLOW_IN_A_STACK = (nn.RNNBase,)
 LARGE_OPERATOR = 2**26
 

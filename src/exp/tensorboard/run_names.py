@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import functools
 import os
 import re
 from collections import Counter
@@ -158,10 +157,9 @@ def _run_of(folder: Path) -> Path:
     return folder.parent if folder.name == "tensorboard" else folder
 
 
-@functools.cache
 def _is_evaluation(run: Path) -> bool:
-    """Whether a run trains nothing, as those of exp.evaluate."""
-    return "train=false" in (_overrides(run) or ())
+    """Return whether a run trains nothing, as the runs of exp.evaluate."""
+    return "train=false" in (text.lstrip("+").lower() for text in _overrides(run) or ())
 
 
 def _short(typed: Sequence[str]) -> Iterator[str]:

@@ -107,7 +107,8 @@ OPTIMIZERS = [
     ["optimizer=adamw"],
     ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
     ["optimizer=adam"],
-    ["optimizer=rmsprop"],
+    # At its default rate of 0.01 the first steps of LeNet raise the loss tenfold, and roundings of bfloat16 with it.
+    ["optimizer=rmsprop", "optimizer.lr=0.0005"],
 ]
 NORMED = (["model=mlp"], ["model=normed"])
 # In torch 2.13 vmap cannot differentiate a LayerNorm with bfloat16 inputs and float32 weights: such jobs run alone.
@@ -125,14 +126,16 @@ def test_every_model_optimizer_and_precision_can_be_stacked(share):
     Path("text").mkdir()
     Path("text/a.txt").write_text("".join(chr(97 + (7 * n * n + n // 3) % 26) for n in range(6_000)))
     for number, case in enumerate(share.of(CASES)):
-        shared = [*case, "trainer.max_epochs=2", "trainer.max_steps=22", "hooks=[]"]
-        own = [["seed=1"], ["seed=2", "optimizer.lr=0.001"]]
+        # Training amplifies roundings: within five steps of bfloat16 the loss moved by at most 1e-3 of itself.
+        steps = 22 if "precision=fp64" in case else 5
+        shared = [*case, "trainer.max_epochs=2", f"trainer.max_steps={steps}", "hooks=[]"]
+        own = [["seed=1"], ["seed=2", "optimizer.lr=0.0003"]]
         results = stacked(shared, own, name=f"stack{number}"), alone(shared, own, name=f"alone{number}")
         for one, other in zip(*results, strict=True):
             if "precision=fp64" in case:
                 assert_close(one, other)
             else:
-                assert math.isclose(one.metrics["loss/val"], other.metrics["loss/val"], rel_tol=0.1), case
+                assert math.isclose(one.metrics["loss/val"], other.metrics["loss/val"], rel_tol=1e-2), case
 
 
 @pytest.mark.slow

@@ -1,16 +1,13 @@
-"""An exponential moving average of the weights, which is what is validated, tested and kept in checkpoints.
+"""An exponential moving average of the weights, which validation, tests and checkpoints use.
 
-Lightning 2.6 has EMAWeightAveraging; with it `trainer.test(ckpt_path="best")` after fit loads the weights that are not
-averaged, it deep-copies the whole LightningModule with all that hooks hang on it, and it averages tensor by tensor.
-
-Private of torch (2.13), and tested: `_foreach_lerp_` and `_foreach_copy_`, many tensors by one call; where a module has
-its parameters: `_parameters`.
+Lightning 2.6 has EMAWeightAveraging. With it, `trainer.test(ckpt_path="best")` after fit loads weights that are not
+averaged, and it deep-copies the whole LightningModule with everything that hooks attach to it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -20,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from exp.engine.checkpoint import CURRENT, State
 from exp.precision.plugin import ScaledPrecision
@@ -29,22 +27,23 @@ log = logging.getLogger(__name__)
 
 
 class ExponentialMovingAverage(Callback):
-    """An average of the weights: after every n-th optimizer step d average + (1 - d) weights; at first the weights.
+    """Averages the weights: every update sets `average = decay * average + (1 - decay) * weights`.
 
-    Parameters that are frozen are copied. Buffers, such as BatchNorm's statistics or a mask, are those of the network.
-    A step that is skipped because a gradient is not finite does not count. The average of
-    weights in half precision is float32: what one step adds is soon below the last place of bfloat16. Validation
-    within fit, the checkpoints' `state_dict` and the module after fit have the averages; training goes on with, and a
-    resumed run gets back, the weights themselves.
+    The first update copies the weights. Frozen parameters are copied at every update. Buffers, such as the statistics
+    of BatchNorm, are not averaged. A step that is skipped because a gradient is not finite does not count. Averages of
+    half-precision weights are float32, because one update is soon smaller than the last digit of bfloat16.
+    Validation within fit, the `state_dict` of checkpoints and the module after fit hold the averages. Training uses
+    the weights, and a resumed run restores both.
 
-    decay: d.
-    every_n_steps: optimizer steps from one update to the next.
-    start_step: the optimizer step, counted from 1, of the first update.
-    warmup: take min(decay, (1 + n) / (10 + n)) after n updates, so that a short run is not all beginning (the rule of
-        TensorFlow's ExponentialMovingAverage with num_updates).
+    Args:
+        decay: Weight of the old average. Default: 0.999.
+        every_n_steps: Optimizer steps between two updates. Default: 1.
+        start_step: Optimizer step of the first update, counted from 1. Default: 1.
+        warmup: Use min(decay, (1 + n) / (10 + n)) after n updates, so that the first weights of a short run are
+            forgotten. TensorFlow's ExponentialMovingAverage has the same rule. Default: True.
     """
 
-    # Read by strategies, as of any callback that keeps an average of the weights.
+    # Strategies read this attribute of every callback.
     averages_weights: ClassVar[bool] = True
 
     def __init__(
@@ -67,7 +66,7 @@ class ExponentialMovingAverage(Callback):
 
     @property
     def average(self) -> Mapping[str, Tensor]:
-        """Return the averages of the parameters by their names in the state dict; empty before the first update."""
+        """Return the averages by parameter name; empty before the first update."""
         return self._average
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +74,7 @@ class ExponentialMovingAverage(Callback):
         self._swap_out(pl_module)
         own = _tensors(pl_module)
         if isinstance(trainer.strategy, WholeState):
-            # A checkpoint has them whole, and so they are until the strategy has placed the network.
+            # A checkpoint holds whole tensors; the strategy has placed the network only now.
             self._average = trainer.strategy.parts_of(self._average, own)
         self._average = {name: tensor.to(own[name].device) for name, tensor in self._average.items()}
 
@@ -116,8 +115,7 @@ class ExponentialMovingAverage(Callback):
         if isinstance(strategy, WholeState):
             average, current = strategy.gather_all(self._average), strategy.gather_all(self._current)
         else:
-            # As the module's hooks of state dicts would have them saved.
-            average, current = _saved(pl_module, self._average), _saved(pl_module, self._current)
+            average, current = _state_dict(pl_module, self._average), _state_dict(pl_module, self._current)
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
@@ -133,9 +131,9 @@ class ExponentialMovingAverage(Callback):
         if isinstance(trainer.strategy, WholeState):
             self._average = {name: _wide(saved[name]) for name in own}
         else:
-            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
-            with _holding(pl_module, self._average):
+            with _holding(pl_module, {name: _wide(tensor.detach()) for name, tensor in own.items()}):
                 pl_module.load_state_dict(saved)
+                self._average = {name: tensor.detach().clone() for name, tensor in own.items()}
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, int]:
@@ -154,17 +152,17 @@ class ExponentialMovingAverage(Callback):
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         trained = [name for name, tensor in own.items() if tensor.requires_grad]
-        # Of DTensors the local parts: torch's kernels for many refuse lists that mix the two kinds.
+        # Local shards, because torch refuses lists of DTensors and plain tensors.
         averages = [local(self._average[name]) for name in trained]
-        weights = [local(own[name]) for name in trained]
-        weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
-        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        weights = [local(own[name]).to(self._average[name].dtype) for name in trained]
+        if trained:
+            get_ema_multi_avg_fn(decay)(averages, weights, self._updates)
         for name in own.keys() - set(trained):
             local(self._average[name]).copy_(local(own[name]))
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
-        """Put the averages into the module, and set its own values aside."""
+        """Copy the averages into the module and keep the weights."""
         if self._average and not self._current:
             own = _tensors(module)
             self._current = {name: tensor.detach().clone() for name, tensor in own.items()}
@@ -176,38 +174,33 @@ class ExponentialMovingAverage(Callback):
             self._current = {}
 
 
-def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield of parameters the name in the state dict, and where it is held: mapping, key.
-
-    Not by `state_dict()`: hooks may have other tensors in it. Tied ones come under each name.
-    """
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, FSDPModule):
-            part.reshard()  # a forward may have left whole tensors in the place of the parts
-        for key, tensor in part._parameters.items():
-            if tensor is not None:
-                yield f"{prefix}.{key}" if prefix else key, part._parameters, key
-
-
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    return {name: held[key] for name, held, key in _places(module)}
+    """Return the parameters by name. A tied parameter has an entry for each of its names.
+
+    Not `state_dict()`, whose hooks may replace tensors.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # a forward may have left whole tensors instead of shards
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
 @contextmanager
 def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hold these tensors in the place of the module's own, in their own dtypes: for its state dict, and to load one."""
-    replaced = [(held, key, held[key], tensors[name]) for name, held, key in _places(module) if name in tensors]
+    """Give the parameters of a module other data, which may have another dtype, until the block ends."""
+    own = _tensors(module)
+    replaced = {name: own[name].data for name in tensors}
     try:
-        for held, key, _, tensor in replaced:
-            held[key] = tensor
+        for name, tensor in tensors.items():
+            own[name].data = tensor
         yield
     finally:
-        for held, key, own, _ in replaced:
-            held[key] = own
+        for name, tensor in replaced.items():
+            own[name].data = tensor
 
 
-def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state dict that the module would have with these; nothing where there are none."""
+def _state_dict(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state dict of the module with these parameters, or an empty one if there are none."""
     if not tensors:
         return {}
     with _holding(module, tensors):
@@ -215,12 +208,12 @@ def _saved(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Copy a tensor, in float32 where it is in half precision."""
+    """Copy a tensor; half precision becomes float32."""
     half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if half else tensor.clone()
 
 
 @torch.no_grad()
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    names: Iterable[str] = targets.keys()
-    torch._foreach_copy_([local(targets[name]) for name in names], [local(sources[name]) for name in names])
+    for name, target in targets.items():
+        local(target).copy_(local(sources[name]))

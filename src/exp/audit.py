@@ -1,16 +1,15 @@
 """python -m exp.audit FILE_OR_DIR: what a config, a checkpoint or a folder from elsewhere would do.
 
-Says what it would import and call, read from the environment, and where it would write, and does none of it: YAML is
-read as text, a checkpoint by the operations of its pickle, git's settings as lines.
+It reports imports, calls, environment variables that are read, and paths that are written, and does none of it. YAML is
+read as text, a checkpoint by torch.serialization.get_unsafe_globals_in_checkpoint, and git's settings as lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
-import pickletools
+import pickle
 import re
 import stat
 import struct
@@ -19,27 +18,21 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from exp.errors import ConfigError
+from exp.errors import ConfigError, one_line
 from exp.output import exit_status
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
 MAX_FILES = 20_000
 MAX_PICKLE_BYTES = 200_000_000
+# A dtype of Python objects in the header of a .npy file, or an escape that could hide one.
+OBJECTS = re.compile(rb"O|object|\\")
 SKIPPED = (".git", "__pycache__", ".venv", "node_modules")
-UNKNOWN_NAME = "a name that cannot be told"
 CONFIGS = (".yaml", ".yml")
+# Members of a zip file that a loader would run.
+ARCHIVED = (".pkl", ".npy", ".py")
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
-# What torch.load(weights_only=True), by which exp reads, builds tensors and plain values from.
-TENSORS = re.compile(
-    r"torch\.(\w+Storage|Size|device|Tensor|u?int\d+|float\w*|bfloat16|double|half|bool|complex\d+|q\w+|long|short)"
-    r"|torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state|sparse_tensor|qtensor"
-    r"|meta_tensor_no_storage|wrapper_subclass|nested_tensor|device_tensor_from_numpy)"
-    r"|torch\._tensor\._rebuild_from_type_v2|torch\.nn\.parameter\.(Parameter|Buffer)|torch\.serialization\._get_layout"
-    r"|torch\.storage\.(Untyped|Typed)Storage|collections\.(OrderedDict|Counter|defaultdict)|_codecs\.encode"
-    r"|(builtins|__builtin__)\.(set|frozenset|bytearray|int|float|complex|str|bytes|list|dict|tuple|bool|slice|range)"
-)
 # Of git's settings, the last words of those that name a program, or a file with more of them.
 GIT_PROGRAMS = re.compile(
     r"fsmonitor|pager|editor|sshcommand|gitproxy|askpass|hookspath|alternaterefscommand|external|textconv|command|clean"
@@ -193,77 +186,44 @@ def _of_env(path: Path, *, root: Path) -> Iterator[Finding]:
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:
-    """The names that a pickle would import: alone, in a zip of torch's or numpy's, or in an array of objects."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
-                where = f"{path}, {member.filename}"
-                if "/code/" in f"/{member.filename}" and member.filename.endswith(".py"):
-                    yield Finding(kind="calls", what="a program of TorchScript", where=where, is_outside=True)
-                if member.filename.endswith((".pkl", ".npy")) or path.suffix == ".npz":
-                    if member.file_size > MAX_PICKLE_BYTES:
-                        raise ValueError(f"{member.filename} would be {member.file_size} bytes")
-                    yield from _globals(archive.read(member), where=where)
+    """List the names that torch.load(weights_only=True), which exp uses, refuses. Any other pickle is outside."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            yield from _of_member(file, where=str(path))
         return
-    if path.stat().st_size > MAX_PICKLE_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes that are no zip file")
-    yield from _globals(path.read_bytes(), where=str(path))
-
-
-def _globals(content: bytes, *, where: str) -> Iterator[Finding]:
-    if content.startswith(b"\x93NUMPY"):
-        start = content.index(b"\n") + 1
-        if b"'O'" not in content[:start] and b"|O" not in content[:start]:
+    with zipfile.ZipFile(path) as archive:
+        members = [one for one in archive.infolist() if path.suffix == ".npz" or one.filename.endswith(ARCHIVED)]
+        if any(member.filename.endswith(".py") for member in members):
+            yield Finding(kind="calls", what="a program of TorchScript", where=str(path), is_outside=True)
             return
-        content = content[start:]
-    for name in dict.fromkeys(_names(content)):
-        yield Finding(kind="calls", what=name, where=where, is_outside=TENSORS.fullmatch(name) is None)
+        for member in members:
+            if not member.filename.endswith("/data.pkl"):
+                with archive.open(member) as file:
+                    yield from _of_member(file, where=f"{path}, {member.filename}")
+            elif member.file_size > MAX_PICKLE_BYTES:
+                raise ValueError(f"{member.filename} would be {member.file_size} bytes")
+            else:
+                yield from _of_checkpoint(path)
 
 
-def _names(content: bytes) -> Iterator[str]:
-    """The names of all pickles that stand one after another; what comes behind them, tensors say, is not read.
+def _of_checkpoint(path: Path) -> Iterator[Finding]:
+    from torch.serialization import get_unsafe_globals_in_checkpoint
 
-    Raises: ValueError where not even one can be read to its end.
-    """
-    file, count = io.BytesIO(content), 0
-    while file.tell() < len(content):
-        names: list[str] = []
-        try:
-            for name in _names_of_one(file):
-                names.append(name)
-        except (ValueError, struct.error, LookupError) as error:
-            if count > 0:
-                return
-            yield from names
-            raise ValueError(f"no pickle that can be read to its end: {error}") from error
-        yield from names
-        count += 1
+    try:
+        names = sorted(get_unsafe_globals_in_checkpoint(path))
+    except (RuntimeError, EOFError, struct.error, pickle.UnpicklingError) as error:
+        raise ValueError(f"no checkpoint that torch reads: {one_line(error)}") from error
+    for name in names:
+        yield Finding(kind="calls", what=name, where=str(path), is_outside=True)
 
 
-def _names_of_one(file: io.BytesIO) -> Iterator[str]:
-    """Follows names as texts on the stack; one that is put together otherwise cannot be told, and is said to be so."""
-    pushed: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for operation, argument, _ in pickletools.genops(file):
-        name = operation.name
-        if name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".", 1)
-            pushed.append(None)
-        elif name == "STACK_GLOBAL":
-            parts = pushed[-2:]
-            yield ".".join(map(str, parts)) if [type(part) for part in parts] == [str, str] else UNKNOWN_NAME
-            pushed = [None]
-        elif name.startswith("EXT"):
-            yield f"{UNKNOWN_NAME}, extension {argument}"
-            pushed.append(None)
-        elif name == "MEMOIZE" or name.endswith("PUT"):
-            memo[len(memo) if name == "MEMOIZE" else argument] = pushed[-1]
-        elif name.endswith("GET"):
-            pushed.append(memo[argument])
-        elif name not in ("PROTO", "FRAME"):
-            # Whatever else it does to the stack, what lies on top is no text that could be told.
-            pushed.append(argument if "STRING" in name or "UNICODE" in name else None)
-        del pushed[:-2]
+def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
+    """Report a pickle that is no checkpoint. An array of numbers is none."""
+    start = file.read(10)  # magic, version, and size of the header
+    if start.startswith(b"\x93NUMPY\x01") and not OBJECTS.search(file.read(int.from_bytes(start[8:], "little"))):
+        return
+    what = "a pickle outside of torch's zip format, which runs any code when it is loaded"
+    yield Finding(kind="calls", what=what, where=where, is_outside=True)
 
 
 def _of_folder(folder: Path) -> Iterator[Finding]:

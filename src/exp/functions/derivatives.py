@@ -1,16 +1,12 @@
-"""Derivatives held against differences: whether a backward, and the backward of it, are those of the forward.
-
-In float64, by torch.autograd.gradcheck and gradgradcheck, whose verdict is told with the entry that is furthest off.
-"""
+"""Checks of derivatives in float64 by torch.autograd.gradcheck and gradgradcheck, and of vmap by a loop."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +15,7 @@ from torch.autograd.gradcheck import GradcheckError
 from exp.errors import one_line
 from exp.nested import tensors_in
 
-# Of torch.autograd.gradcheck: the step of a central difference.
-STEP = 1e-6
-# Numbers of the inputs times those of the outputs, from which on a random direction stands for all of them.
+# Number of input entries times number of output entries above which one random direction is compared.
 MAX_ENTRIES = 1_000_000
 
 Of = Callable[..., "tuple[Tensor, ...]"]
@@ -30,7 +24,13 @@ What = Literal["gradient", "second gradient", "vmap"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one comparison. is_right: None where there was nothing to compare; said: why, or how far off."""
+    """The result of one comparison.
+
+    Args:
+        what: Name of the comparison.
+        is_right: Result, or None if the comparison is not possible.
+        said: Reason for a result other than True.
+    """
 
     what: What
     is_right: bool | None
@@ -39,10 +39,13 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is differentiated.
+    """A function and the inputs at which it is differentiated.
 
-    function: gives its floating outputs. inputs: of it; floats require a gradient. names: of the inputs.
-    by_sample: the same with its outputs as they are, for torch.func.vmap; None where that is not asked.
+    Args:
+        function: Returns the floating-point outputs.
+        inputs: Inputs of the function; floats require a gradient.
+        names: Names of the inputs.
+        by_sample: The same function with all outputs, for torch.func.vmap. None if vmap is not compared.
     """
 
     function: Of
@@ -50,18 +53,13 @@ class Subject:
     names: tuple[str, ...]
     by_sample: Callable[..., object] | None = None
 
-    @property
-    def differentiated(self) -> list[int]:
-        """The places of the inputs that require a gradient."""
-        return [index for index, one in enumerate(self.inputs) if one.requires_grad]
-
 
 def of_module(network: nn.Module, inputs: Sequence[Tensor], *, seed: int) -> Subject:
-    """The outputs of a module in float64 as a function of its inputs and of the parameters that learn."""
+    """Return the subject of a module in float64: a function of its inputs and of its trained parameters."""
     learning = {name: one.detach().requires_grad_() for name, one in network.named_parameters() if one.requires_grad}
 
     def function(*given: Tensor) -> tuple[Tensor, ...]:
-        # Statistics that a forward moves would move with every difference.
+        # Clones, because every forward updates running statistics.
         parts = {name: buffer.clone() for name, buffer in network.named_buffers()}
         parts |= dict(zip(learning, given[len(inputs) :], strict=True))
         with _seeded(seed):
@@ -72,16 +70,17 @@ def of_module(network: nn.Module, inputs: Sequence[Tensor], *, seed: int) -> Sub
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:
-    """What a function of tensors takes, or the forward of a torch.autograd.Function beside its context."""
+    """Return the parameter names of a function, or of the forward of a torch.autograd.Function without its context."""
     is_class = inspect.isclass(function)
     names = tuple(inspect.signature(function.forward if is_class else function).parameters)
     return names[1:] if is_class and not _has_setup(function) else names
 
 
 def of_function(function: Any, inputs: Sequence[Tensor], values: Mapping[str, Any], *, seed: int) -> Subject:
-    """A function of tensors, or a torch.autograd.Function by its `apply`.
+    """Return the subject of a function of tensors, or of a torch.autograd.Function.
 
-    values: of its parameters, by name; the inputs are the others, in order.
+    Args:
+        values: Values by parameter name. The inputs are the other parameters, in order.
     """
     is_class = inspect.isclass(function)
     names = parameters_of(function)
@@ -102,54 +101,48 @@ def of_function(function: Any, inputs: Sequence[Tensor], values: Mapping[str, An
 
 
 def compared(subject: Subject) -> list[Verdict]:
-    """The verdicts on gradient, second gradient and vmap. What the forward raises is raised."""
+    """Compare the gradient, the gradient of the gradient, and vmap.
+
+    Raises: any exception of the forward.
+    """
     outputs = subject.function(*subject.inputs)
-    entries = sum(subject.inputs[index].numel() for index in subject.differentiated) * sum(o.numel() for o in outputs)
-    first = _gradient("gradient", subject, is_fast=entries > MAX_ENTRIES)
+    sizes = [one.numel() for one in subject.inputs if one.requires_grad]
+    is_fast = sum(sizes) * sum(one.numel() for one in outputs) > MAX_ENTRIES
+    first = _checked("gradient", torch.autograd.gradcheck, subject, is_fast=is_fast)
     if not first.is_right:
-        return [first]  # what is wrong once is wrong twice
-    return [first, _second(subject, outputs, is_fast=entries > MAX_ENTRIES), _vmap(subject)]
-
-
-def _gradient(what: What, subject: Subject, *, is_fast: bool) -> Verdict:
+        return [first]  # a wrong gradient has a wrong gradient
     try:
-        torch.autograd.gradcheck(
-            subject.function, subject.inputs, eps=STEP, fast_mode=is_fast, check_batched_grad=False
-        )
+        _differentiate_twice(subject)
+    except RuntimeError as error:
+        return [first, Verdict(what="second gradient", is_right=None, said=one_line(error)), _vmap(subject)]
+    return [first, _checked("second gradient", torch.autograd.gradgradcheck, subject, is_fast=is_fast), _vmap(subject)]
+
+
+def _checked(what: What, check: Callable[..., bool], subject: Subject, *, is_fast: bool) -> Verdict:
+    try:
+        with _seeded(0):
+            check(subject.function, subject.inputs, fast_mode=is_fast)
     except GradcheckError as error:
-        return Verdict(what=what, is_right=False, said=one_line(error) if is_fast else _worst(subject))
+        names = ", ".join(f"input {place} is {name}" for place, name in enumerate(subject.names))
+        return Verdict(what=what, is_right=False, said=f"{names}. {str(error).strip()}")
     return Verdict(what=what, is_right=True, said="looked at in one random direction" if is_fast else "")
 
 
-def _second(subject: Subject, outputs: Sequence[Tensor], *, is_fast: bool) -> Verdict:
-    """The gradient as a function of the inputs and of what comes back to the outputs."""
-    places = subject.differentiated
-    given = len(subject.inputs)
-
-    def gradient(*values: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(
-            subject.function(*values[:given]), [values[place] for place in places], values[given:],
-            create_graph=True, materialize_grads=True,
-        )  # fmt: skip
-        return tuple(found)
-
-    draw = torch.Generator().manual_seed(0)
-    back = [torch.randn(o.shape, dtype=o.dtype, generator=draw).to(o.device).requires_grad_() for o in outputs]
-    names = (*subject.names, *(f"gradient of output {index}" for index in range(len(outputs))))
-    second = replace(subject, function=gradient, inputs=(*subject.inputs, *back), names=names)
-    try:
-        # Of what is once_differentiable, torch.autograd.grad would say that nothing depends on it.
-        leaves = [one.detach().requires_grad_(one.requires_grad) for one in second.inputs]
-        torch.stack([found.sum() for found in gradient(*leaves)]).sum().backward()
-        return _gradient("second gradient", second, is_fast=is_fast)
-    except RuntimeError as error:
-        return Verdict(what="second gradient", is_right=None, said=one_line(error))
+def _differentiate_twice(subject: Subject) -> None:
+    """Raise RuntimeError if a function is once_differentiable, which gradgradcheck reports as a wrong gradient."""
+    leaves = [one.detach().requires_grad_(one.requires_grad) for one in subject.inputs]
+    outputs = subject.function(*leaves)
+    # The decorator acts only if the gradients of the outputs require a gradient.
+    back = [torch.ones_like(one).requires_grad_() for one in outputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = torch.autograd.grad(outputs, wanted, back, create_graph=True, materialize_grads=True)
+    torch.stack([one.sum() for one in found]).sum().backward()
 
 
 def _vmap(subject: Subject) -> Verdict:
-    """torch.func.vmap over three samples against a loop over them."""
+    """Compare torch.func.vmap over three samples with a loop over them."""
     if subject.by_sample is None:
-        reason = "it is asked of a Function with setup_context, and of no other"
+        reason = "only a Function with setup_context has it"
         return Verdict(what="vmap", is_right=None, said=reason)
     several = [torch.stack([one.detach() * factor for factor in (1, -1, 2)]) for one in subject.inputs]
     loop = [subject.function(*(one[index] for one in several)) for index in range(3)]
@@ -165,41 +158,14 @@ def _vmap(subject: Subject) -> Verdict:
     )
 
 
-def _worst(subject: Subject) -> str:
-    """The entry of a Jacobian that is furthest off, beside what the difference of the forward gives for it."""
-    furthest, said = -1.0, ""
-    for place in subject.differentiated:
-
-        def alone(value: Tensor, place: int = place) -> tuple[Tensor, ...]:
-            return subject.function(*subject.inputs[:place], value, *subject.inputs[place + 1 :])
-
-        value = subject.inputs[place].detach()
-        steps = STEP * torch.eye(value.numel(), dtype=value.dtype).reshape(-1, *value.shape)
-        ends = [(alone((value + step).requires_grad_()), alone((value - step).requires_grad_())) for step in steps]
-        own = torch.autograd.functional.jacobian(alone, value.requires_grad_())
-        for number, mine in enumerate(cast("tuple[Tensor, ...]", own)):
-            slopes = [((plus[number] - minus[number]) / (2 * STEP)).detach() for plus, minus in ends]
-            right = torch.stack(slopes, -1).reshape(mine.shape)
-            off = (mine - right).abs().nan_to_num(nan=math.inf)
-            if off.numel() and off.max().item() > furthest:
-                furthest, entry = off.max().item(), off.argmax()
-                at = [int(index) for index in torch.unravel_index(entry, off.shape)]
-                of, by = at[: off.dim() - value.dim()], at[off.dim() - value.dim() :]
-                said = (
-                    f"of output {number} at {of} by {subject.names[place]} at {by} it is {mine.flatten()[entry]:.6g}, "
-                    f"and the difference of the forward is {right.flatten()[entry]:.6g}"
-                )
-    return said
-
-
 def _has_setup(function: Any) -> bool:
-    """Whether a Function keeps what it needs in `setup_context`; else its forward takes the context first."""
+    """Return whether a Function has `setup_context`; if not, its forward takes the context first."""
     return function.setup_context is not torch.autograd.Function.setup_context
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Within, random numbers are the same at each call, and leave no trace."""
+    """Draw the same random numbers at each call, and restore the generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

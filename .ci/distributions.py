@@ -13,7 +13,7 @@ SDIST = (
 WHEEL = (
     "exp/conf/train.yaml",
     "exp/py.typed",
-    "exp/train.py",
+    "exp/cli/train.py",
     "hydra_plugins/exp/launcher.py",
     "exp/conf/model/mlp.yaml",
 )

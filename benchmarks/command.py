@@ -79,7 +79,7 @@ from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import Checkpointing
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from exp.train import main
+from exp.cli.train import main
 
 count("check", exp.run, "prepare")
 count("build", exp.run, "build")

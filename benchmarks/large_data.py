@@ -176,7 +176,7 @@ def stop(*_):
     print(json.dumps({"first": time.time() - START, "memory": peak()}), flush=True)
     os._exit(0)
 register_optimizer_step_post_hook(stop)
-from exp.train import main
+from exp.cli.train import main
 sys.exit(main(sys.argv[1:] + ["trainer.max_steps=1"]))
 """
 WORDS = {

@@ -28,7 +28,7 @@ def stop(*_):
     os._exit(0)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 register_optimizer_step_post_hook(stop)
-from exp.train import main
+from exp.cli.train import main
 sys.exit(main(["trainer.max_steps=1"]))
 """
 IMPORTS = """

@@ -26,7 +26,7 @@ BASES = [
     "exp.data.data.Data",
 ]
 # Their modules import an extra's package, which is not there on every machine that makes this page.
-OF_EXTRAS = {"exp.loggers.mlflow_store.MlflowLogger", "exp.loggers.wandb_run.WandbLogger"}
+OF_EXTRAS = {"exp.extras.mlflow.mlflow_store.MlflowLogger", "exp.extras.wandb.wandb_run.WandbLogger"}
 TARGET = re.compile(r"_target_: *(exp\.[\w.]+)")
 # `name: what it is`, or several names with one meaning, at the beginning of a line of a docstring.
 NAMED = re.compile(r"^(\w+(?:, \w+)*): +(.*)$")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from exp.gallery import Entry, entries
+from exp.cli.gallery import Entry, entries
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEX, PAGES, TESTS = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery", ROOT / "tests" / "gallery"

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,13 +93,23 @@ def live(command: Sequence[str], environment: Mapping[str, str], log: Path | Non
             stream.reconfigure(write_through=True)
         put_first(os.environ["EXP_IMPORT_PATH"].splitlines())
         module, *sys.argv[1:] = command
-        importlib.import_module(module).main()
+        program(module)()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # exp.worker ends its process itself
+
+
+def program(module: str) -> Callable[[], int]:
+    """Return the function that `python -m MODULE` calls."""
+    from exp.cli.commands import COMMANDS
+    from exp.cli.dispatch import main
+
+    if module == "exp":
+        return main
+    return importlib.import_module(f"exp.{COMMANDS[module.removeprefix('exp.')].module}").main
 
 
 def attach(number: int, name: str, flags: int) -> None:
@@ -130,7 +140,7 @@ def main(settings: dict[str, Any]) -> None:
     sys.argv = [settings["module"], *settings["arguments"]]
     status = 1
     try:
-        status = importlib.import_module(settings["module"]).main()  # of sys.argv, as the shell calls it
+        status = program(settings["module"])()  # of sys.argv, as the shell calls it
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

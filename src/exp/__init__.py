@@ -12,7 +12,7 @@ def _leave_out_the_first_folder() -> None:
 
     For `python -m exp.train` it is the working directory; what a config names of it is found all the same, by
     exp.config.targets, behind all that is installed. For the script `exp` it is that one's own folder, and for
-    `python src/exp/train.py` the folder of that file, where `tensorboard` is a room of exp.
+    `python src/exp/cli/train.py` the folder of that file, where `tensorboard` is a room of exp.
     """
     if sys.flags.safe_path or not sys.path:
         return

@@ -1,62 +1,6 @@
-"""python -m exp.evaluate run=DIR [weights=best] [stage=test] [overrides]: evaluate what a run saved."""
+"""python -m exp.evaluate: evaluate what a run saved."""
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
-
-from exp.interpreter_exit import without_teardown
-from exp.output import exit_status, loading_torch, outliving_output
-
-if TYPE_CHECKING:
-    from exp.saved_runs.evaluation import Evaluated
-
-HELP = """Evaluate the weights that a run saved, on a part of its data, or of other data.
-
-  python -m exp.evaluate run=outputs/train/2026-01-31/12-00-00
-  python -m exp.evaluate run=DIR weights=last stage=val
-  python -m exp.evaluate run=DIR data.dataset.path=new.csv stage=all
-  python -m exp.evaluate run=DIR strategy=ddp launch.devices=2
-
-  run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
-  weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
-  stage=WORD       test (the default), val, or all: the whole data set, as of data that training never saw
-  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
-
-Everything else overrides the run's own command. Metrics are printed, and kept in outputs/<name>/evaluations/."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, and print the metrics.
-
-    Returns: 0; 2 for a fault in the command or the config; 1 where the evaluation fails.
-    """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
-        return 0
-    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments
-    from exp.train import refuse_ranks
-
-    refuse_ranks("exp.evaluate")
-    keys = {"run": RUN, "weights": WEIGHTS, "stage": "test, val or all"}
-    arguments = read_arguments(argv, keys=keys, words={"stage": ("test", "val", "all")})
-    # torch comes in here, behind every fault of the command.
-    with loading_torch():
-        from exp.run_report import print_report
-        from exp.saved_runs.saved_run import load
-
-    with outliving_output():
-        run = load(str(arguments.values["run"]), allow=arguments.allow)
-        stage = cast("Evaluated", arguments.values["stage"] or "test")
-        report = run.evaluate(stage=stage, weights=arguments.values["weights"], overrides=arguments.overrides)
-        print_report(report)
-    return 0 if report.status == "completed" else 1
-
+from exp.cli.dispatch import run
 
 if __name__ == "__main__":
-    sys.exit(without_teardown(main()))
+    run("evaluate")

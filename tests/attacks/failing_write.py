@@ -112,7 +112,7 @@ def install(counter: Counter) -> None:
 
 
 def main() -> int:
-    from exp import train
+    from exp.cli import train
 
     record = os.open(os.environ["WRITES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     error = getattr(errno, os.environ["FAIL_WITH"])

@@ -7,7 +7,7 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 
 LEGAL = [
     *("model=mlp", "model=lenet", "model=gpt", "data=text", "data=wine", "data=diabetes", "data=digits", "seed=3"),

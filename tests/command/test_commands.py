@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.__main__ import main
-from exp.commands import COMMANDS
+from exp.cli.commands import COMMANDS
+from exp.cli.dispatch import main
 from exp.output import loading_torch
 
 ROOT = Path(exp.__file__).parent

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp import completion
-from exp.commands import COMMANDS, SECTIONS
-from exp.completion import answer, completed, main
+from exp.cli import completion
+from exp.cli.commands import COMMANDS, SECTIONS
+from exp.cli.completion import answer, completed, main
 
 
 @pytest.fixture(autouse=True)
@@ -119,4 +119,5 @@ def test_the_command_table_matches_the_modules():
     programs = {path.stem for path in root.glob("*.py") if '__name__ == "__main__"' in path.read_text()} - {"__main__"}
     programs |= {path.parent.name for path in root.glob("*/__main__.py")}
     assert {name for commands in SECTIONS.values() for name in commands} == programs
-    assert {command.module for command in COMMANDS.values()} == {f"exp.{name}" for name in programs}
+    for command in COMMANDS.values():
+        assert root.joinpath(*command.module.split(".")).with_suffix(".py").is_file(), command

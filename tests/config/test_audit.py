@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import exp
-from exp.audit import audit, main
 from exp.check.plan import plan, resolve
 from exp.config.freeze import freeze
 from exp.config.search_path import OWN_CONF
+from exp.extras.audit.audit import audit, main
 
 BARE = "a pickle outside of torch's zip format, which runs any code when it is loaded"
 

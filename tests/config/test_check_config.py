@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.__main__ import main as check
 from exp.check.keys import SCHEMA
 from exp.check.plan import examine, plan, resolve, validate
 from exp.check.stages import compose, first_stage, second_stage
+from exp.cli.check import main as check
 from exp.config.freeze import COMPOSITION
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES

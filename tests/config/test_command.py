@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import exp
+from exp.cli.train import main
 from exp.config.command import help_text, parse_arguments, print_tree
 from exp.config.groups import open_search_path
 from exp.config.search_path import OWN_CONF
 from exp.errors import ConfigError
-from exp.train import main
 
 SEEN = """
 import json, sys
-from exp.train import main
+from exp.cli.train import main
 status = main(json.loads(sys.argv[1]))
 names = ("torch", "lightning", "torchmetrics", "numpy", "sklearn", "tensorboard")
 heavy = [name for name in names if name in sys.modules]

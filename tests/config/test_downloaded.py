@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 
 POPEN = "{_target_: subprocess.Popen, args: [touch, ran]}"
 STOPPING = "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStopping, _args_: [loss/val, 0.0, %s]}}\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 from exp.config.env_file import STEERING, names_read
 from exp.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 import exp
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 from exp.config.freeze import COMPOSITION
 
 WORDS = {"default": [], **{name: [f"experiment={name}"] for name in ("gan", "gpt", "dann")}}

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.plan import plan, resolve
+from exp.cli.worker import work
 from exp.config.freeze import freeze
 from exp.errors import ConfigError
 from exp.strategies.rank import ALONE
-from exp.worker import work
 
 # Modules of the standard library, installed packages, and modules that Python imports by itself. The imports of
 # `python -m` (runpy, importlib) cannot be prevented, see docs/security.md.

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.__main__ import main as check
 from exp.check.plan import examine, frozen, plan, resolve
 from exp.check.stages import early_faults
+from exp.cli.check import main as check
 from exp.config.freeze import freeze
 from exp.sweeps.sweep import compose_sweep
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import exp
-from exp.check.json_schema import annotation_schema
 from exp.check.keys import SCHEMA, VALUES, Unfreezing
 from exp.config.yaml_files import read_yaml
-from exp.schema import FOLDER, GROUPS, made, main, schema_of, settings, with_modeline, write_modelines
+from exp.extras.schema.json_schema import annotation_schema
+from exp.extras.schema.schema import FOLDER, GROUPS, made, main, schema_of, settings, with_modeline, write_modelines
 
 jsonschema = pytest.importorskip("jsonschema")
 CONF = Path(__file__).parents[2] / "conf"

@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
+from exp.cli.train import main as train
 from exp.config.freeze import freeze, read_frozen
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
 from exp.redaction import forget, is_secret, redacted, revealed
-from exp.train import main as train
 
 CANARY = "c4n4ry-s3cr3t-value"
 NAME = "MY_API_TOKEN"

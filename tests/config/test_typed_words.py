@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.__main__ import main as check
 from exp.check.plan import frozen, plan, resolve
+from exp.cli.check import main as check
 from exp.config.command import parse_arguments
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION, freeze

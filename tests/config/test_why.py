@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import exp
+from exp.cli.why import main
 from exp.config.freeze import freeze
-from exp.why import main
 
 FILES = {
     "conf/model/mine.yaml": (

@@ -15,12 +15,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from exp.check.__main__ import main as check
 from exp.check.stages import NOTE
+from exp.cli.check import main as check
+from exp.cli.train import main as train
 from exp.errors import ConfigError, MissingExtraError
 from exp.precision.words import refuse_without_torchao
 from exp.strategies.placement import Machine, placement
-from exp.train import main as train
 
 HERE = Path(__file__).parent
 PASTING = runpy.run_path(str(HERE / "pasting.py"))
@@ -114,7 +114,7 @@ def test_a_command_exits_with_2_and_writes_nothing(typed, parts, place, capfd):
 @pytest.mark.parametrize("argv", [["modle=x", "optimizer.lr=fast"], ["-m", "sede=1,2"]])
 def test_a_wrong_word_is_answered_without_importing_torch(argv, tmp_path):
     program = (
-        "import sys; from exp.train import main; status = main(sys.argv[1:]);"
+        "import sys; from exp.cli.train import main; status = main(sys.argv[1:]);"
         "print(status, 'torch' in sys.modules, 'lightning' in sys.modules)"
     )
     done = subprocess.run(
@@ -193,7 +193,7 @@ def test_a_missing_package_is_reported_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Folders(), *sys.meta_path])
     for extra in EXTRAS:
         monkeypatch.delitem(sys.modules, PACKAGES.get(extra, extra), raising=False)
-    for module in ("exp.loggers.wandb_run", "exp.loggers.mlflow_store"):
+    for module in ("exp.extras.wandb.wandb_run", "exp.extras.mlflow.mlflow_store"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"].keys() == EXTRAS.keys()

@@ -14,10 +14,10 @@ from sklearn.preprocessing import StandardScaler
 
 import exp
 from exp.check.plan import resolve
+from exp.cli.dashboard import page_for
 from exp.construct import build_data
-from exp.dashboard import page_for
-from exp.data.__main__ import main
 from exp.errors import is_installed
+from exp.extras.survey.data import main
 
 OWN = '''
 import os

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from exp.data.data import Data
 from exp.data.digits import Digits
 from exp.data.in_memory import tensors_of
-from exp.data.letter_names import ALPHABET, SCRIPTS, LetterNames
 from exp.data.tables import BreastCancer, Diabetes, ShippedTable, Table, Wine
 from exp.data.text import UNKNOWN, Text, Vocabulary, code_points
 from exp.errors import ConfigError
+from exp.extras.gallery.letter_names import ALPHABET, SCRIPTS, LetterNames
 from exp.shared_types import DataSpec
 
 

@@ -20,9 +20,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import datasets
 
+from exp.cli.train import main as train
 from exp.data.data import Data
 from exp.data.hf import HuggingFace
-from exp.train import main as train
 
 ROWS = 40
 NUMBERS = np.random.default_rng(0).normal(size=(ROWS, 3))

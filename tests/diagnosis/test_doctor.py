@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from exp import doctor
-from exp.diagnosis import installation, machine, torch_findings
-from exp.diagnosis.machine import GIB, Nvidia
-from exp.diagnosis.probe import tried as tried_here
-from exp.diagnosis.trial_process import tried
+from exp.extras.doctor import doctor, installation, machine, torch_findings
+from exp.extras.doctor.machine import GIB, Nvidia
+from exp.extras.doctor.probe import tried as tried_here
+from exp.extras.doctor.trial_process import tried
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exp.evaluate import main as evaluate
-from exp.predict import main as predict
-from exp.train import main as train
+from exp.cli.evaluate import main as evaluate
+from exp.cli.predict import main as predict
+from exp.cli.train import main as train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "after-the-run.md").read_text("utf-8")
 COMMAND = re.compile(r"^    python -m exp\.(\w+) (.+)$", re.MULTILINE)

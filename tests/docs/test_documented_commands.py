@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from exp.check.__main__ import main as check
-from exp.plan.__main__ import main as plan
-from exp.report import parser
+from exp.cli.check import main as check
+from exp.cli.plan import main as plan
+from exp.extras.report.report import parser
 
 ROOT = Path(__file__).parents[2]
 

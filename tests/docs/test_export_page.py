@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from exp.export import main as export
-from exp.train import main as train
+from exp.cli.train import main as train
+from exp.extras.export.export import main as export
 
 pytest.importorskip("onnxscript", reason="the extra export is not installed")
 pytest.importorskip("onnxruntime", reason="the extra export is not installed")

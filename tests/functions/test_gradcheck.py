@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from exp.gradcheck import main
+from exp.cli.gradcheck import main
 
 pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.gallery import Entry, entries, main
+from exp.cli.gallery import Entry, entries, main
 
 FOLDER = Path(__file__).parent
 EXPERIMENTS = Path(exp.__file__).parent / "conf" / "experiment"

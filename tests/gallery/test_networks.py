@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss, relu
 
 import exp
 from exp.data.splits import random_splits
-from exp.export import main as export
+from exp.extras.export.export import main as export
 
 pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.data.letter_names import ALPHABET
-from exp.models.ensemble import Ensemble
-from exp.models.scalar_tensor import ScalarTensor
+from exp.extras.gallery.ensemble import Ensemble
+from exp.extras.gallery.letter_names import ALPHABET
+from exp.extras.gallery.scalar_tensor import ScalarTensor
 
 pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
 

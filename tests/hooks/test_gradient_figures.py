@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from exp.hooks.per_sample_gradients import NoiseScale
-from exp.hooks.retain_gradients import RetainGradients
+from exp.extras.research.per_sample_gradients import NoiseScale
+from exp.extras.research.retain_gradients import RetainGradients
 
 pytestmark = pytest.mark.numeric
 

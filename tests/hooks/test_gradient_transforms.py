@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy
 
 from exp.engine.compilation import compile_network, forget_compiled
 from exp.errors import RunError
+from exp.extras.research.clip_module import ClipModule
+from exp.extras.research.gradient_reversal import GradientReversal
+from exp.extras.research.scale_gradient import ScaleGradient
 from exp.functions.identities import gradient_reversal
-from exp.hooks.clip_module import ClipModule
-from exp.hooks.gradient_reversal import GradientReversal
-from exp.hooks.scale_gradient import ScaleGradient
 from exp.models.containers import SequentialModel
 from exp.models.layers import GradientReversal as Layer
 

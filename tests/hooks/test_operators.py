@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.hooks.dtypes import Dtypes
+from exp.extras.debugging.dtypes import Dtypes
 from exp.hooks.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
 
 BOTH = ["hooks=[operators,dtypes]", "logger=[tensorboard]", "trainer.max_steps=2"]

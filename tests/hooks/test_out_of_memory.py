@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from exp.cli.train import main
 from exp.hooks import memory_snapshot as snapshot
 from exp.hooks.memory_snapshot import Use, advice
 from exp.hooks.out_of_memory import asked_for, is_out_of_memory
 from exp.hooks.saved_tensors import failing_module
 from exp.run_report import read_report
-from exp.train import main
 
 MIB = 2**20
 # Shapes are inferred without a graph, and there the layer does nothing.

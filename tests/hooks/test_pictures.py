@@ -11,7 +11,7 @@ from torch import nn
 import exp
 from exp.data.digits import Digits
 from exp.errors import RunError
-from exp.hooks.features import Features
+from exp.extras.research.features import Features
 from exp.hooks.figures import INK, RIGHT, WRONG, Caption, captioned
 from exp.hooks.samples import Samples, coloured, pictures
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 import exp
-from exp.hooks.profile import Profile, ProfileWindow
-from exp.hooks.profile_files import changes_in
+from exp.extras.debugging.profile import Profile, ProfileWindow
+from exp.extras.debugging.profile_files import changes_in
 
 FILES = ["memory.rank0.csv", "memory.rank0.png", "operators.rank0.md", "trace.rank0.json.gz"]
 STEP = ["forward", "backward", "Optimizer.step#AdamW.step"]
@@ -145,11 +145,11 @@ def test_the_timeline_names_the_current_part():
 
 
 def warnings_of(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "exp.hooks.profile"]
+    return [record.getMessage() for record in caplog.records if record.name == "exp.extras.debugging.profile"]
 
 
 def test_a_window_cut_by_the_end_is_written(fit, caplog):
-    with caplog.at_level(logging.WARNING, logger="exp.hooks.profile"):
+    with caplog.at_level(logging.WARNING, logger="exp.extras.debugging.profile"):
         limits = ["trainer.max_epochs=1", "trainer.limit_train_batches=5"]
         directory = fit(*window(4, 9), *limits).directory
     assert warnings_of(caplog) == [
@@ -161,7 +161,7 @@ def test_a_window_cut_by_the_end_is_written(fit, caplog):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_window_after_the_end_is_a_warning(fit, caplog, steps):
     """It ends before the warm-up, or in the warm-up."""
-    with caplog.at_level(logging.WARNING, logger="exp.hooks.profile"):
+    with caplog.at_level(logging.WARNING, logger="exp.extras.debugging.profile"):
         directory = fit(*window(4, 1), "trainer.max_epochs=1", f"trainer.limit_train_batches={steps}").directory
     (warning,) = warnings_of(caplog)
     assert warning.endswith("its window, step 4; nothing is written")

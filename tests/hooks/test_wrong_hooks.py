@@ -28,7 +28,7 @@ def test_wrong_hooks_are_errors_before_the_run(refused, monkeypatch, case: str) 
 
 
 def test_two_separate_profile_windows_pass_the_check(in_tmp: Path) -> None:
-    apart = "{_target_: exp.hooks.profile.Profile, start_step: 3, steps: 2, warmup: 1}"
+    apart = "{_target_: exp.extras.debugging.profile.Profile, start_step: 3, steps: 2, warmup: 1}"
     exp.validate(exp.compose(["+hooks=profile", f"+hooks.earlier={apart}", "debug=profiler", "trainer.max_steps=12"]))
 
 
@@ -46,7 +46,7 @@ STRATEGIES: dict[str, tuple[list[str], set[str]]] = {
     "pipeline": (["exp.strategies.pipeline.Pipeline"], {"clip_module", "dtypes", "confusion"}),
     "hybrid": (["exp.strategies.hybrid.Hybrid"], {"features", "nan_guard"}),
     "layer_split": (["exp.strategies.layer_split.LayerSplit"], set()),
-    "data_parallel": (["exp.strategies.data_parallel.DataParallel"], {"nan_guard"}),
+    "data_parallel": (["exp.extras.gallery.data_parallel.DataParallel"], {"nan_guard"}),
 }
 SUBCLASS = """
 from {module} import {name}

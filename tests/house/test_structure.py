@@ -20,8 +20,9 @@ RANKS = {
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3, "report_pictures": 3,
     "run": 4, "saved_runs": 4, "plan": 4,
+    "cli": 5, "extras": 5,
 }  # fmt: skip
-ENTRY_RANK = 5
+ENTRY_RANK = 6
 
 PUBLIC = [
     "ConfigError", "ExpError", "Fault", "Interrupted", "MissingExtraError", "RankError", "Report", "RunError",
@@ -107,6 +108,18 @@ def test_imports_have_no_cycles():
     assert cyclic(edges()) == []
 
 
+def test_the_core_never_imports_extras():
+    # exp.serve run=DIR exports the run first.
+    allowed = {("serve", "export")}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).parts
+        here = parts[1] if parts[0] == "extras" else None
+        for name in imports(path):
+            if name.startswith("exp.extras."):
+                there = name.split(".")[2]
+                assert here == there or (here, there) in allowed, f"{path} imports {name}"
+
+
 def test_packages_import_only_their_libraries():
     for path in SOURCES:
         here = room(path)
@@ -120,8 +133,8 @@ def test_packages_import_only_their_libraries():
         if here == "hooks":
             assert not any(name.startswith("exp.config") for name in names), f"{path} knows the config: see build.py"
         if "omegaconf" in roots or "hydra" in roots:
-            knows = ("config", "construct", "run", "check", "saved_runs", "sweeps")
-            assert here in knows or rank(here) == ENTRY_RANK, path
+            knows = ("config", "construct", "run", "check", "saved_runs", "sweeps", "cli", "extras")
+            assert here in knows, path
 
 
 def test_package_inits_reexport_nothing():
@@ -168,7 +181,9 @@ def text_of(name: str) -> str:
 def test_file_names_are_unique_and_specific():
     drawers = {"utils", "common", "misc", "helpers", "manager", "util", "helper"}
     assert [path for path in SOURCES if path.stem in drawers] == []
-    names = collections.Counter(path.stem for path in SOURCES if path.stem not in ("__init__", "__main__"))
+    # `python -m exp.NAME` starts NAME.py of exp, which starts NAME.py of cli/ or extras/.
+    starters = [path for path in SOURCES if "exp.cli.dispatch" in imports(path) or path.stem == "__init__"]
+    names = collections.Counter(path.stem for path in SOURCES if path not in starters and path.stem != "__main__")
     assert len(several := [name for name, count in names.items() if count > 1]) <= 5, several
 
 
@@ -205,4 +220,4 @@ def test_no_name_hides_a_standard_module():
     names = [path for path in SOURCES if path.stem in sys.stdlib_module_names]
     names += [folder for folder in {path.parent for path in SOURCES} if folder.name in sys.stdlib_module_names]
     # Configs of saved runs name this hook, and its folder has no program.
-    assert [str(path.relative_to(ROOT)) for path in names] == ["hooks/profile.py"]
+    assert [str(path.relative_to(ROOT)) for path in names] == ["extras/debugging/profile.py"]

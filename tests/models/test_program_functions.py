@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exp.audit import audit
 from exp.check.parameters import program_faults, target_faults
 from exp.config.targets import TargetError, resolve_function
 from exp.construct import construct
 from exp.errors import ConfigError
+from exp.extras.audit.audit import audit
 from exp.models.containers import ModuleDictModel
 from exp.models.syntax import ProgramError
 

@@ -12,7 +12,7 @@ import yaml
 
 import exp
 from exp.check.plan import plan, resolve
-from exp.plan.__main__ import main
+from exp.cli.plan import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator
 from exp.plan.fastest import Candidate, ranked
@@ -167,7 +167,7 @@ def test_an_error_names_key_and_fix(words: str, parts: list[str], capsys: pytest
 
 
 def test_no_option_is_a_key_of_a_config() -> None:
-    from exp.plan.__main__ import OWN
+    from exp.cli.plan import OWN
 
     assert not set(OWN) & set(exp.compose([]))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 
 ROOT = Path(__file__).parents[2]
 PROJECT = Path(__file__).with_name("project")

@@ -12,8 +12,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 import exp
+from exp.cli.train import main
 from exp.run_report import Ongoing, explain
-from exp.train import main
 
 HOOK = """
 import numpy as np

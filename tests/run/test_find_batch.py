@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 from exp.errors import RunError
-from exp.find_batch import Trial, search, step_of
+from exp.extras.finders.find_batch import Trial, search, step_of
 
 # A step of more than 100 samples ends.
 OWN = """

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.check.__main__ import main as check
 from exp.check.plan import Plan, plan, resolve
+from exp.cli.check import main as check
 from exp.construct import build_starting_network
 from exp.data.randomness import reseed
-from exp.engine.range_test import rising_rates, suggestion
-from exp.find_lr import main
+from exp.extras.finders.find_lr import main
+from exp.extras.finders.range_test import rising_rates, suggestion
 from exp.shared_types import Batch
 
 pytestmark = pytest.mark.numeric

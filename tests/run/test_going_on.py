@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import exp
-from exp import fork, resume
+from exp.cli import fork, resume
 from exp.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
 from exp.errors import Interrupted
 from exp.files import holding

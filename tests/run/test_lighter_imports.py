@@ -10,7 +10,7 @@ UNUSED = ("scipy.signal", "scipy.stats", "sklearn", "pandas", "matplotlib", "ten
 
 PROGRAM = """
 import sys
-from exp.train import main
+from exp.cli.train import main
 short = ["trainer.max_epochs=null", "trainer.max_steps=2", "trainer.limit_val_batches=1", "test=false"]
 for words in (["model=lenet"], ["model=resnet", "precision=bf16"], ["model=rnn"]):
     assert main([*words, *short]) == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.check import __main__ as check
+from exp.cli import check
 from exp.errors import Interrupted
 from exp.run_report import Ongoing, as_markdown, read_report
 from exp.signals import heeded

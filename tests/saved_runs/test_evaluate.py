@@ -12,9 +12,9 @@ import yaml
 from torch import nn
 
 import exp
+from exp.cli.evaluate import main
 from exp.config.freeze import read_overrides
 from exp.errors import ConfigError, RunError
-from exp.evaluate import main
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["evaluate"]
 SHORT = ["trainer.enable_progress_bar=false", "trainer.max_epochs=1", "hooks=[]", "logger=[]"]

@@ -15,10 +15,10 @@ import torch
 import yaml
 
 from exp.errors import ConfigError, RunError
-from exp.export import main
-from exp.saved_runs.graph_capture import ExportRefused
-from exp.saved_runs.network_export import export
-from exp.saved_runs.onnx_file import METADATA
+from exp.extras.export.export import main
+from exp.extras.export.graph_capture import ExportRefused
+from exp.extras.export.network_export import export
+from exp.extras.export.onnx_file import METADATA
 
 onnx = pytest.importorskip("onnx", reason="the extra export is not installed")
 runtime = pytest.importorskip("onnxruntime", reason="the extra export is not installed")

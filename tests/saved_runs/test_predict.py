@@ -16,10 +16,10 @@ from PIL import Image
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
+from exp.cli.predict import main
 from exp.data.faults import SampleError
 from exp.data.unlabelled import UnlabelledRecords, UnlabelledSeries
 from exp.errors import ConfigError, RunError
-from exp.predict import main
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["predict"]
 KINDS = ("ant", "bee", "cow")

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from exp.errors import RunError
-from exp.saved_runs.micro_batches import Closed, MicroBatches, QueueFull
-from exp.serve import main
+from exp.extras.serve.micro_batches import Closed, MicroBatches, QueueFull
+from exp.extras.serve.serve import main
 
 onnx = pytest.importorskip("onnx", reason="the extra export is not installed")
 pytest.importorskip("onnxruntime", reason="the extra export is not installed")
@@ -30,10 +30,10 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 
 # These modules import the packages above.
-from exp.saved_runs.json_samples import answer_of  # noqa: E402
-from exp.saved_runs.model_server import AddressError, Limits, ModelServer  # noqa: E402
-from exp.saved_runs.network_export import export  # noqa: E402
-from exp.saved_runs.onnx_file import METADATA, Description, OnnxModel  # noqa: E402
+from exp.extras.export.network_export import export  # noqa: E402
+from exp.extras.export.onnx_file import METADATA, Description, OnnxModel  # noqa: E402
+from exp.extras.serve.json_samples import answer_of  # noqa: E402
+from exp.extras.serve.model_server import AddressError, Limits, ModelServer  # noqa: E402
 from exp.saved_runs.prediction_files import rows_of as said_of  # noqa: E402
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["serve"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exp.strategies.data_parallel import DataParallel
+from exp.cli.train import main
+from exp.extras.gallery.data_parallel import DataParallel
 from exp.strategies.placement import Machine, placement
 from exp.strategies.strategy import Blueprint
-from exp.train import main
 
 SHORT = ("model=sequential", "optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=2", "test=false")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from exp.cli.train import main
 from exp.errors import is_installed
-from exp.train import main
 
 installed = pytest.mark.skipif(
     not is_installed("deepspeed"),

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 import exp
-from exp.check.__main__ import main as check
 from exp.check.plan import examine, resolve
+from exp.cli.check import main as check
 from exp.errors import ConfigError
 
 CASES = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())

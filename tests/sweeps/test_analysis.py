@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
-from exp.sweeps.analysis import LEAST_RUNS, band, numbers, pareto_front, ranks, share_explained, thinned
+from exp.extras.report.analysis import LEAST_RUNS, band, numbers, pareto_front, ranks, share_explained, thinned
 
 
 def curve(steps, values):

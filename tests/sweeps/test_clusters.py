@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 import exp
+from exp.cli.train import fit, validate
 from exp.config.launchers import RaySettings, SlurmSettings, launcher_faults
 from exp.errors import ConfigError, Interrupted, RunError
+from exp.extras.clusters.slurm import SlurmExecutor
 from exp.run import prepare
 from exp.run_report import Report, read_report, write_report
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
-from exp.sweeps.slurm import SlurmExecutor
 from exp.sweeps.sweep import compose_sweep
-from exp.train import fit, validate
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
 SMALL = ("hooks=[]", "logger=[]", "test=false", "trainer.enable_progress_bar=false", "launch.accelerator=cpu")
@@ -144,7 +144,7 @@ def cluster(processes, ends):
     def executor(name, **settings):
         if name == "ray":
             pytest.importorskip("ray", reason="the extra ray is not installed: it has 240 MB")
-            from exp.sweeps.ray_jobs import RayExecutor
+            from exp.extras.clusters.ray_jobs import RayExecutor
 
             settings, kind = asdict(RaySettings()), RayExecutor
         else:

@@ -154,7 +154,7 @@ CORES = len(os.sched_getaffinity(0))
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_divide_the_threads_of_the_machine(count, commands):
     # A variable that is set decides, so this program removes it.
-    program = ("import os", "import torch", "from exp.train import main", 'del os.environ["OMP_NUM_THREADS"]')
+    program = ("import os", "import torch", "from exp.cli.train import main", 'del os.environ["OMP_NUM_THREADS"]')
     Path("program.py").write_text("\n".join([*program, f"torch.set_num_threads({CORES})"]))
     # A network large enough for more than one thread.
     large = ("model=mlp", "model.constants.width=512", "trainer.max_steps=1", "callbacks.ends.how=threads")

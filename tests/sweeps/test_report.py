@@ -25,14 +25,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from exp import report
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
+from exp.extras.report import report
+from exp.extras.report.charts import draw
+from exp.extras.report.report_page import page
+from exp.extras.report.run_comparison import compare
 from exp.files import holding
 from exp.run_report import read_report
-from exp.sweeps.charts import draw
 from exp.sweeps.ledger import held
-from exp.sweeps.report_page import page
-from exp.sweeps.run_comparison import compare
 from exp.sweeps.run_records import find_runs, read_run, signature
 
 
@@ -431,8 +431,8 @@ def test_a_wrong_command_is_one_clear_line(folder, sweep, capsys, arguments, sta
 def test_the_command_does_not_import_torch(sweep):
     program = """
 import sys
-from exp.diff import main as diff
-from exp.report import main
+from exp.cli.diff import main as diff
+from exp.extras.report.report import main
 import exp.sweeps.stacking
 status = main(["sweep", "--output", "here"]) + diff(["sweep/0", "sweep/1"])
 heavy = {"torch", "lightning", "tensorboard", "sklearn", "torchmetrics", "matplotlib.pyplot"} & {*sys.modules}

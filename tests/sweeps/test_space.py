@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 from exp.errors import ConfigError
 from exp.sweeps.space import Axis, Space, sizes, space_of
 from exp.sweeps.sweep import compose_sweep

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util.tensor_util import make_ndarray
 
 import exp
-from exp.check.__main__ import main as check
+from exp.cli.check import main as check
 from exp.hooks.panels import Histogram, Image, PrecisionRecallCurve, Text
 from exp.run import run
 
@@ -137,7 +137,7 @@ class TestMlflow:
     def test_a_kill_repeats_no_row(self, tmp_path, caplog):
         from mlflow.tracking import MlflowClient
 
-        from exp.loggers.mlflow_store import MlflowLogger
+        from exp.extras.mlflow.mlflow_store import MlflowLogger
 
         caplog.set_level("INFO", logger="exp")
         options = {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db", "artifacts": str(tmp_path / "artifacts")}
@@ -176,7 +176,7 @@ class TestWandb:
         assert_same({tag: once(points) for tag, points in found.items()}, expected)
 
     def test_a_kill_repeats_no_step(self, tmp_path, caplog):
-        from exp.loggers.wandb_run import WandbLogger
+        from exp.extras.wandb.wandb_run import WandbLogger
 
         caplog.set_level("INFO", logger="exp")
         for first in (1, 6):

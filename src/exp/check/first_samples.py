@@ -33,7 +33,7 @@ from exp.spelling import among, did_you_mean, show
 
 SECONDS = 5.0  # of reading, for each part
 # Whose samples are right by themselves: no file of the user's, no class, no transform.
-SHIPPED = tuple(f"exp.data.{module}." for module in ("data", "digits", "domains", "tables", "text"))
+SHIPPED = tuple(f"exp.data.{module}." for module in ("data", "digits", "tables", "text"))
 # Samples of in-memory data with which a loss is called; their values are looked at whole.
 CALLED = 64
 # Numbers of an output that are made for that, such as of a text's tokens over a vocabulary: 64 MiB.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,3 +249,18 @@ def print_tree(config: DictConfig) -> None:
         else:
             tree.add(f"{key!s}: {config[key]}")
     Console(highlight=False).print(tree)
+
+
+def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:
+    """Return the command that trains with other values.
+
+    values: texts by dotted key; keys that the config does not have begin with a +.
+    """
+    keys = {*map(key_of, values), "hydra.run.dir"}
+    typed = [text for text in overrides if key_of(text) not in keys]
+    return shlex.join(["python", "-m", "exp.train", *typed, *(f"{key}={value}" for key, value in values.items())])
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override."""
+    return override.lstrip("+~").partition("=")[0]

@@ -20,6 +20,11 @@ SLURM = "hydra_plugins.exp.launcher.SlurmLauncher"
 RAY = "hydra_plugins.exp.launcher.RayLauncher"
 # Of each launcher: its word, its package and its extra.
 PACKAGES = {SLURM: ("slurm", "submitit", "slurm"), RAY: ("ray", "ray", "ray")}
+# The executor of each launcher.
+EXECUTORS = {
+    SLURM: "exp.extras.clusters.slurm.SlurmExecutor",
+    RAY: "exp.extras.clusters.ray_jobs.RayExecutor",
+}
 Test = tuple[Callable[[Any], bool], str]
 
 

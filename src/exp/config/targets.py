@@ -28,6 +28,7 @@ from typing import Any
 
 from exp.config.annotations import return_annotation
 from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
+from exp.config.versions import current_target
 from exp.errors import ConfigError, ExpError, Fault
 from exp.spelling import among, nearest
 
@@ -42,11 +43,12 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # Four modules: the others of the engine are made by exp itself.
+    # exp itself makes the classes of the engine's other modules.
     "exp.engine.ema": "exp.engine.ema",
-    "exp.engine.range_test": "exp.engine.range_test",
-    "exp.engine.size_trial": "exp.engine.size_trial",
     "exp.engine.state_at": "exp.engine.state_at",
+    **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
+        "debugging", "deepspeed", "finders.range_test", "finders.size_trial", "gallery", "mlflow", "research", "wandb",
+    )},
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",
     "torchmetrics": "torchmetrics",
@@ -54,7 +56,7 @@ LISTED = {
     "lightning.pytorch.loggers": "lightning.pytorch.loggers",
     "lightning.pytorch.profilers": "lightning.pytorch.profilers",
     "lightning.pytorch.strategies": "lightning.pytorch.strategies",
-}
+}  # fmt: skip
 LISTED_CLASSES = {
     "lightning.pytorch.Trainer": "lightning.pytorch.trainer",
     # One by one: the package also holds file readers that open any path for writing.
@@ -116,6 +118,8 @@ def resolve(
     allow: packages that the command line allows, `security.allow`.
     Raises: TargetError.
     """
+    if isinstance(dotted, str):
+        dotted = current_target(dotted)
     home = _home_of_name(dotted, allow=allow)
     value = _found(dotted, home=home)
     if inspect.isroutine(value) and dotted not in FUNCTIONS:
@@ -186,7 +190,9 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
 
 def is_listed(dotted: Any, *, allow: Sequence[str]) -> bool:
     """Whether a name lies in the allowed packages, wherever this process stands. Nothing is imported."""
-    return isinstance(dotted, str) and NAME.fullmatch(dotted) is not None and bool(_listed_home(dotted, allow=allow))
+    if not isinstance(dotted, str) or NAME.fullmatch(dotted) is None:
+        return False
+    return bool(_listed_home(current_target(dotted), allow=allow))
 
 
 def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:

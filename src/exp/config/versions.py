@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from exp.config.plain_tree import are_same, leaves
@@ -21,13 +21,36 @@ ADDED: Mapping[str, Any] = {
 # Keys that no longer exist, with the values that they had by default.
 REMOVED: Mapping[str, Any] = {"runtime.warm": "auto", "runtime.cuda_graph": False}
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
+# Modules that moved, by their names in earlier versions.
+MOVED: Mapping[str, str] = {
+    "exp.data.domains": "exp.extras.gallery.domains",
+    "exp.data.letter_names": "exp.extras.gallery.letter_names",
+    "exp.engine.range_test": "exp.extras.finders.range_test",
+    "exp.engine.size_trial": "exp.extras.finders.size_trial",
+    "exp.hooks.clip_module": "exp.extras.research.clip_module",
+    "exp.hooks.dtypes": "exp.extras.debugging.dtypes",
+    "exp.hooks.features": "exp.extras.research.features",
+    "exp.hooks.gradient_reversal": "exp.extras.research.gradient_reversal",
+    "exp.hooks.gradient_transform": "exp.extras.research.gradient_transform",
+    "exp.hooks.operators": "exp.extras.debugging.operators",
+    "exp.hooks.per_sample_gradients": "exp.extras.research.per_sample_gradients",
+    "exp.hooks.profile": "exp.extras.debugging.profile",
+    "exp.hooks.retain_gradients": "exp.extras.research.retain_gradients",
+    "exp.hooks.scale_gradient": "exp.extras.research.scale_gradient",
+    "exp.loggers.mlflow_store": "exp.extras.mlflow.mlflow_store",
+    "exp.loggers.wandb_run": "exp.extras.wandb.wandb_run",
+    "exp.models.ensemble": "exp.extras.gallery.ensemble",
+    "exp.models.scalar_tensor": "exp.extras.gallery.scalar_tensor",
+    "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
+    "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
+}
 # A data set that had a parameter `packed`.
 PACKING = "exp.data.delimited.Csv"
 
 
 def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an earlier version with the keys of this one, without hooks that no longer exist."""
-    found = copy.deepcopy(dict(content))
+    """Return the config of an earlier version with this version's keys and targets, without removed hooks."""
+    found: dict[str, Any] = _with_targets(dict(content), current_target)
     for key in removed_keys(content):
         _remove(found, key)
     for key, value in PRESENT.items():
@@ -37,7 +60,7 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config as the earliest version would have it: equal for all versions that compute the same."""
-    found = copy.deepcopy(dict(plain))
+    found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
     for key, value in ADDED.items():
         parent, _, name = key.rpartition(".")
         node = _node(found, parent)
@@ -56,6 +79,29 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
     hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
     packed = [f"{key}.packed" for key, target in targets.items() if target == PACKING]
     return [*REMOVED, *hooks, *packed]
+
+
+def current_target(dotted: str) -> str:
+    """Return the name that a class or function has in this version."""
+    module, _, name = dotted.rpartition(".")
+    return f"{MOVED[module]}.{name}" if module in MOVED else dotted
+
+
+def _earlier_target(dotted: str) -> str:
+    module, _, name = dotted.rpartition(".")
+    return next((f"{before}.{name}" for before, now in MOVED.items() if now == module), dotted)
+
+
+def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
+    """Return a copy of a tree in which each `_target_` is renamed."""
+    if isinstance(value, list):
+        return [_with_targets(one, rename) for one in value]
+    if not isinstance(value, dict):
+        return copy.copy(value)
+    return {
+        key: rename(one) if key == "_target_" and isinstance(one, str) else _with_targets(one, rename)
+        for key, one in value.items()
+    }
 
 
 def _node(tree: dict[str, Any], key: str) -> dict[str, Any] | None:

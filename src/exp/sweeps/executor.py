@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
@@ -12,7 +14,11 @@ from omegaconf import DictConfig
 from exp.errors import ExpError, RunError
 
 if TYPE_CHECKING:
+    from exp.check.plan import Plan
     from exp.run_report import Report
+
+# Checks and freezes the config of a job, and returns its plan and its run directory.
+Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 
 @dataclass(frozen=True, kw_only=True)

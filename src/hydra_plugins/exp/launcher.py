@@ -38,14 +38,14 @@ class ExpLauncher(Launcher):
 
 
 class SlurmLauncher(ExpLauncher):
-    """Jobs that submitit hands to SLURM: exp.sweeps.slurm."""
+    """Jobs that submitit hands to SLURM: exp.extras.clusters.slurm."""
 
     def __init__(self, **settings: object) -> None:
         """settings: of exp.config.launchers, which the sweep reads in the config."""
 
 
 class RayLauncher(ExpLauncher):
-    """Jobs on Ray: exp.sweeps.ray_jobs."""
+    """Jobs on Ray: exp.extras.clusters.ray_jobs."""
 
     def __init__(self, **settings: object) -> None:
         """settings: of exp.config.launchers, which the sweep reads in the config."""

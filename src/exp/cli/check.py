@@ -1,0 +1,131 @@
+"""python -m exp.check [flags] [overrides]: says what is wrong with a config, or ok. Trains nothing, keeps no file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exp.errors import ConfigError, RunError
+from exp.output import exit_status, loading_torch
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from exp.check.plan import Plan
+    from exp.errors import Fault
+
+PROGRAM = "python -m exp.check"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks what `python -m exp.train` with the same command line would run; with -m every job of the sweep.
+
+    Returns: 0 and a line that begins with ok, or 2 after the list of faults.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.config.compose import SweepAskedError
+
+    arguments = parse_arguments(argv, program=PROGRAM)
+    if is_question(arguments):
+        answer_question(arguments)
+    else:
+        try:
+            told = f"ok: {_checked_sweep(arguments)} jobs" if arguments.multirun else _checked_run(arguments)
+        except SweepAskedError:
+            told = f"ok: {_checked_sweep(arguments)} jobs"
+        print(told)
+    return 0
+
+
+def _checked_run(arguments: argparse.Namespace) -> str:
+    from exp.config.compose import composition_of, job_config
+
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
+    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=_all_faults))
+    with loading_torch():
+        from exp.check.plan import compare_with_data, examine, resolve
+
+    examined = examine(resolve(config))
+    if examined.plan is None:
+        raise ConfigError(examined.faults)
+    faults, notes = compare_with_data(examined.plan)
+    if faults:
+        raise ConfigError(faults)
+    for note in (*examined.plan.notes, *notes):
+        print(note, file=sys.stderr)
+    return summary(examined.plan)
+
+
+def _all_faults(config: DictConfig) -> Sequence[Fault]:
+    from exp.check.plan import examine, resolve
+
+    return examine(resolve(config)).faults
+
+
+def summary(plan: Plan) -> str:
+    """One line on a config without faults: how large, fed with what, run how."""
+    plain, placed = plan.plain, plan.placement
+    ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
+    placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
+    if plan.own is not None:
+        from exp.config.module_key import target_of
+
+        count = sum(parameter.numel() for parameter in plan.own.network.parameters())
+        return f"ok: {count:,} parameters of {target_of(plain)}, fed by {plain['data']['_target_']}, {placing}"
+    inputs = ", ".join(f"{name} {list(one.shape)} {one.dtype}" for name, one in plan.spec.inputs.items())
+    return f"ok: {plan.shapes.parameters:,} parameters, {inputs}, batch {plain['data']['batch_size']}, {placing}"
+
+
+def _checked_sweep(arguments: argparse.Namespace) -> int:
+    """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
+    from hydra.errors import HydraException
+
+    from exp.cli.train import fit, validate
+    from exp.config.hydra_adapter import fault_of, run_sweeper
+    from exp.config.launchers import PACKAGES
+    from exp.sweeps.job import JobProcesses
+    from exp.sweeps.local import LocalExecutor
+    from exp.sweeps.sweep import Sweep, compose_sweep
+
+    # Another's launcher would start the jobs.
+    ours = ("exp", *(word for word, _, _ in PACKAGES.values()))
+    others = [text for text in arguments.overrides if text.lstrip("+").startswith("hydra/launcher=")]
+    others = [text for text in others if text.partition("=")[2] not in ours]
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
+    if others:
+        compose_sweep(arguments.overrides, **where)  # for what is wrong with the launcher itself
+    overrides = [text for text in arguments.overrides if text not in others]
+    master = compose_sweep(overrides, **where, check=_all_faults)
+    processes = JobProcesses(fit, validate)
+    # A name for the jobs' directories, which are not made: they must stand below the working directory.
+    jobs = Sweep(
+        master=master,
+        directory=Path.cwd() / "check",
+        executor=LocalExecutor(processes),
+        check=processes.check,
+        is_dry=True,
+        everything=True,
+    )
+    # Hydra would compose every job by itself first, and stop at the first fault.
+    master.loader.tries_jobs = False
+    try:
+        # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
+        with contextlib.closing(processes), tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
+            run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
+    except HydraException as error:
+        raise ConfigError([fault_of(error)]) from error
+    except OSError as error:
+        raise RunError(
+            f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"
+        ) from error
+    return len(jobs.planned)

@@ -1,0 +1,114 @@
+"""The table of exp's commands: each command's module, its purpose in one line, and the words that it takes.
+
+Every start and every tab completion reads this table, so it imports almost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+# The package exp. Users may remove folders of extras/, and their commands go with them.
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+# What stands for any file or folder among the words of a flag or a key.
+PATH = "path"
+ALLOW = "--allow="
+SWITCH = "true|false"
+OF_A_RUN = {"run": PATH, "weights": "best|last|path"}
+EXPORTED = {**OF_A_RUN, "averaged": SWITCH, "preprocessing": SWITCH, "quantize": "int8", "security.allow": ""}
+# Hydra's, of a command that takes overrides.
+HYDRA_FLAGS = (
+    "--multirun", "--cfg=job|hydra|all", "--package=", "--resolve", "--config-name=", "--config-dir=path",
+    "--info=defaults-tree|defaults|searchpath|plugins|config|all", "--hydra-help", "--help", "--version",
+)  # fmt: skip
+
+
+class Command(NamedTuple):
+    """A command: `exp NAME ...` and `python -m exp.NAME ...`.
+
+    module: the module below exp whose `main()` runs it and returns the exit status.
+    has_overrides: the command takes overrides of a config.
+    flags: the command's own flags, with a = before a value, and after it the words A|B that the value may be.
+    keys: the command's own keys, key=value, each with the words that the value may be.
+    words: the words that may be written alone.
+    """
+
+    module: str
+    help: str
+    has_overrides: bool = False
+    flags: tuple[str, ...] = ()
+    keys: dict[str, str] = {}
+    words: str = ""
+
+
+def _of_config(module: str, help: str, *flags: str, words: str = "", **keys: str) -> Command:
+    return Command(module, help, True, flags, keys, words)
+
+
+def _tool(module: str, help: str, *flags: str, words: str = "") -> Command:
+    return Command(module, help, False, flags, {}, words)
+
+
+# In the order of --help, by what a person is about to do.
+SECTIONS: dict[str, dict[str, Command]] = {
+    "Train": {
+        "train": _of_config("cli.train", "one run, or with -m a sweep"),
+        "resume": _of_config("cli.resume", "go on with a run", "--verify", ALLOW, words=PATH),
+        "fork": _of_config("cli.fork", "begin a run where another one, RUN@STEP, was at a step", words=PATH),
+    },
+    "Before a run": {
+        "check": _of_config("cli.check", "what is wrong with a config; train nothing"),
+        "plan": _of_config("cli.plan", "what a run takes: layers, memory of each rank, time of a step", device="",
+                           memory="", format="text|json", savings=SWITCH, search=SWITCH),
+        "data": _of_config("extras.survey.data", "look at the data: figures, leaks, pictures", "--samples=all"),
+        "find_lr": _of_config("extras.finders.find_lr", "a learning rate, by a range test", "--min=", "--max=",
+                              "--steps=", "--stop-factor="),
+        "find_batch": _of_config("extras.finders.find_batch", "the largest batch that fits into memory, and the "
+                                 "fastest", "--memory=", "--max=", "--steps="),
+        "why": _of_config("cli.why", "which file, group or override gave a key its value", run=PATH),
+        "gallery": _tool("cli.gallery", "the experiments that come with exp", words="experiment"),
+    },
+    "After a run": {
+        "dashboard": _tool("cli.dashboard", "TensorBoard for outputs/, a sweep or a run",
+                           "--page=scalars|custom_scalars|hparams|images|pr_curves|histograms|text|graphs", "--port=",
+                           "--host=", "--no-browser", words=PATH),
+        "report": _tool("extras.report.report", "compare runs and sweeps in one HTML page", "--output=path",
+                        "--repeat-over=", "--metric=", "--watch", words=PATH),
+        "diff": _tool("cli.diff", "what two runs have of different config, code and results", "--all", words=PATH),
+        "evaluate": Command("cli.evaluate", "evaluate what a run saved", True, (),
+                            {**OF_A_RUN, "stage": "test|val|all"}),
+        "predict": Command("cli.predict", "what a trained network says of new samples", True, (),
+                           {**OF_A_RUN, "input": PATH, "output": PATH}),
+        "export": Command("extras.export.export", "a saved network for other programs, such as ONNX", False, (),
+                          {**EXPORTED, "format": "onnx|torch_export|state_dict|safetensors", "output": PATH,
+                           "dynamic": ""}),
+        "serve": Command("extras.serve.serve", "a saved network over HTTP, on this machine", False, (),
+                         {**EXPORTED, "model": PATH, "host": "", "port": "", "batch": "", "wait_ms": "", "queue": "",
+                          "samples": "", "body_mib": ""}),
+    },
+    "Tools": {
+        "doctor": _tool("extras.doctor.doctor", "what the installation and the machine can do", "--quick",
+                        "--outputs=path"),
+        "audit": _tool("extras.audit.audit", "what a config or a checkpoint from elsewhere would do", "--json", ALLOW,
+                       words=PATH),
+        "gradcheck": _tool("cli.gradcheck", "whether a backward of your own is the derivative of its forward",
+                           "--input=", ALLOW, "--seed="),
+        "schema": _tool("extras.schema.schema", "JSON schemas, by which an editor completes YAML", "--modelines",
+                        ALLOW),
+        "completion": _tool("cli.completion", "tab completion for bash and zsh", words="bash|zsh"),
+        "worker": _tool("cli.worker", "one rank of a frozen run, for torchrun and SLURM", "--resume=path", ALLOW,
+                        "--requeues=", words=PATH),
+    },
+}  # fmt: skip
+
+
+def _is_installed(command: Command) -> bool:
+    parts = command.module.split(".")
+    return parts[0] != "extras" or os.path.isdir(os.path.join(PACKAGE, *parts[:2]))
+
+
+for _commands in SECTIONS.values():
+    for _name in [name for name, command in _commands.items() if not _is_installed(command)]:
+        del _commands[_name]
+COMMANDS: dict[str, Command] = {name: command for named in SECTIONS.values() for name, command in named.items()}

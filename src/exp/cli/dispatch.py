@@ -1,0 +1,124 @@
+"""Runs a command of exp by its name: `exp NAME ...`, `python -m exp NAME ...` and `python -m exp.NAME ...`.
+
+Packages add commands with an entry point of the group `exp.commands`: `NAME = "package.module:main"`. Its
+`main()` reads `sys.argv` and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from exp.cli.commands import COMMANDS, PACKAGE, SECTIONS
+
+ENTRY_POINTS = "exp.commands"
+HELP = ("-h", "--help", "help")
+# Words of Lightning's CLI, TensorBoard and other trainers, with the commands of exp that do the same.
+HABITS = {
+    "fit": "train", "run": "train", "start": "train", "sweep": "train -m", "multirun": "train -m", "eval": "evaluate",
+    "test": "evaluate", "validate": "evaluate", "tune": "find_lr", "lr_find": "find_lr", "tensorboard": "dashboard",
+    "compare": "report", "show": "report", "infer": "predict", "list": "gallery", "info": "doctor",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the command line names.
+
+    Returns: the command's exit status; 0 after the help, 2 for an unknown command.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    # `exp help train` and `exp --help train` are `exp train --help`.
+    if len(words) > 1 and words[0] in HELP and words[1] in COMMANDS:
+        words = [words[1], "--help"]
+    if words and (words[0] in COMMANDS or words[0] in plugins()):
+        # The run directory records sys.argv; a file of this name exists for `python -m exp.NAME`.
+        sys.argv = [os.path.join(PACKAGE, f"{words[0]}.py"), *words[1:]]
+        run(words[0])
+    from exp.output import exit_status
+
+    return exit_status(lambda: _answer(words))
+
+
+def run(name: str) -> NoReturn:
+    """Run a command with the words of `sys.argv`, and end this process with its exit status."""
+    if name in COMMANDS:
+        main = importlib.import_module(f"exp.{COMMANDS[name].module}").main
+    elif name in plugins():
+        main = plugins()[name].load()
+    else:
+        print(f"exp {name}: this installation has no src/exp/extras folder with the command", file=sys.stderr)
+        sys.exit(2)
+    status = main()
+
+    from exp.interpreter_exit import without_teardown
+
+    sys.exit(without_teardown(status))
+
+
+def plugins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return the commands that installed packages add, by name."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Print the help, the version, or what was meant. Returns: the exit status."""
+    if not words or words[0] in HELP:
+        if len(words) > 1:
+            return _refuse(words[1:])
+        print(help_text())
+        return 0
+    if words[0] == "--version":
+        import importlib.metadata
+
+        from exp import __version__
+
+        print(f"exp {__version__}, Hydra {importlib.metadata.version('hydra-core')}")
+        return 0
+    return _refuse(words)
+
+
+def help_text() -> str:
+    """Return the page of `exp --help`: one line for each command."""
+    width = max(map(len, COMMANDS))
+    lines = ["exp COMMAND [words]    one run:  exp train model=lenet    one command's help:  exp help train"]
+    for title, commands in SECTIONS.items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {command.help}" for name, command in commands.items())]
+    if added := plugins():
+        lines += ["", "Of other packages:", *(f"  {name:<{width}}  {point.value}" for name, point in added.items())]
+    lines += ["", "exp train is python -m exp.train, and so for each. For the tab key: exp completion --help"]
+    return "\n".join(lines)
+
+
+def _refuse(words: Sequence[str]) -> int:
+    """Say that there is no such command, and the line that was meant. Returns: 2."""
+    line = right_line(words)
+    told = f"Write:\n  {_program()} {line}" if line else f"There are {', '.join(COMMANDS)}"
+    print(f"exp: {words[0] or 'an empty word'} is no command. {told}", file=sys.stderr)
+    return 2
+
+
+def _program() -> str:
+    """What a person types before a command here: the script may not be on their path."""
+    return "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
+
+
+def right_line(words: Sequence[str]) -> str | None:
+    """The words that were meant: another spelling, another program's, or a command that was left out or stands last.
+
+    Returns: None where nothing is near.
+    """
+    import shlex
+
+    from exp.spelling import nearest
+
+    first, rest = words[0], list(words[1:])
+    if "=" in first or first[:1] in ("-", "+", "~"):
+        named = next((word for word in rest if word in COMMANDS), None)
+        return shlex.join([named or "train", first, *(word for word in rest if word != named)])
+    plain = first.lower().removeprefix("exp.").removeprefix("exp-").replace("-", "_")
+    near = [plain] if plain in COMMANDS else HABITS[plain].split() if plain in HABITS else nearest(plain, COMMANDS)
+    return shlex.join([*near, *rest]) if near else None

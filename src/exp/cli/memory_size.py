@@ -1,0 +1,17 @@
+"""Sizes of memory on a command line: 80GiB, 500 MB."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+EXPECTED = f"a number and {', '.join(UNITS)}"
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
+
+
+def memory_bytes(text: str) -> int | None:
+    """Return the bytes of a size above 0, such as 2GiB; None if the text is none."""
+    match = _SIZE.fullmatch(text)
+    if match is None or not float(match[1]):
+        return None
+    return int(float(match[1]) * UNITS[match[2]])

@@ -1,0 +1,76 @@
+"""python -m exp.predict run=DIR input=FILE output=FILE [weights=best] [overrides]: what a trained network says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status, loading_torch, outliving_output
+
+HELP = """Predict with the weights that a run saved.
+
+  python -m exp.predict run=outputs/train/2026-01-31/12-00-00 input=new.csv output=answers.csv
+  python -m exp.predict run=DIR input=photos/ output=answers.jsonl
+  python -m exp.predict run=DIR input=arrays.npz output=answers.npz weights=last
+  python -m exp.predict run=DIR input=new.csv output=answers.csv strategy=ddp launch.devices=2
+
+  run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
+  input=PATH       .csv, .parquet, .jsonl, .npz or .npy; of a run on pictures a folder, a picture or a CSV of paths
+  output=FILE      .npz, .csv, .jsonl or .parquet
+  keep=[COLUMN]    columns of the input that the output begins with, such as keep=[id,name]
+  weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
+  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
+
+The input is prepared as the training data were: standardised, encoded, transformed; classes have the names of training.
+Everything else overrides the run's own command, such as data.batch_size=512."""
+COLUMNS = "a list of columns of the input, such as [id,name]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict, and write the file.
+
+    Returns: 0; 2 for a fault in the command, the config or the input; 1 where the prediction fails.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(HELP)
+        return 0
+    from exp.cli.train import refuse_ranks
+    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments, words_in
+
+    refuse_ranks("exp.predict")
+    keys = {
+        "run": RUN,
+        "input": "a file or a folder of samples",
+        "output": "a file in .npz, .csv, .jsonl or .parquet",
+        "keep": COLUMNS,
+        "weights": WEIGHTS,
+    }
+    arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
+    typed = arguments.values["keep"]
+    keep = () if typed is None else words_in(f"keep={typed}")
+    if keep is None:
+        raise ConfigError([Fault(key="keep", got=str(typed), expected=COLUMNS, source="command line")])
+    given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
+    # torch comes in here, behind every fault of the command.
+    with loading_torch():
+        from exp.saved_runs.prediction import predict
+        from exp.saved_runs.prediction_files import refuse_names, refuse_place, write_predictions
+        from exp.saved_runs.saved_run import load
+
+    refuse_place(output, given=given)
+    with outliving_output():
+        run = load(str(arguments.values["run"]), allow=arguments.allow)
+        run.refuse_own_file(output, weights=arguments.values["weights"])
+        weights, overrides = arguments.values["weights"], arguments.overrides
+        if keep:
+            refuse_names(keep, output, run=run, weights=weights)
+        found = predict(run, given, weights=weights, overrides=overrides, keep=keep, is_shown=True)
+        write_predictions(found, output)
+        print(f"{len(found)} samples of {given} predicted: {output}")
+    return 0

@@ -1,0 +1,195 @@
+"""python -m exp.resume RUN [overrides]: goes on with a run; with --verify, does its last part again and compares."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exp.errors import ConfigError, Fault, RunError
+from exp.output import exit_status
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from exp.engine.checkpoint import State
+
+EXACT, DIFFERS = 0, 1
+# Among the checkpoints of a fork: the state that it began with.
+START = "start.ckpt"
+# What differs by itself: the time it took, measured times and memory, the config of the second run, which files are
+# left, and counters that no run goes on from.
+BESIDE = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
+FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Go on with a run from its newest whole checkpoint, by its own command; or verify that it goes on exactly.
+
+    Returns: exp.train's exit status; with --verify 0 where every number is the same, 1 where one differs.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")
+    parser.add_argument("overrides", nargs="*", help="beside the run's own, such as trainer.max_epochs=60")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train again from the checkpoint before the last to the last, elsewhere, and compare the two states",
+    )
+    trust = "with --verify, as security.allow: trust it first"
+    parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=trust)
+    arguments = parser.parse_args(argv)
+    if not (arguments.run / "config.yaml").is_file():
+        raise RunError(f"{arguments.run} has no config.yaml; expected a run directory, outputs/<name>/<date>/<time>")
+    if not arguments.verify:
+        return go_on(arguments.run, arguments.overrides)
+    if arguments.overrides:
+        fault = Fault(key="--verify", got=" ".join(arguments.overrides), expected="the run as it is, without overrides")
+        raise ConfigError([fault])
+    difference, told = verify(arguments.run, allow=arguments.allow)
+    print(told)
+    return EXACT if difference is None else DIFFERS
+
+
+def go_on(run: Path, overrides: Sequence[str]) -> int:
+    """`python -m exp.train` with the run's overrides, these, and its newest whole checkpoint."""
+    from exp.check.starting_point import newest_of
+    from exp.cli import train
+    from exp.config.found_run import merged
+    from exp.config.freeze import read_overrides
+    from exp.files import is_locked
+
+    if is_locked(run / "config.yaml"):
+        raise RunError(f"{run} is still going on. Wait for its end, or end it: SIGTERM lets it save its state")
+    found = newest_of(run)
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    if found.path is None:
+        raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
+    return train.main([*merged(run, overrides), f"resume='{found.path}'"])
+
+
+def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
+    """Train from the checkpoint before the last to the last once more, in a directory of its own, and compare.
+
+    Returns: the first difference, None where there is none; and what to print.
+    Raises: ConfigError for a config with faults; RunError where there is nothing to compare, or training fails.
+    """
+    from exp.engine.checkpoint import read_checkpoint
+
+    own = positions_of(run)
+    if not own:
+        raise RunError(f"{run} has no checkpoint of its own to verify")
+    last = max(own, key=lambda path: (own[path]["batches"], path.name == "last.ckpt"))
+    before, found = train_again(run, to=own[last], allow=allow)
+    difference = next(differences(read_checkpoint(last), found), None)
+    told = f"{last}, step {own[last]['step']}, trained again from {before}"
+    return difference, f"exact: {told}" if difference is None else f"differs: {told}\n  {difference}"
+
+
+def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
+    """The whole checkpoints of a run, and where it was; not what it brought along from one with another config."""
+    from exp.check.starting_point import states_of
+    from exp.engine.checkpointing import CONFIG, POSITION
+
+    text = (run / "config.yaml").read_text(encoding="utf-8")
+    return {path: state[POSITION] for path, state in states_of(run) if state[CONFIG] == text}
+
+
+def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) -> tuple[str, State]:
+    """Train from the checkpoint before a position up to it, in a directory that goes again.
+
+    to: fields of the position, its step among them.
+    Returns: where it began; the state there. Raises: RunError where the run does not come there.
+    """
+    from exp.config.freeze import read_frozen, refuse_more_than
+    from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
+    from exp.engine.checkpointing import POSITION
+    from exp.engine.state_at import STATE
+    from exp.run import fit
+
+    refuse_more_than(allow, run)
+    config = read_frozen(run)
+    own = positions_of(run)
+    earlier = [path for path in own if own[path]["step"] < to["step"]]
+    # A fork began there; and may have had nothing left to do.
+    start = [str(path) for path in own if path.name == START] or [config.resume]
+    before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else start[0]
+    with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
+        again = Path(place) / "run"
+        reached = again / CHECKPOINTS / STATE
+        try:
+            fit(_replayed(config, again, before=before, to=to))
+        except RunError:
+            # Behind it one batch is taken, which may be the one that the run itself failed at.
+            if not reached.is_file():
+                raise
+        found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
+    if any(found[POSITION][name] != value for name, value in to.items()):
+        raise RunError(f"trained again from {before or 'the start'}, {run} does not come to step {to['step']}")
+    return before or "the start", found
+
+
+def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
+    """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
+    from omegaconf import OmegaConf, open_dict
+
+    from exp.config.freeze import COMPOSITION, OWN_GROUPS
+
+    with open_dict(config):
+        config.resume, config.test, config.logger = before, False, {}
+        config.runtime.autoresume = False
+        config.checkpoint.every_n_steps = config.checkpoint.every_n_minutes = None
+        config.checkpoint.save_last = True
+        if config.trainer.max_time is not None:
+            # The time it took is another; as a limit it leaves the number of steps open, and so does this one.
+            config.trainer.max_time = "365:00:00:00"
+        config.trainer.enable_progress_bar = False
+        # Before the others, as the callback that saves last.ckpt is.
+        state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
+        config.callbacks = {"verified_state": state, **config.callbacks}
+        config[COMPOSITION] = OmegaConf.create(
+            {
+                "directory": str(directory),
+                "overrides": [],
+                "of_sweep": [],
+                "layers": [],
+                OWN_GROUPS: list(map(str, config)),
+            }
+        )
+    return config
+
+
+def differences(expected: State, found: State) -> Iterator[str]:
+    """What is not the same in two states, the weights first."""
+    for key in dict.fromkeys([*FIRST, *sorted({*expected, *found})]):
+        if key not in BESIDE:
+            yield from _differences(expected.get(key), found.get(key), key)
+
+
+def _differences(expected: object, found: object, key: str) -> Iterator[str]:
+    import torch
+
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            yield f"{key}: {found.dtype} {list(found.shape)} in the place of {expected.dtype} {list(expected.shape)}"
+        elif not torch.equal(expected, found):
+            other = expected != found
+            largest = (expected.double() - found.double()).abs().max()
+            yield f"{key}: {int(other.sum())} of {other.numel()} values, by {float(largest):.3g} at most"
+    elif isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for name in dict.fromkeys([*expected, *found]):
+            if name != "Timer":  # Lightning's, of the time that it took
+                yield from _differences(expected.get(name), found.get(name), f"{key}.{name}")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
+        for place, pair in enumerate(zip(expected, found, strict=True)):
+            yield from _differences(*pair, f"{key}.{place}")
+    elif repr(expected) != repr(found):
+        yield f"{key}: {found!r:.60} in the place of {expected!r:.60}"

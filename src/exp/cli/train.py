@@ -1,0 +1,168 @@
+"""python -m exp.train [flags] [overrides]: one run, or with -m a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status, loading_torch, outliving_output
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from exp.check.plan import Checked, Plan
+    from exp.run_report import Report
+    from exp.sweeps.executor import Executor, Prepare
+    from exp.sweeps.job import JobProcesses
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what the command line says.
+
+    Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
+    """
+    return exit_status(
+        lambda: _command(sys.argv[1:] if argv is None else argv),
+        interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from",
+    )
+
+
+def _command(argv: Sequence[str]) -> int:
+    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.config.compose import SweepAskedError
+
+    arguments = parse_arguments(argv)
+    if is_question(arguments):
+        answer_question(arguments)
+        return 0
+    refuse_ranks("exp.train")
+    # What a run says is no reason to end it, whoever has stopped reading.
+    with outliving_output():
+        if arguments.multirun:
+            return _sweep(arguments)
+        try:
+            return _run(arguments)
+        except SweepAskedError:
+            return _sweep(arguments)
+
+
+def refuse_ranks(command: str) -> None:
+    """Under torchrun every rank would compose, and train, a whole run of its own.
+
+    Raises: ConfigError.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        fault = Fault(
+            key="torchrun",
+            got=f"it starts {command} once a rank",
+            expected=f"{command} alone, which starts its ranks itself, or the frozen run that torchrun shares",
+            cure=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
+        )
+        raise ConfigError([fault])
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from exp.sweeps.sweep import compose_sweep, sweep
+
+    master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+
+    # What starts processes comes in after the faults of the composition.
+    from exp.sweeps.job import JobProcesses
+
+    processes = JobProcesses(fit_job, validate)
+    with contextlib.closing(executor_of(master.config, processes, prepare=prepare)) as executor:
+        return sweep(master, executor=executor, check=processes.check)
+
+
+def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
+    """Return the executor that hydra/launcher names: a cluster's, or this machine's, which every other launcher gets.
+
+    config: composed, with its hydra node. processes: starts those in which jobs are checked, frozen and run.
+    prepare: freezes a job, `prepare`; a function that another process finds by its name.
+    """
+    from omegaconf import OmegaConf
+
+    from exp.config.launchers import EXECUTORS
+
+    settings = cast("dict[str, Any]", OmegaConf.to_container(config.hydra.launcher, resolve=True))
+    target, jobs = settings["_target_"], config.sweep.jobs
+    if target not in EXECUTORS:
+        from exp.sweeps.local import LocalExecutor
+
+        return LocalExecutor(processes, jobs=jobs)
+    module, _, name = EXECUTORS[target].rpartition(".")
+    executor = getattr(importlib.import_module(module), name)
+    most = None if jobs == "auto" else jobs
+    return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))
+
+
+# torch and lightning come in with these, after every fault of the composition.
+def fit(config: DictConfig) -> Report:
+    from exp import run
+
+    return run.fit(config)
+
+
+def fit_job(config: DictConfig) -> Report:
+    from exp import run
+
+    return run.fit_job(config)
+
+
+def prepare(config: DictConfig) -> tuple[Plan, Path]:
+    from exp import run
+
+    return run.prepare(config)
+
+
+def validate(config: DictConfig, before: Checked | None) -> Checked:
+    from exp.check.plan import check_job
+
+    return check_job(config, before)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from exp.check.stages import compose, refuse_early
+    from exp.config.command import print_tree
+
+    # Said at once, for it is what the seconds before the first step are.
+    with loading_torch():
+        config = compose(
+            arguments.overrides,
+            config_dir=arguments.config_dir,
+            config_name=arguments.config_name,
+            may_sweep=not arguments.run,
+        )
+        refuse_early(config)
+        _refuse_sweep_settings(arguments.overrides)
+        importlib.import_module("exp.run")
+    if config.print_config:
+        print_tree(config)
+
+    report = fit(config)
+
+    from exp.run_report import print_report
+
+    print_report(report)
+    return 0 if report.status == "completed" else 1
+
+
+def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
+    """One run has no sampler: whoever sets one has left out -m."""
+    keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
+    of_sweep = [key for key in keys if key.startswith("sweep.")]
+    if of_sweep:
+        cure = "Put -m in front of the overrides"
+        raise ConfigError([
+            Fault(key=key, got="set for one run", expected="a sweep, of which it is a setting", cure=cure)
+            for key in of_sweep
+        ])  # fmt: skip

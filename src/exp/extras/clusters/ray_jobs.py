@@ -1,0 +1,202 @@
+"""hydra/launcher=ray: the jobs of a sweep on Ray, each a task that starts the ranks of a frozen run on its node.
+
+The node sees the run directories: it is this machine, or they are on a disk that the cluster shares. A process of Ray's
+serves one task after another, so ranks are processes of their own, as in a run without Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, RunError, one_line
+from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
+from exp.launch.failure import Failure
+from exp.launch.launcher import launch
+from exp.launch.spawn import import_path
+from exp.launch.zygote import Died
+from exp.run_report import Report
+from exp.sweeps.executor import Prepare
+from exp.sweeps.job import JobProcesses, dead_job, interrupted
+
+POLL_SECONDS = 0.1
+
+
+def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | None:
+    """Run the ranks of a frozen run on this node, until all have ended.
+
+    place: the working directory of the sweep. folders: from which it imports.
+    Returns: what ended it; None where it did well.
+    """
+    launching, runtime = frozen.settings["launch"], frozen.settings["runtime"]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    try:
+        with contextlib.chdir(place), _output_in(output_of(frozen.directory, 0)):
+            launch(
+                frozen.directory,
+                placement=frozen.placement,
+                max_restarts=launching["max_restarts"],
+                threads=runtime["threads"],
+                grace_seconds=launching["grace_seconds"],
+                resume=frozen.resume,
+                allow=frozen.settings["security"]["allow"],
+            )
+    except ExpError as error:
+        error.__cause__ = error.__context__ = None
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _output_in(path: Path) -> Iterator[None]:
+    """Let what this process starts write to the end of a file."""
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        with path.open("ab") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        yield
+    finally:
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+
+
+class RayExecutor(ClusterExecutor):
+    """Runs jobs as tasks of Ray.
+
+    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
+    jobs: sweep.jobs, where it is a number.
+    Raises: ConfigError where there is no cluster at hydra.launcher.address.
+    """
+
+    def __init__(
+        self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
+    ) -> None:
+        import ray
+
+        self._settings, self._ray = settings, ray
+        # A process that has Ray's threads cannot be forked.
+        processes.start()
+        self._is_own = not ray.is_initialized()
+        if self._is_own:
+            self._start()
+        super().__init__(
+            slots=jobs or settings["max_jobs"] or self._room(),
+            processes=processes,
+            prepare=prepare,
+            gpus=settings["num_gpus"],
+            poll_seconds=POLL_SECONDS,
+        )
+        self._task = ray.remote(run_ranks)
+
+    def close(self) -> None:
+        """End what is left, and Ray where it was started here."""
+        super().close()
+        if self._is_own:
+            self._ray.shutdown()
+
+    def _start(self) -> None:
+        address = self._settings["address"]
+        # Nothing of a sweep is told to whoever wrote Ray.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._settings["runtime_env"]:
+            given["runtime_env"] = dict(self._settings["runtime_env"])
+        if address is None:
+            given |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        try:
+            self._ray.init(address=address or "local", **given)
+        except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
+            fault = Fault(
+                key="hydra.launcher.address",
+                got=f"{address}, and Ray says {one_line(error)}",
+                expected="a cluster of Ray that runs, or null for one on this machine",
+            )
+            raise ConfigError([fault]) from error
+
+    def _room(self) -> int:
+        """As many jobs of one rank as there are cores and GPUs for."""
+        has, settings = self._ray.cluster_resources(), self._settings
+        asked = {"CPU": 1 if settings["num_cpus"] is None else settings["num_cpus"], "GPU": settings["num_gpus"] or 0}
+        return max(1, min((int(has.get(name, 0) // count) for name, count in asked.items() if count), default=1))
+
+    def _check(self, frozen: Frozen) -> None:
+        placed = frozen.placement
+        if placed.nodes > 1:
+            fault = Fault(
+                key="launch.nodes",
+                got=f"{placed.nodes}, with hydra/launcher=ray",
+                expected="1: a job of Ray runs on one node",
+                cure="Write hydra/launcher=slurm for several",
+            )
+            raise ConfigError([fault])
+        has, asked = self._ray.cluster_resources(), self._asked(frozen)
+        short = {name: count for name, count in asked.items() if count > has.get(name, 0)}
+        if short:
+            # It would wait in the queue for ever.
+            fault = Fault(
+                key="hydra.launcher",
+                got=", ".join(f"{count:g} {name}" for name, count in short.items()),
+                expected="at most " + ", ".join(f"{has.get(name, 0):g} {name}" for name in short),
+            )
+            raise ConfigError([fault])
+
+    def _asked(self, frozen: Frozen) -> dict[str, float]:
+        settings, placed = self._settings, frozen.placement
+        gpus = settings["num_gpus"]
+        if gpus is None:
+            gpus = placed.world_size * placed.devices_per_rank if placed.accelerator == "cuda" else 0
+        cpus = placed.world_size if settings["num_cpus"] is None else settings["num_cpus"]
+        memory = {} if settings["memory"] is None else {"memory": settings["memory"]}
+        return {"CPU": cpus, "GPU": gpus, **memory, **settings["resources"]}
+
+    def _submit(self, frozen: Frozen) -> Any:
+        # What an attempt before this one left is not what comes of this one.
+        (frozen.directory / "report.json").unlink(missing_ok=True)
+        asked = self._asked(frozen)
+        named = {"num_cpus": asked.pop("CPU"), "num_gpus": asked.pop("GPU"), "memory": asked.pop("memory", None)}
+        options = {name: count for name, count in named.items() if count is not None}
+        task = self._task.options(**options, resources=asked, max_retries=0, name=f"job {frozen.job}")
+        return task.remote(frozen, os.getcwd(), import_path())
+
+    def _states(self) -> Mapping[int, str]:
+        if not self._running:
+            return {}
+        handles = [submitted.handle for submitted in self._running]
+        ready, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
+        return {handles.index(handle): "ended" for handle in ready}
+
+    def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
+        try:
+            error = self._ray.get(submitted.handle)
+        except self._ray.exceptions.RayError as problem:
+            if self._signum is not None:
+                return interrupted(submitted.frozen.directory, self._signum)
+            return dead_job(submitted.frozen.directory, Died(f"ended in Ray with {one_line(problem)}"))
+        if isinstance(error, Interrupted) and self._signum is not None:
+            return Interrupted(signum=self._signum, checkpoint=error.checkpoint)
+        directory = submitted.frozen.directory
+        if error is None:
+            is_coming = report is None and not self._is_late(submitted)
+            return None if is_coming else dead_job(directory, Died("ended with status 0 without a word"))
+        if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
+            # As of a job that has no process beside its own.
+            told = None if report is None else report.error
+            return dead_job(directory, Died(error.reason)) if told is None else RunError(told["message"])
+        assert isinstance(error, ExpError)
+        return error
+
+    def _signal(self, jobs: list[Submitted], signum: int) -> None:
+        for submitted in jobs:
+            # As Ctrl-C; of a task that waits it is the end.
+            self._ray.cancel(submitted.handle, force=False)
+
+    def _kill(self, jobs: list[Submitted]) -> None:
+        for submitted in jobs:
+            self._ray.cancel(submitted.handle, force=True)

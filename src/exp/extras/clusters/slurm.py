@@ -1,0 +1,284 @@
+"""hydra/launcher=slurm: the jobs of a sweep through submitit, one job of SLURM each, one task a rank.
+
+With cluster=local submitit stands in for SLURM with processes on this machine. What submitit writes of a job, its batch
+script and its output, is in the run directory, below submitit/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from exp.errors import ConfigError, Fault, RunError
+from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
+from exp.launch.launcher import allowing
+from exp.launch.spawn import import_path
+from exp.launch.task import run_task
+from exp.sweeps.executor import Prepare
+from exp.sweeps.job import JobProcesses
+
+log = logging.getLogger(__name__)
+
+FOLDER = "submitit"
+# States of SLURM in which a job may still come to run; every other one is an end.
+ALIVE = (
+    *("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "REQUEUED"),
+    *("REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+)
+UNKNOWN = "UNKNOWN"
+WORDS = {
+    "TIMEOUT": "reached the time limit of SLURM (hydra.launcher.timeout_min)",
+    "OUT_OF_MEMORY": "ran out of the memory that SLURM gave it (hydra.launcher.mem_gb)",
+    "NODE_FAIL": "ended with its node, which failed",
+    "PREEMPTED": "was preempted by another job of SLURM",
+    "CANCELLED": "was cancelled in SLURM",
+    "BOOT_FAIL": "never began: its node did not boot",
+    "DEADLINE": "was ended by SLURM at its deadline",
+    UNKNOWN: "ended, and SLURM knows it no longer",
+}
+DOUBTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", UNKNOWN)
+SQUEUE_SECONDS = 5.0
+SIGNAL_SECONDS = 2.0
+LOCAL_POLL, SLURM_POLL = 0.1, 1.0
+# The keys of hydra.launcher that submitit gives sbatch under the same name.
+OPTIONS = (
+    *("cpus_per_task", "gpus_per_task", "cpus_per_gpu", "mem_per_cpu", "mem_per_gpu", "partition", "account"),
+    *("qos", "constraint", "exclude", "nodelist", "gres", "exclusive", "comment", "job_name", "signal_delay_s"),
+)
+
+
+class SlurmExecutor(ClusterExecutor):
+    """Submits jobs with submitit, and asks SLURM for all of them at once how they are.
+
+    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
+    jobs: sweep.jobs, where it is a number.
+    """
+
+    def __init__(
+        self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
+    ) -> None:
+        self._settings = settings
+        self._is_local = settings["cluster"] == "local"
+        most = min(settings["array_parallelism"], os.cpu_count() or 1) if self._is_local else None
+        super().__init__(
+            slots=jobs or most or settings["array_parallelism"],
+            processes=processes,
+            prepare=prepare,
+            gpus=settings["gpus_per_node"],
+            poll_seconds=LOCAL_POLL if self._is_local else SLURM_POLL,
+        )
+        self._asked = self._signalled = -math.inf
+        self._doubted: set[str] = set()
+        self._submissions: dict[str, Any] = {}
+
+    def _check(self, frozen: Frozen) -> None:
+        nodes, wanted = self._settings["nodes"], frozen.placement.nodes
+        if self._is_local and wanted > 1:
+            fault = Fault(key="launch.nodes", got=f"{wanted}, with hydra.launcher.cluster=local", expected="1")
+            raise ConfigError([fault])
+        if nodes is not None and wanted not in (1, nodes):
+            fault = Fault(
+                key="hydra.launcher.nodes",
+                got=f"{nodes}, with launch.nodes={wanted}",
+                expected="the same, or one of the two",
+            )
+            raise ConfigError([fault])
+
+    def _submit(self, frozen: Frozen) -> str:
+        folder = frozen.directory / FOLDER
+        for script in sorted(folder.glob("*_submitted.pkl")):
+            job = script.name.removesuffix("_submitted.pkl")
+            if self._is_alive(job, folder):
+                return job
+        # What an attempt before this one left is not what comes of this one.
+        (frozen.directory / "report.json").unlink(missing_ok=True)
+        shutil.rmtree(frozen.exchange, ignore_errors=True)
+        frozen.exchange.mkdir()
+        requeues, allow = self._settings["max_num_timeout"], frozen.settings["security"]["allow"]
+        arguments = ["--requeues", str(requeues), *allowing(allow)]
+        threads = frozen.settings["runtime"]["threads"]
+        cpus = threads if threads is not None else self._settings["cpus_per_task"]
+        executor = self._submitit(frozen, folder)
+        try:
+            with _signal_before_the_end(), _without_the_terminal(is_local=self._is_local):
+                job = executor.submit(
+                    run_task,
+                    directory=str(frozen.directory),
+                    exchange=str(frozen.exchange),
+                    outputs=[str(output_of(frozen.directory, rank)) for rank in range(frozen.placement.world_size)],
+                    folders=import_path(),
+                    arguments=arguments,
+                    cpus=cpus,
+                )
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            raise RunError(f"the job was not submitted: {str(error).strip() or type(error).__name__}") from error
+        self._submissions[job.job_id] = job
+        return str(job.job_id)
+
+    def _submitit(self, frozen: Frozen, folder: Path) -> Any:
+        """submitit's executor for one job."""
+        import submitit
+
+        placed, settings = frozen.placement, self._settings
+        gpus = settings["gpus_per_node"]
+        is_told = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
+        if gpus is None and placed.accelerator == "cuda" and not is_told:
+            gpus = placed.ranks_per_node * placed.devices_per_rank
+        common: dict[str, Any] = {} if gpus is None else {"gpus_per_node": gpus}
+        if self._is_local:
+            local = submitit.LocalExecutor(folder=folder)
+            common |= {name: settings[name] for name in ("timeout_min", "signal_delay_s")}
+            local.update_parameters(tasks_per_node=placed.ranks_per_node, **common)
+            return local
+        executor = submitit.SlurmExecutor(folder=folder)
+        given = {name: settings[name] for name in OPTIONS if settings[name] is not None}
+        if settings["mem_gb"] is not None:
+            given["mem"] = f"{math.ceil(1024 * settings['mem_gb'])}MB"
+        # Of clusters where a job is queued again only if it says so.
+        own = {"signal": f"USR1@{settings['signal_delay_s']}", "requeue": True}
+        executor.update_parameters(
+            **common,
+            **given,
+            nodes=settings["nodes"] or placed.nodes,
+            ntasks_per_node=placed.ranks_per_node,
+            time=max(1, math.ceil(settings["timeout_min"])),
+            # A rank that dies ends the others.
+            srun_args=["--kill-on-bad-exit=1", *settings["srun_args"]],
+            additional_parameters={**settings["additional_parameters"], **own},
+            **({"setup": list(settings["setup"])} if settings["setup"] else {}),
+        )
+        return executor
+
+    def _states(self) -> Mapping[int, str]:
+        if self._signum is not None and not self._is_killed and time.monotonic() > self._signalled + SIGNAL_SECONDS:
+            # A task that had just begun was not listening.
+            self._signal(self._running, self._signum)
+        if not self._running:
+            return {}
+        ids = [submitted.handle for submitted in self._running]
+        if self._is_local:
+            folders = [submitted.frozen.directory / FOLDER for submitted in self._running]
+            alive = [self._is_alive(job, folder) for job, folder in zip(ids, folders, strict=True)]
+            return {place: "ended without a word" for place, lives in enumerate(alive) if not lives}
+        if time.monotonic() < self._asked + SQUEUE_SECONDS:
+            return {}
+        said, self._asked = _squeue(ids), time.monotonic()
+        if said is None:
+            return {}
+        states = {job: said.get(job, UNKNOWN) for job in ids}
+        over = {job: state for job, state in states.items() if state not in ALIVE}
+        # A job that is preempted may be on its way back into the queue.
+        doubted = {job for job, state in over.items() if state in DOUBTED}
+        sure = {job: state for job, state in over.items() if job not in doubted or job in self._doubted}
+        self._doubted = doubted
+        return {ids.index(job): _words(state) for job, state in sure.items()}
+
+    def _is_alive(self, job: str, folder: Path) -> bool:
+        if not self._is_local:
+            said = _squeue([job])
+            return said is not None and job in said and said[job] in ALIVE
+        if job in self._submissions:
+            return not self._submissions[job].done()
+        with contextlib.suppress(psutil.Error, ValueError):
+            return str(folder) in psutil.Process(int(job)).cmdline()
+        return False
+
+    def _signal(self, jobs: list[Submitted], signum: int) -> None:
+        self._signalled = time.monotonic()
+        ids = [submitted.handle for submitted in jobs]
+        # SIGUSR1 would have each job queue itself again, beside the sweep that is.
+        number = signal.SIGTERM if signum == signal.SIGUSR1 else signal.Signals(signum)
+        if self._is_local:
+            for job in ids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(job), signal.SIGTERM)  # the one that submitit's controller passes on
+            return
+        _scancel("--state=PENDING", *ids)
+        _scancel(f"--signal={number.name.removeprefix('SIG')}", *ids)
+
+    def _kill(self, jobs: list[Submitted]) -> None:
+        ids = [submitted.handle for submitted in jobs]
+        if not self._is_local:
+            _scancel(*ids)
+            return
+        for job in ids:
+            with contextlib.suppress(psutil.Error):
+                controller = psutil.Process(int(job))
+                for process in [controller, *controller.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+            if job in self._submissions:
+                _reap(self._submissions[job])
+
+
+def _words(state: str) -> str:
+    return WORDS.get(state, f"ended without a word, and is {state} in SLURM")
+
+
+def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
+    """The states of jobs that SLURM knows, those that ended some minutes ago among them; None where it says nothing."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={','.join(jobs)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("squeue: %s", error)
+        return None
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        log.warning("squeue: %s", done.stderr.strip())
+        return None
+    return dict(line.split("|") for line in done.stdout.split())
+
+
+def _scancel(*arguments: str) -> None:
+    # Of a job that has ended meanwhile it complains.
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", *arguments], capture_output=True, timeout=60, check=False)
+
+
+def _reap(job: Any) -> None:
+    """Wait for a process of submitit's that was killed."""
+    limit = time.monotonic() + 5.0
+    while not job.done() and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _signal_before_the_end() -> Iterator[None]:
+    """Let submitit announce the end of a job's time by the signal that exp answers; its own is SIGUSR2."""
+    name = "SUBMITIT_PREEMPT_SIGNAL"
+    kept = os.environ.get(name)
+    os.environ[name] = "USR1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if kept is not None:
+            os.environ[name] = kept
+
+
+@contextlib.contextmanager
+def _without_the_terminal(*, is_local: bool) -> Iterator[None]:
+    """Keep the terminal's Ctrl-C from submitit's controller, which would kill a job a second later.
+
+    It inherits that the signal is ignored; the sweep passes its own on.
+    """
+    if not is_local or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, kept)

@@ -367,7 +367,7 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
 def test_a_network_that_no_memory_here_holds_is_noted(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert check(["model.layers.hidden.out_features=100000000000"]) == 0
-    assert "model: its parameters alone take 71,898 GiB, and this machine has" in capfd.readouterr().err
+    assert "model has parameters of 71,898 GiB, and this machine has" in capfd.readouterr().err
 
 
 def test_a_train_yaml_of_ones_own_that_lacks_most_keys_is_one_fault(tmp_path, monkeypatch):

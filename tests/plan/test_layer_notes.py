@@ -68,39 +68,39 @@ class Detached(nn.Module):
 WRONG = {
     "bias": (
         lambda: network(conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), flat=nn.Flatten(), head=head()),
-        ["model.layers.conv has a bias, and model.layers.norm, a BatchNorm2d, takes it off again", "Write bias: false"],
+        ["model.layers.conv has a bias, and model.layers.norm, a BatchNorm2d, subtracts it again", "Write bias: false"],
     ),
     "bias_by_the_forward": (
         lambda: Torchs,
         ["model.conv has a bias, and model.norm",
-         "model.spare (spare) gets no gradient, for the forward never uses it"],
+         "model.spare (spare) gets no gradient, because the forward never uses it"],
     ),
     "dropout": (
         lambda: network(drop=nn.Dropout2d(0.1), norm=nn.BatchNorm2d(3), flat=nn.Flatten(), head=head()),
-        ["model.layers.drop drops values right before model.layers.norm, a BatchNorm2d", "Put it behind that"],
+        ["model.layers.drop drops values right before model.layers.norm, a BatchNorm2d", "Put it after the norm"],
     ),
     "activations": (
         lambda: network(flat=nn.Flatten(), a=nn.LazyLinear(4), act=nn.ReLU(), act2=nn.GELU(), head=head()),
-        ["model.layers.act2 has a gelu of a relu of model.layers.act, and nothing", "Take one out"],
+        ["model.layers.act2 has a gelu of a relu of model.layers.act, and nothing", "Remove one"],
     ),
     "detached": (
         lambda: Detached,
-        ["model.body (body) gets no gradient, for what it gives reaches no output that the objective reads",
+        ["model.body (body) gets no gradient, because its output reaches no output that the objective reads",
          "freeze.param"],
     ),
     "an_element_of_a_list": (
         lambda: network(
             blocks=nn.ModuleList([nn.Linear(192, 10), nn.Linear(192, 10)]), forward="return blocks[0](x.flatten(1))"
         ),
-        ["model.layers.blocks.layer (blocks.1) gets no gradient, for the forward never uses it"],
+        ["model.layers.blocks.layer (blocks.1) gets no gradient, because the forward never uses it"],
     ),
     "a_statement": (
         lambda: network(a=nn.LazyLinear(4), head=head(), forward="x = x.flatten(1)\ny = a(x)\nreturn head(x)"),
-        ["model.forward sets `y`, which nothing reads: the branch reaches no", "model.layers.a (a) gets no gradient"],
+        ["model.forward sets `y`, which nothing reads. Remove the line", "model.layers.a (a) gets no gradient"],
     ),
     "a_parameter": (
         lambda: lambda: Scaled(uses=False),
-        ["model (scale) gets no gradient, for the forward never uses it"],
+        ["model (scale) gets no gradient, because the forward never uses it"],
     ),
 }  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_a_head_that_no_term_reads_is_noted() -> None:
         program = "x = f(x)\nreturn {'output': kind(x), 'other': other(x)}"
         build = network(f=nn.Flatten(), kind=head(), other=head(), forward=program)
     (note,) = notes(build)
-    assert note.startswith("model.layers.other (other) gets no gradient, for what it gives reaches no output that")
+    assert note.startswith("model.layers.other (other) gets no gradient, because its output reaches no output that")
     both = {name: Term(loss=CrossEntropy(), output=name) for name in ("output", "other")}
     assert notes(build, Objective(terms=both)) == []
 

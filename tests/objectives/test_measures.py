@@ -150,7 +150,7 @@ FAULTS = [
     ("metrics.kind._target_=exp.objectives.metrics.Accuracy;metrics.kind.target=age", "metrics.kind", "is float64"),
     (f"+metrics.x={CONFUSION}", "metrics.x", "+hooks=confusion draws it"),
     (f"+metrics.x={FAIR}", "metrics.x", "a batch without a group is counted under other groups"),
-    (f"+metrics.x={CURVE}", "metrics.x", "+hooks=pr_curve draws it, and the area below it is one number"),
+    (f"+metrics.x={CURVE}", "metrics.x", "+hooks=pr_curve draws it for classes. The area below"),
     (f"+metrics.x={{_target_: {R}.KLDivergence, reduction: none, output: kinds, target: kinds}}", "metrics.x", "mean"),
     ("+metrics.kind.sync_on_compute=false", "metrics.kind.sync_on_compute", "a value of its own"),
     ("monitor=recall/val/multiclassrecall_a;mode=min", "mode", "a higher recall/val/multiclassrecall_a is better"),

@@ -528,7 +528,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
     Returns: what to say of its first samples that is no fault.
     """
-    from exp.check.first_samples import Subject, is_shipped, look_at_names, look_at_samples
+    from exp.check.first_samples import Subject, is_shipped, look_at_samples
     from exp.check.metric_faults import mode_faults, monitor_faults
 
     plain = decided.plain
@@ -558,7 +558,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         if not is_shipped(plain["data"]):
             found = look_at_samples(subject, stages)
         elif decided.metrics or _reads_other_names(decided) or (accumulates and decided.objective.weighed):
-            found = look_at_names(subject)
+            found = look_at_samples(subject, stages, are_shipped=True)
         else:
             return data.notes
     except ConfigError as error:

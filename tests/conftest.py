@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import runpy
 import signal
@@ -147,7 +148,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     The first test of a process that uses a package imports it, and may compile it: such a test is not judged.
     """
     before, imported = processor_seconds(), len(sys.modules)
-    yield
+    try:
+        yield
+    except Exception as error:
+        if removed := removed_extras(f"{error!r} {getattr(error, 'faults', '')}"):
+            pytest.skip(f"needs src/exp/extras/{removed[0]}, which was removed")
+        raise
     spent = processor_seconds() - before
     imports_much = len(sys.modules) - imported > MANY_MODULES
     if spent > LIMIT_SECONDS and not imports_much and item.get_closest_marker("slow") is None:
@@ -155,6 +161,17 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         limit = LIMIT_SECONDS * busy * max(1.0, speed_sample() / REFERENCE_SECONDS)
         if spent > limit:
             pytest.fail(f"took {spent:.1f} s of processor time; expected at most {limit:.1f} s, or the marker slow")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files of tests that import a folder of src/exp/extras that was removed."""
+    return True if collection_path.suffix == ".py" and removed_extras(collection_path.read_text()) else None
+
+
+def removed_extras(text: str) -> list[str]:
+    """Return the folders of src/exp/extras that a text names and that were removed from this checkout."""
+    names = set(re.findall(r"\bexp\.extras\.([a-z]+)", text))
+    return sorted(name for name in names if not Path(exp.__file__).parent.joinpath("extras", name).is_dir())
 
 
 def is_slow_suite(config: pytest.Config) -> bool:

@@ -107,3 +107,18 @@ def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
     with loading_torch():
         assert sys.stderr.getvalue() == "loading torch\r"
     assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"
+
+
+def test_an_entry_point_adds_a_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "spirals.py").write_text("import sys\ndef main():\n    print(sys.argv[1:])\n    return 3\n")
+    metadata = tmp_path / "spirals-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: spirals\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[exp.commands]\nspirals = spirals:main\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["exp", "spirals", "a=1"])
+    with pytest.raises(SystemExit, match="3"):
+        main()
+    assert capsys.readouterr().out == "['a=1']\n"
+    assert main([]) == 0
+    assert "  spirals " in capsys.readouterr().out

@@ -112,6 +112,17 @@ def test_removed_keys_and_hooks_of_a_run_are_left_out(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_earlier_names_of_moved_classes_are_read():
+    run = frozen("+hooks=[profile,retain_gradients]")
+    content = (run / "config.yaml").read_text()
+    earlier = content.replace("exp.extras.debugging.", "exp.hooks.").replace("exp.extras.research.", "exp.hooks.")
+    assert earlier.count("exp.hooks.profile.Profile") == 1
+    (run / "config.yaml").write_text(earlier)
+    assert config_of(frozen(f"from_run={run}")) == yaml.safe_load(content)
+    named = frozen("+hooks.mine={_target_: exp.hooks.retain_gradients.RetainGradients}", "hooks.mine.modules=[head]")
+    assert config_of(named)["hooks"]["mine"]["modules"] == ["head"]
+
+
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "conf" / "model" / "mine.yaml").write_text(CUSTOM % "true")

@@ -14,8 +14,8 @@ import pytest
 
 import exp
 from exp.cli.train import fit, validate
-from exp.config.launchers import RaySettings, SlurmSettings, launcher_faults
 from exp.errors import ConfigError, Interrupted, RunError
+from exp.extras.clusters.launcher_settings import RaySettings, SlurmSettings, launcher_faults
 from exp.extras.clusters.slurm import SlurmExecutor
 from exp.run import prepare
 from exp.run_report import Report, read_report, write_report

@@ -91,14 +91,14 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     from hydra.errors import HydraException
 
     from exp.cli.train import fit, validate
+    from exp.config.clusters import CLUSTERS
     from exp.config.hydra_adapter import fault_of, run_sweeper
-    from exp.config.launchers import PACKAGES
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.local import LocalExecutor
     from exp.sweeps.sweep import Sweep, compose_sweep
 
     # Another's launcher would start the jobs.
-    ours = ("exp", *(word for word, _, _ in PACKAGES.values()))
+    ours = ("exp", *(cluster.word for cluster in CLUSTERS.values()))
     others = [text for text in arguments.overrides if text.lstrip("+").startswith("hydra/launcher=")]
     others = [text for text in others if text.partition("=")[2] not in ours]
     where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}

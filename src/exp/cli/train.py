@@ -91,15 +91,15 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
     """
     from omegaconf import OmegaConf
 
-    from exp.config.launchers import EXECUTORS
+    from exp.config.clusters import CLUSTERS
 
     settings = cast("dict[str, Any]", OmegaConf.to_container(config.hydra.launcher, resolve=True))
     target, jobs = settings["_target_"], config.sweep.jobs
-    if target not in EXECUTORS:
+    if target not in CLUSTERS:
         from exp.sweeps.local import LocalExecutor
 
         return LocalExecutor(processes, jobs=jobs)
-    module, _, name = EXECUTORS[target].rpartition(".")
+    module, _, name = CLUSTERS[target].executor.rpartition(".")
     executor = getattr(importlib.import_module(module), name)
     most = None if jobs == "auto" else jobs
     return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from exp.config.clusters import refuse_cluster
 from exp.config.copying import copied
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
@@ -21,7 +22,6 @@ from exp.config.hydra_node import (
     recorded_override_faults,
     resolve_hydra_values,
 )
-from exp.config.launchers import refuse_cluster
 from exp.config.module_key import leave_out
 from exp.config.overrides import (
     Line,

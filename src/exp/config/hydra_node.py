@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from exp.config.clusters import cluster_faults
 from exp.config.habits import cure_of_key
 from exp.config.hydra_adapter import (
     HYDRA_ERRORS,
@@ -21,7 +22,6 @@ from exp.config.hydra_adapter import (
     registered_targets,
     text_values,
 )
-from exp.config.launchers import launcher_faults
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml, split
@@ -202,7 +202,7 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
         elif word == "custom_search_space" and isinstance(plain, dict) and plain.get(word) is not None:
             faults.append(_fault(f"{key}.{word}", "a function by its name", "the values in hydra.sweeper.params"))
     if name == "launcher" and isinstance(plain, dict):
-        faults += launcher_faults({str(word): value for word, value in plain.items()})
+        faults += cluster_faults({str(word): value for word, value in plain.items()})
     return faults
 
 

@@ -1,9 +1,11 @@
-"""hydra/launcher=exp, slurm and ray: where the jobs of a sweep run. All of it is in exp.sweeps."""
+"""hydra/launcher=exp, slurm and ray: the places where the jobs of a sweep run. exp.sweeps implements them."""
 
 # No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
 # dataclasses cannot look names up.
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
@@ -11,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from exp.config.launchers import RaySettings, SlurmSettings
+SETTINGS = "exp.extras.clusters.launcher_settings"
 
 
 @dataclass
@@ -19,7 +21,12 @@ class ExpLauncherConf:
     _target_: str = "hydra_plugins.exp.launcher.ExpLauncher"
 
 
-for name, node in (("exp", ExpLauncherConf), ("slurm", SlurmSettings), ("ray", RaySettings)):
+nodes = {"exp": ExpLauncherConf}
+# Users may remove the folder src/exp/extras/clusters.
+if find_spec("exp.extras.clusters") is not None:
+    settings = import_module(SETTINGS)
+    nodes |= {"slurm": settings.SlurmSettings, "ray": settings.RaySettings}
+for name, node in nodes.items():
     ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="exp")
 
 
@@ -38,14 +45,14 @@ class ExpLauncher(Launcher):
 
 
 class SlurmLauncher(ExpLauncher):
-    """Jobs that submitit hands to SLURM: exp.extras.clusters.slurm."""
+    """Jobs that submitit submits to SLURM: exp.extras.clusters.slurm."""
 
     def __init__(self, **settings: object) -> None:
-        """settings: of exp.config.launchers, which the sweep reads in the config."""
+        """Ignore the settings, which the sweep reads in the config."""
 
 
 class RayLauncher(ExpLauncher):
     """Jobs on Ray: exp.extras.clusters.ray_jobs."""
 
     def __init__(self, **settings: object) -> None:
-        """settings: of exp.config.launchers, which the sweep reads in the config."""
+        """Ignore the settings, which the sweep reads in the config."""

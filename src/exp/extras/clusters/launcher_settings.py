@@ -1,9 +1,7 @@
-"""The launchers that carry a sweep's jobs to a cluster: their keys below hydra.launcher, and faults of their values.
+"""The settings of hydra/launcher=slurm and hydra/launcher=ray, and the errors in their values.
 
-    hydra/launcher=slurm    through submitit, under SLURM's names for what a job asks of it
-    hydra/launcher=ray      on Ray, under Ray's
-
-Values are taken as they come, and looked at here: all faults come back at once, before anything is submitted.
+The dataclasses accept any value, so that Hydra composes them. `launcher_faults` then reports all errors together,
+before a job is submitted.
 """
 
 from __future__ import annotations
@@ -13,18 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from exp.errors import ConfigError, Fault, is_installed
+from exp.config.clusters import CLUSTERS, RAY, SLURM
+from exp.errors import Fault, is_installed
 from exp.spelling import among, did_you_mean, show
 
-SLURM = "hydra_plugins.exp.launcher.SlurmLauncher"
-RAY = "hydra_plugins.exp.launcher.RayLauncher"
-# Of each launcher: its word, its package and its extra.
-PACKAGES = {SLURM: ("slurm", "submitit", "slurm"), RAY: ("ray", "ray", "ray")}
-# The executor of each launcher.
-EXECUTORS = {
-    SLURM: "exp.extras.clusters.slurm.SlurmExecutor",
-    RAY: "exp.extras.clusters.ray_jobs.RayExecutor",
-}
+# The package of each launcher, which the extra of the same word installs.
+PACKAGES = {SLURM: "submitit", RAY: "ray"}
 Test = tuple[Callable[[Any], bool], str]
 
 
@@ -160,33 +152,16 @@ TESTS: Mapping[str, Mapping[str, Test]] = {
 OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error", "signal", "open-mode", "requeue")
 
 
-def refuse_cluster(target: str) -> None:
-    """Reject a launcher of a cluster for a single run. target: hydra.launcher's.
-
-    Raises: ConfigError.
-    """
-    if target in PACKAGES:
-        fault = Fault(
-            key="hydra/launcher",
-            got=f"{PACKAGES[target][0]}, for a single run",
-            expected="a sweep, whose jobs it carries",
-            cure="Write -m in front of the overrides: a sweep may have one job",
-        )
-        raise ConfigError([fault])
-
-
 def launcher_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
-    """What is wrong with the values of hydra.launcher, where it is a cluster's."""
-    target = settings.get("_target_")
-    if target not in PACKAGES:
-        return
-    word, package, extra = PACKAGES[target]
+    """Yield the errors of hydra.launcher, of which `_target_` is SLURM or RAY."""
+    target = settings["_target_"]
+    word, package = CLUSTERS[target].word, PACKAGES[target]
     if not is_installed(package):
         yield Fault(
             key="hydra/launcher",
             got=f"{word}, without the package {package}",
             expected="the package, which an extra of exp brings",
-            cure=f"pip install 'exp-framework[{extra}]'",
+            cure=f"pip install 'exp-framework[{word}]'",
         )
     tests = TESTS[target]
     for name in settings:

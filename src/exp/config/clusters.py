@@ -1,0 +1,54 @@
+"""The launchers that run the jobs of a sweep on a cluster. Their settings and executors are in extras/clusters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exp.errors import ConfigError, Fault
+
+SLURM = "hydra_plugins.exp.launcher.SlurmLauncher"
+RAY = "hydra_plugins.exp.launcher.RayLauncher"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A kind of cluster.
+
+    word: hydra/launcher=WORD. executor: the class that runs the jobs.
+    """
+
+    word: str
+    executor: str
+
+
+# By the `_target_` of hydra.launcher.
+CLUSTERS: Mapping[str, Cluster] = {
+    SLURM: Cluster("slurm", "exp.extras.clusters.slurm.SlurmExecutor"),
+    RAY: Cluster("ray", "exp.extras.clusters.ray_jobs.RayExecutor"),
+}
+# The module that finds errors in their settings.
+SETTINGS = "exp.extras.clusters.launcher_settings"
+
+
+def refuse_cluster(target: str) -> None:
+    """Raise ConfigError if a single run has the launcher of a cluster.
+
+    target: the `_target_` of hydra.launcher.
+    """
+    if target in CLUSTERS:
+        fault = Fault(
+            key="hydra/launcher",
+            got=f"{CLUSTERS[target].word}, for a single run",
+            expected="a sweep: a launcher runs its jobs",
+            cure="Write -m in front of the overrides: a sweep may have one job",
+        )
+        raise ConfigError([fault])
+
+
+def cluster_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the errors of hydra.launcher if it is the launcher of a cluster."""
+    if settings.get("_target_") in CLUSTERS:
+        yield from importlib.import_module(SETTINGS).launcher_faults(settings)

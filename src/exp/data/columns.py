@@ -1,4 +1,4 @@
-"""Tables out of files: which column is a number, a word, a date or a target, whatever format the file has."""
+"""Columns of a file as numbers, words and dates, and tables that are made of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exp.data.cells import DecimalSign, Missing, WordCodes, finite_number
+from exp.data.cells import Missing, finite_number, number_in
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, name_cure, refuse_unknown_columns
 from exp.data.in_memory import Fitted, Tensors
@@ -26,28 +28,45 @@ from exp.errors import ConfigError, Fault
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 where columns have no names.
 Name: TypeAlias = str | int
-Value = TypeVar("Value")
-Values: TypeAlias = "Iterable[object] | Words"
-Column = TypeVar("Column", bound=Values)
 # More labels than this that are numbers with a fraction are taken for a regression asked for as a classification.
 MANY_LABELS = 20
 # The names that pandas gives to a column of row numbers when it reads a CSV file, and when it writes a Parquet file.
 NAMELESS = re.compile(r"Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 # A name that is empty, as it is typed.
 NO_NAME = "''"
+NO_DAYS: Mapping[int, str | None] = MappingProxyType({})
 IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
 NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SheetValues:
+    """Columns of a sheet that were read together.
+
+    Args:
+        numbers: numbers and days, float64 `[N, K]`; nan where one is missing or is an error.
+        words: columns of words by their number in the file.
+        faults: the first error of each column that has one.
+    """
+
+    numbers: np.ndarray
+    words: Mapping[int, Words]
+    faults: Mapping[int, ConfigError]
+
+
 class Sheet(ABC):
     """The columns of a file.
 
-    file: where it is. names: of the columns, in order. missing: the texts without a value.
+    Args:
+        file: the file, for messages.
+        names: the names of the columns, in order.
+        missing: the texts that stand for a missing value.
+        has_header: whether the first line of the file holds the names.
     """
 
-    def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
-        self.file, self.names, self.missing = file, tuple(names), missing
+    def __init__(self, *, file: Path, names: Sequence[str], missing: Missing, has_header: bool = False) -> None:
+        self.file, self.names, self.missing, self.has_header = file, tuple(names), missing, has_header
 
     def column(self, name: Name, *, key: str) -> int:
         """Return the number of a column. Raises: ConfigError if there is none of the name."""
@@ -55,86 +74,92 @@ class Sheet(ABC):
             return self.names.index(str(name))
         raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
 
-    def load(  # noqa: B027 - most sheets are at hand
-        self, *, numbers: Sequence[Sequence[int]], days: Mapping[int, str | None], words: Sequence[int]
-    ) -> None:
-        """Reads columns together, of a file that is else read once for each.
+    @abstractmethod
+    def read(
+        self, *, numbers: Sequence[int] = (), days: Mapping[int, str | None] = NO_DAYS, words: Sequence[int] = ()
+    ) -> SheetValues:
+        """Return columns of the file.
 
-        numbers: groups of columns of numbers and dates that become one block each. days: the dates among them, and how
-        they are written. words: columns of words and of classes.
+        Args:
+            numbers: columns of numbers and of dates.
+            days: the dates among `numbers` that become days since 1970, with their form as of strptime; None for
+                ISO 8601.
+            words: columns of words and of classes.
         """
 
-    @abstractmethod
+    def numbers(self, column: int, days: Mapping[int, str | None] = NO_DAYS) -> np.ndarray:
+        """Return a column of numbers, or of days if `days` has it: float64 `[N]`, nan for a missing one.
+
+        Raises: ConfigError for a value that is no finite number, or no date.
+        """
+        found = self.read(numbers=[column], days=days)
+        if column in found.faults:
+            raise found.faults[column]
+        return found.numbers[:, 0]
+
+    def words(self, column: int) -> Words:
+        """Return a column of words."""
+        return self.read(words=[column]).words[column]
+
     def texts(self, column: int) -> list[str | None]:
-        """A column of words; None where one is missing."""
-
-    @abstractmethod
-    def numbers(self, column: int) -> np.ndarray:
-        """A column of numbers, float64 `[N]`; nan where one is missing.
-
-        Raises: ConfigError for what is no finite number.
-        """
-
-    def days(self, column: int, form: str | None) -> np.ndarray:
-        """A column of dates as days since 1970, float64 `[N]`; nan where one is missing.
-
-        form: as of strptime; None for ISO 8601.
-        Raises: ConfigError for what is no such date.
-        """
-
-        return self.read(
-            column, lambda text: days_since_1970(text, form), lambda row, text: self.no_date(row, column, text, form)
-        )
+        """Return the words of a column, None for a missing one."""
+        return self.words(column).texts()
 
     def holds_dates(self, column: int) -> bool:
         """Return whether the file says that a column holds dates."""
         return False
 
-    def words(self, column: int) -> Words:
-        """A column of words, coded."""
-        return words_of(self.texts(column), decimal=self.missing.decimal)
-
-    def feature(self, column: int, days: Mapping[int, str | None]) -> np.ndarray:
-        """A column of numbers, or where `days` names it of dates, as a table takes it: float64 `[N]`.
-
-        Raises: as numbers and days.
-        """
-        return self.days(column, days[column]) if column in days else self.numbers(column)
-
-    def read(
-        self, column: int, number_of: Callable[[str], float], wrong: Callable[[int, str], ConfigError]
-    ) -> np.ndarray:
-        """A column of texts as numbers, float64 `[N]`; nan where one is missing.
-
-        wrong: the error of a row whose text is none.
-        """
-        values = []
-        for row, text in enumerate(self.texts(column)):
-            try:
-                value = math.nan if text is None else number_of(text)
-            except (ValueError, OverflowError):
-                raise wrong(row, str(text)) from None
-            if text is not None and not math.isfinite(value):
-                raise self.bad(row, column, text, "a finite number")
-            values.append(value)
-        return np.array(values)
-
     @abstractmethod
     def place(self, row: int) -> str:
-        """A row in words."""
+        """Return the name of a row for messages."""
 
     def cell(self, row: int, column: int) -> str:
-        """Return the text of a value as the file has it; of types other than text nothing."""
+        """Return the text of a value as the file has it."""
         return ""
 
-    def complete(self, column: int, values: Values, *, cure: str) -> None:
-        """Raises: ConfigError where one of the values is missing. cure: against it."""
-        if isinstance(values, np.ndarray):
-            missing = np.flatnonzero(np.isnan(values)).tolist()
-        elif isinstance(values, Words):
-            missing = np.flatnonzero(values.codes < 0).tolist()
-        else:
-            missing = [row for row, value in enumerate(values) if value is None or value != value]
+    def reader(self, column: int, days: Mapping[int, str | None]) -> Callable[[str], float]:
+        """Return the function that reads a number, or a day if `days` has the column, from a text.
+
+        The function returns nan for a missing value and raises ValueError or OverflowError for any other text.
+        """
+        missing, is_day, form = self.missing, column in days, days.get(column)
+
+        def read(text: str) -> float:
+            text = text.strip()
+            if text in missing.texts or (is_day and text in missing):
+                return math.nan
+            value = days_since_1970(text, form) if is_day else number_in(text, decimal=missing.decimal)
+            if not math.isfinite(value):
+                raise ValueError("not finite")
+            return value if is_day or value not in missing.numbers else math.nan
+
+        return read
+
+    def unread(self, row: int, column: int, text: str, days: Mapping[int, str | None]) -> ConfigError:
+        """Return the error of a text that `reader` refuses."""
+        if column in days:
+            form = days[column]
+            expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
+            cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
+            return self.bad(row, column, repr(text), expected, cure)
+        try:
+            number_in(text, decimal=self.missing.decimal)
+        except ValueError:
+            return self.bad(row, column, repr(text), "a number", self.number_cure(column, text))
+        return self.bad(row, column, text, "a finite number")
+
+    def number_cure(self, column: int, text: str) -> str:
+        """Return the fix of a text in a column of numbers."""
+        return (
+            "Put it in data.dataset.categorical or data.dataset.dates, leave it out with "
+            f"data.dataset.ignore=[{self.names[column] or NO_NAME}], or name what stands for a missing value in "
+            "data.dataset.missing_values"
+        )
+
+    def complete(self, column: int, values: np.ndarray | Words, *, cure: str) -> None:
+        """Raise ConfigError if one of the values is missing. cure: the fix."""
+        is_missing = values.codes < 0 if isinstance(values, Words) else np.isnan(values)
+        missing = np.flatnonzero(is_missing).tolist()
         if missing:
             many = f" there and in {len(missing) - 1} more rows," if missing[1:] else ""
             text = self.cell(missing[0], column) if isinstance(values, Words) else ""
@@ -143,8 +168,21 @@ class Sheet(ABC):
             got = f"{text!r}, which stands for no value," if text else "no value"
             raise self.bad(missing[0], column, f"{got}{many}", "one in every row", cure)
 
+    def faults(
+        self, found: SheetValues, column: int, values: np.ndarray | Words, *, cure: str | None
+    ) -> Sequence[Fault]:
+        """Return the errors of a column. cure: the fix of a missing value; None if values may be missing."""
+        try:
+            if column in found.faults:
+                raise found.faults[column]
+            if cure is not None:
+                self.complete(column, values, cure=cure)
+        except ConfigError as error:
+            return error.faults
+        return ()
+
     def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
-        """The error of one value."""
+        """Return the error of one value."""
         place = f"{self.place(row)}, column {self.names[column] or NO_NAME}"
         subject = self.names[column]
         return data_fault("dataset.path", got=f"{got} in {place}", expected=expected, cure=cure, subject=subject)
@@ -155,22 +193,9 @@ class Sheet(ABC):
         held = "pandas names an index so, and it has a different whole number in each row"
         return f"{named} is left out of the input: {held}; rename it to keep it"
 
-    def no_date(self, row: int, column: int, text: str, form: str | None) -> ConfigError:
-        expected = "a date in ISO 8601, such as 2024-01-31" if form is None else f"a date like {form}"
-        cure = f"data.dataset.dates: {{{self.names[column]}: '%d.%m.%Y'}} says how dates are written"
-        return self.bad(row, column, repr(text), expected, cure)
-
-    def no_number(self, row: int, column: int, text: str) -> ConfigError:
-        name = self.names[column] or NO_NAME
-        cure = (
-            f"Put it in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{name}],"
-            " or name what stands for a missing value in data.dataset.missing_values"
-        )
-        return self.bad(row, column, repr(text), "a number", cure)
-
 
 class SheetTable(Table):
-    """A table out of the columns of a file; see Csv for what the parameters mean.
+    """A table of the columns of a file; see Csv for the parameters.
 
     A column without a name that has another whole number in each row, such as the index of pandas, is left out.
 
@@ -194,41 +219,32 @@ class SheetTable(Table):
         asked: dict[str, Iterable[Name]] = {"categorical": categorical, "dates": dates, "ignore": ignore}
         asked["target"] = chain.from_iterable(_by_name(target).values())
         refuse_unknown_columns(sheet.file, sheet.names, asked)
-        targets = {
-            name: [sheet.column(one, key="dataset.target") for one in columns]
-            for name, columns in _by_name(target).items()
-        }
-        words = [sheet.column(name, key="dataset.categorical") for name in categorical]
+        place = {name: column for column, name in enumerate(sheet.names)}
+        targets = {name: [place[str(one)] for one in columns] for name, columns in _by_name(target).items()}
+        named = [place[str(name)] for name in categorical]
         forms = dates if isinstance(dates, Mapping) else dict.fromkeys(dates)
-        days = {sheet.column(name, key="dataset.dates"): form for name, form in forms.items()}
-        left_out = {sheet.column(name, key="dataset.ignore") for name in ignore}
-        left_out.update(column for columns in targets.values() for column in columns)
-        index = row_numbers(sheet, named={*words, *days, *left_out})
+        days = {place[str(name)]: form for name, form in forms.items()}
+        left_out = {*(place[str(name)] for name in ignore), *chain.from_iterable(targets.values())}
+        index = row_numbers(sheet, named={*named, *days, *left_out})
         features = [column for column in range(len(sheet.names)) if column not in {*left_out, *index}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
-        faults: list[Fault] = []
-
-        def whole(column: int, values: Column) -> Column:
-            if impute is None:
-                sheet.complete(column, values, cure=IMPUTE)
-            return values
-
-        figures = [column for column in features if column not in words]
-        words = [column for column in features if column in words]
+        figures = [column for column in features if column not in named]
+        words = [column for column in features if column in named]
         tasks = _tasks(task, targets)
-        regressions = [columns for name, columns in targets.items() if tasks[name] == "regression"]
+        regressions = [one for name, columns in targets.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in targets.items() if tasks[name] != "regression" and columns]
-        sheet.load(numbers=[figures, *regressions], days=days, words=[*words, *classes])
-        numbers = _each(sheet, figures, lambda one: whole(one, sheet.feature(one, days)), faults)
-        texts = _each(sheet, words, lambda one: whole(one, sheet.words(one)), faults)
-        wanted = dict(_targets(sheet, targets, tasks, faults))
+        found = sheet.read(numbers=[*figures, *regressions], days=days, words=[*words, *classes])
+        cure = IMPUTE if impute is None else None
+        faults = list(feature_faults(sheet, found, figures, words, cure=cure))
+        answers = dict(_targets(sheet, found, targets, tasks, faults, first=len(figures)))
         if faults:
             raise ConfigError(faults)
         super().__init__(
-            numbers=numbers,
-            words=texts,
-            targets=wanted,
+            columns=[sheet.names[column] for column in figures],
+            numbers=found.numbers[:, : len(figures)],
+            words={sheet.names[column]: found.words[column] for column in words},
+            targets=answers,
             standardise=standardise,
             impute=impute,
             encoding=encoding,
@@ -238,7 +254,7 @@ class SheetTable(Table):
         self.notes = tuple(sheet.left_out(column) for column in index)
         self._index = tuple(sheet.names[column] for column in index)
         if index:
-            self._raw["row_numbers"] = torch.from_numpy(np.stack([sheet.numbers(column) for column in index], 1))
+            self._raw["row_numbers"] = torch.from_numpy(sheet.read(numbers=index).numbers)
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Encode the rows as Table does. Columns of row numbers stay if training had them."""
@@ -279,20 +295,16 @@ class SheetTable(Table):
             cure = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
             raise data_fault(key, got=f"{name}, which is an input", expected="a column that is none", cure=cure)
         sheet = self._read()
-        column = sheet.column(name, key=key)
-        sheet.load(numbers=[], days={}, words=[column])
-        return sheet.texts(column)
-
-
-def words_of(values: Sequence[str | None], *, decimal: DecimalSign) -> Words:
-    """Return a column of words: in the order of numbers if all of them are numbers, else of the alphabet."""
-    codes = WordCodes(Missing.of((), decimal=decimal))
-    numbered = np.array([codes[value or ""] for value in values], dtype=np.int64)
-    return words_in_order(numbered, codes.words)
+        return sheet.texts(sheet.column(name, key=key))
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
-    """A column of words that are numbered in any order, `[N]`, -1 for a missing one, as `words_of` has them."""
+    """Return a column of words in the order of numbers if all of them are numbers, else of the alphabet.
+
+    Args:
+        codes: the number of each row's word, `[N]`; -1 for a missing one.
+        words: the words by number.
+    """
     names = sorted(words)
     numbers = [number for name in names if (number := finite_number(name)) is not None]
     if len(numbers) == len(names):
@@ -302,12 +314,8 @@ def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
     return Words(codes=places[codes], names=tuple(names))
 
 
-def labels_in(sheet: Sheet, column: int) -> Words:
-    """A column of classes.
-
-    Raises: ConfigError where one is missing, and for numbers that look like a regression's.
-    """
-    labels = sheet.words(column)
+def refuse_labels(sheet: Sheet, column: int, labels: Words) -> None:
+    """Raise ConfigError for a missing class, and for many classes that are numbers with a fraction."""
     sheet.complete(column, labels, cure=NO_ANSWER)
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
@@ -318,11 +326,10 @@ def labels_in(sheet: Sheet, column: int) -> Words:
             expected="regression for the column " + sheet.names[column],
             cure="data=csv_regression selects it, with its objective and metrics",
         )
-    return labels
 
 
 def days_since_1970(text: str, form: str | None) -> float:
-    """A date in ISO 8601, or in a form as of strptime. One without a zone is in UTC.
+    """Return the days of a date in ISO 8601, or in a form as of strptime. A date without a zone is in UTC.
 
     Raises: ValueError.
     """
@@ -340,22 +347,11 @@ def row_numbers(sheet: Sheet, *, named: Collection[int]) -> list[int]:
         if column in named or not (NAMELESS.fullmatch(name) or (column == 0 and not name)):
             continue
         try:
-            numbers = np.asarray(sheet.numbers(column))
+            numbers = sheet.numbers(column)
         except ConfigError:
-            continue  # words, or a fault that reading the other columns reports, too
+            continue  # words, or an error that reading the other columns reports, too
         if (numbers == np.round(numbers)).all() and len(np.unique(numbers)) == len(numbers):
             found.append(column)
-    return found
-
-
-def _each(sheet: Sheet, columns: Sequence[int], read: Callable[[int], Value], faults: list[Fault]) -> dict[str, Value]:
-    """Columns by name; the faults of those that cannot be read are kept."""
-    found = {}
-    for column in columns:
-        try:
-            found[sheet.names[column]] = read(column)
-        except ConfigError as error:
-            faults += error.faults
     return found
 
 
@@ -365,9 +361,9 @@ def _by_name(target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]
 
 
 def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
-    """The task of each target.
+    """Return the task of each target.
 
-    Raises: ConfigError where a target has none, or one that is not there has.
+    Raises: ConfigError if a target has none, or if a name that is no target has one.
     """
     if not isinstance(task, Mapping):
         return dict.fromkeys(targets, task)
@@ -377,31 +373,42 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
     return dict(task)
 
 
+def feature_faults(
+    sheet: Sheet, found: SheetValues, figures: Sequence[int], words: Sequence[int], *, cure: str | None
+) -> Iterator[Fault]:
+    """Yield the errors of the inputs. cure: see Sheet.faults."""
+    for place, column in enumerate(figures):
+        yield from sheet.faults(found, column, found.numbers[:, place], cure=cure)
+    for column in words:
+        yield from sheet.faults(found, column, found.words[column], cure=cure)
+
+
 def _targets(
-    sheet: Sheet, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], faults: list[Fault]
+    sheet: Sheet,
+    found: SheetValues,
+    targets: Mapping[str, Sequence[int]],
+    tasks: Mapping[str, Task],
+    faults: list[Fault],
+    *,
+    first: int,
 ) -> Iterator[tuple[str, np.ndarray | Words]]:
+    """Yield the values of each target, and append the errors to faults. first: the first number to predict."""
     for name, columns in targets.items():
         if not columns:
             faults += data_fault("dataset.target", got="no column", expected="one to predict, or several").faults
         elif tasks[name] == "regression":
-            read = _each(sheet, columns, lambda one: sheet.feature(one, {}), faults)
-            faults += _incomplete(sheet, read)
-            if len(read) == len(columns):
-                yield name, np.stack(list(read.values()), 1)
+            values, first = found.numbers[:, first : first + len(columns)], first + len(columns)
+            for place, column in enumerate(columns):
+                faults += sheet.faults(found, column, values[:, place], cure=NO_ANSWER)
+            yield name, values
         elif len(columns) > 1:
             got = f"{len(columns)} columns in a classification"
             cured = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
             faults += data_fault("dataset.target", got=got, expected="one column of classes", cure=cured).faults
         else:
+            labels = found.words[columns[0]]
             try:
-                yield name, labels_in(sheet, columns[0])
+                refuse_labels(sheet, columns[0], labels)
             except ConfigError as error:
                 faults += error.faults
-
-
-def _incomplete(sheet: Sheet, columns: Mapping[str, np.ndarray]) -> Iterator[Fault]:
-    for name, values in columns.items():
-        try:
-            sheet.complete(sheet.names.index(name), values, cure=NO_ANSWER)
-        except ConfigError as error:
-            yield from error.faults
+            yield name, labels

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exp.data.cells import number_in
 from exp.data.columns import NAMELESS, NO_NAME, Task
-from exp.data.delimited import MISSING_VALUES
+from exp.data.csv_sheet import MISSING_VALUES
 from exp.data.entries import TARGET
 from exp.data.faults import SampleError, data_fault, name_cure
 from exp.data.pictures import PictureForm

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.columns import Name, Task, labels_in
+from exp.data.columns import Name, Task, refuse_labels
+from exp.data.csv_sheet import read_sheet
 from exp.data.dataset_files import data_file, data_folder
-from exp.data.delimited import read_sheet
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Fitted
@@ -157,9 +157,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             expected = "pictures that a CSV file lists"
             raise data_fault(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
         sheet = read_sheet(self.listing, missing_values=())
-        column = sheet.column(name, key=key)
-        sheet.load(numbers=(), days={}, words=[column])
-        return sheet.texts(column)
+        return sheet.texts(sheet.column(name, key=key))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -337,10 +335,9 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     sheet = read_sheet(file, missing_values=())
     refuse_unknown_columns(file, sheet.names, {"picture": [picture], "target": [target]})
     column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
-    sheet.load(numbers=(), days={}, words=[column] if task == "regression" else [column, wanted])
-    texts = sheet.texts(column)
-    sheet.complete(column, texts, cure="Leave the row out")
-    files = [os.path.join(file.parent, str(text)) for text in texts]
+    paths = sheet.words(column)
+    sheet.complete(column, paths, cure="Leave the row out")
+    files = [os.path.join(file.parent, str(text)) for text in paths.texts()]
     for row, one in enumerate(files):
         if not os.path.isfile(one):
             raise sheet.bad(
@@ -350,7 +347,8 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
         numbers = sheet.numbers(wanted)
         sheet.complete(wanted, numbers, cure="Leave the row out")
         return files, torch.from_numpy(numbers).float()[:, None], ()
-    labels = labels_in(sheet, wanted)
+    labels = sheet.words(wanted)
+    refuse_labels(sheet, wanted, labels)
     if len(labels.names) < 2:
         raise data_fault("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
     return files, torch.from_numpy(labels.codes), labels.names

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from exp.data.delimited import rows_of
+from exp.data.csv_sheet import rows_of
 from exp.data.faults import SampleError, data_fault, require_extra
 from exp.errors import ConfigError, Fault
 

@@ -35,6 +35,11 @@ class Words:
     codes: np.ndarray
     names: tuple[str, ...]
 
+    def texts(self) -> list[str | None]:
+        """Return the word of each row; None for a missing one."""
+        names = (*self.names, None)
+        return [names[code] for code in self.codes.tolist()]
+
 
 class TableRows(Tensors):
     """Rows of numbers, words and targets as a file has them. See Table for the parameters.
@@ -49,20 +54,21 @@ class TableRows(Tensors):
     def __init__(
         self,
         *,
-        numbers: Mapping[str, np.ndarray],
+        columns: Sequence[str],
+        numbers: np.ndarray,
         words: Mapping[str, Words] | None = None,
         targets: Mapping[str, np.ndarray | Words],
         standardise: bool = True,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
     ) -> None:
-        self.columns, self.words = tuple(numbers), dict(words or {})
+        self.columns, self.words = tuple(columns), dict(words or {})
         self.classes = {name: target.names for name, target in targets.items() if isinstance(target, Words)}
         self.standardise, self.impute, self.encoding = standardise, impute, encoding
         entries = {f"target.{name}": _tensor(target) for name, target in targets.items()}
         if self.columns:
             # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
-            entries["numbers"] = torch.from_numpy(np.stack(list(numbers.values()), 1).astype(np.float64, copy=False))
+            entries["numbers"] = torch.from_numpy(numbers)
         if self.words:
             codes = np.stack([column.codes for column in self.words.values()], 1)
             entries["words"] = torch.from_numpy(codes.astype(np.int64, copy=False))
@@ -112,8 +118,8 @@ class Table(TableRows):
     All is encoded by figures of the training part, so that nothing of the others is known to it, as scikit-learn's
     SimpleImputer, StandardScaler and OneHotEncoder(handle_unknown="ignore") do.
 
-    numbers: float64 `[N]` by name; nan where one is missing. words: by name. targets: classes, or float64 `[N, K]`, by
-        name; a single one is called `target`.
+    columns: the names of the numbers. numbers: float64 `[N, F]`; nan where one is missing.
+    words: columns of words by name. targets: classes, or float64 `[N, K]`, by name; a single one is called `target`.
     standardise: whether numbers, and targets that are numbers, have the mean 0 and the deviation 1 in training.
     impute: what stands for a missing number: the mean, the median or the most frequent one of training. A missing word
         is a word of its own, or the most frequent one with "most_frequent".
@@ -332,7 +338,8 @@ class ShippedTable(Table):
         is_regression = classes is None
         target = targets if classes is None else Words(codes=targets.astype(np.int64), names=classes)
         super().__init__(
-            numbers=dict(zip(columns, features.T, strict=True)),
+            columns=columns,
+            numbers=features,
             targets={TARGET: targets.reshape(-1, 1) if is_regression else target},
             standardise=standardise,
         )
@@ -407,7 +414,7 @@ def _tensor(column: np.ndarray | Words) -> Tensor:
     if isinstance(column, Words):
         return torch.from_numpy(np.array(column.codes, dtype=np.int64))
     # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
-    return torch.from_numpy(np.array(column, dtype=np.float64))
+    return torch.from_numpy(np.asarray(column, dtype=np.float64))
 
 
 def _fill(known: np.ndarray, impute: Impute | None) -> float:

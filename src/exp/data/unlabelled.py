@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.cells import DecimalSign
-from exp.data.columns import Name, Sheet
-from exp.data.delimited import MISSING_VALUES, Dialect, are_numbers
+from exp.data.columns import Name, Sheet, feature_faults
+from exp.data.csv_sheet import MISSING_VALUES, Dialect, are_numbers, read_sheet
 from exp.data.faults import SampleError, data_fault, fitted_entry
 from exp.data.fields import Fields, Inputs, NumberDtype
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
 from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
-from exp.data.tables import FITTED, Encoding, Impute, Table, Words
+from exp.data.tables import FITTED, Encoding, Impute, Table
 from exp.data.windows import FITTED as WINDOWS
 from exp.errors import ConfigError, Fault, shortened
 from exp.shared_types import Stage
@@ -35,10 +35,10 @@ INPUT = "input"
 
 
 class UnlabelledTable(Dataset[object]):
-    """The rows of a table, encoded as those of training; columns that training did not have are not read.
+    """The rows of a table, encoded as those of training. Columns that training did not have are not read.
 
     path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. delimiter, decimal, header, missing_values,
-    dates, impute, encoding, standardise: as of Csv. sheet: the columns, if they are at hand.
+    dates, impute, encoding, standardise: as of Csv.
     table: an attribute, the rows once they are prepared.
 
     Raises: ConfigError for a file that cannot be read.
@@ -58,72 +58,85 @@ class UnlabelledTable(Dataset[object]):
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
-        sheet: Sheet | None = None,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        self.sheet = sheet or sheet_of(Path(path), dialect, missing_values=missing_values)
-        self.dates = dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
-        self.header, self.impute, self.encoding, self.standardise = header, impute, encoding, standardise
+        self.sheet = sheet_of(Path(path), dialect, missing_values=missing_values)
+        self.options: dict[str, Any] = {
+            "dates": dates,
+            "impute": impute,
+            "encoding": encoding,
+            "standardise": standardise,
+        }
 
     def fit(self) -> Fitted:
         """Raises: ConfigError: only a training part tells anything."""
-        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+        raise _no_training()
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Encode the rows by what the training part told.
-
-        Raises: ConfigError for a column of training that is not there, and for a value that is none of what its column
-            held.
-        """
-        told = fitted_entry(fitted, FITTED, part=self)
-        sheet, faults = self.sheet, list[Fault]()
-        if self.header:
-            refuse_numbers_as_names(sheet.file, sheet.names, known=[*told["numbers"], *told.get("words", ())])
-        numbers: dict[str, np.ndarray] = {}
-        words: dict[str, Words] = {}
-        dates = {**told.get("dates", {}), **self.dates}
-        places = {name: column for column, name in enumerate(sheet.names)}
-        sheet.load(
-            numbers=[[places[name] for name in told["numbers"] if name in places]],
-            days={places[name]: form for name, form in dates.items() if name in places},
-            words=[places[name] for name in told.get("words", ()) if name in places],
-        )
-        for name in (*told["numbers"], *told.get("words", ())):
-            try:
-                column = sheet.column(name, key="dataset.path")
-                if name in told["numbers"]:
-                    found = sheet.days(column, dates[name]) if name in dates else sheet.numbers(column)
-                    numbers[name] = np.asarray(self._complete(sheet, column, found))
-                else:
-                    words[name] = self._complete(sheet, column, sheet.words(column))
-            except ConfigError as error:
-                faults += error.faults
-        if faults:
-            raise ConfigError(faults)
-        self.table = table = Table(
-            numbers=numbers,
-            words=words,
-            targets={},
-            standardise=self.standardise,
-            impute=self.impute,
-            encoding=self.encoding,
-        )
-        # In double, for what is beyond float32 may not be once it is standardised; numbers come before words.
-        encoded = table.encoded(fitted).get(INPUT)
-        place = None if encoded is None else first_beyond(encoded.numpy(), torch.float32)
-        if place is not None:
-            row, name = place[0], told["numbers"][place[1]]
-            raise sheet.bad(row, sheet.column(name, key="dataset.path"), f"{numbers[name][row]:g}", held(torch.float32))
-        return table.prepare(fitted)
+        """Encode the rows by what the training part told. Raises: ConfigError as trained_columns."""
+        self.table = trained_columns(self.sheet, fitted_entry(fitted, FITTED, part=self), **self.options)
+        return self.table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
         """Return how many rows have words that training does not know, a line a column."""
         return self.table.notes_in(fitted, stage="the input")
 
-    def _complete(self, sheet: Sheet, column: int, values: Any) -> Any:
-        if self.impute is None:
-            sheet.complete(column, values, cure="Training filled none in (data.dataset.impute=null): fill it in, too")
-        return values
+
+def trained_columns(
+    sheet: Sheet,
+    told: Mapping[str, Any],
+    *,
+    dates: Sequence[Name] | Mapping[str, str | None] = (),
+    impute: Impute | None = None,
+    encoding: Encoding = "one_hot",
+    standardise: bool = True,
+) -> Table:
+    """Return the columns of a sheet that training had, as a table without targets.
+
+    Args:
+        sheet: the columns of a file.
+        told: what the training part told, see Table.fit.
+        dates: columns of dates, besides those of training, as of Csv.
+        impute: as of Csv.
+        encoding: as of Csv.
+        standardise: as of Csv.
+
+    Raises:
+        ConfigError: for a column of training that is not there, and for a value that is none of what its column held.
+    """
+    numbers, words = list(told["numbers"]), list(told.get("words", ()))
+    if sheet.has_header:
+        refuse_numbers_as_names(sheet.file, sheet.names, known=[*numbers, *words])
+    forms = {**told.get("dates", {}), **(dates if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates)))}
+    faults, places = list[Fault](), dict[str, int]()
+    for name in (*numbers, *words):
+        try:
+            places[name] = sheet.column(name, key="dataset.path")
+        except ConfigError as error:
+            faults += error.faults
+    figures, others = ([places[name] for name in names if name in places] for names in (numbers, words))
+    days = {places[name]: form for name, form in forms.items() if name in places}
+    found = sheet.read(numbers=figures, days=days, words=others)
+    cure = "Training filled none in (data.dataset.impute=null): fill it in, too" if impute is None else None
+    faults += feature_faults(sheet, found, figures, others, cure=cure)
+    if faults:
+        raise ConfigError(faults)
+    table = Table(
+        columns=numbers,
+        numbers=found.numbers,
+        words={name: found.words[places[name]] for name in words},
+        targets={},
+        standardise=standardise,
+        impute=impute,
+        encoding=encoding,
+    )
+    # In double, because a number beyond float32 may be standardised to one that is not. Numbers come before words.
+    encoded = table.encoded({FITTED: told}).get(INPUT)
+    place = None if encoded is None else first_beyond(encoded.numpy(), torch.float32)
+    if place is not None:
+        row, column = place[0], figures[place[1]]
+        raise sheet.bad(row, column, f"{found.numbers[row, place[1]]:g}", held(torch.float32))
+    return table
 
 
 class UnlabelledSeries(Dataset[object]):
@@ -149,49 +162,44 @@ class UnlabelledSeries(Dataset[object]):
         standardise: bool = True,
     ) -> None:
         self.path, self.length, self.stride, self.standardise = path, length, stride, standardise
-        self.header = header
         if Path(path).suffix == ".npy":
             rows = np.asarray(read_columns(Path(path))[INPUT], np.float64)
             rows = rows[:, None] if rows.ndim == 1 else rows
-            held = {str(place): column for place, column in enumerate(rows.T)}
-            self.names = list(held) if columns is None else list(map(str, columns))
-            self.sheet: Sheet = sheet_of_columns(Path(path), held)
+            self.sheet: Sheet = sheet_of_columns(Path(path), {str(place): one for place, one in enumerate(rows.T)})
         else:
             self.sheet = sheet_of(Path(path), Dialect(delimiter=delimiter, decimal=decimal, header=header))
-            self.names = [name for name in self.sheet.names if name != str(time)]
-            self.names = self.names if columns is None else list(map(str, columns))
+        self.names = [name for name in self.sheet.names if name != str(time)]
+        self.names = self.names if columns is None else list(map(str, columns))
 
     def fit(self) -> Fitted:
         """Raises: ConfigError: only a training part tells anything."""
-        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+        raise _no_training()
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Raises: ConfigError for a column of training that is not there, and for fewer rows than a window has."""
-        told = fitted_entry(fitted, WINDOWS, part=self)
+        told, sheet = fitted_entry(fitted, WINDOWS, part=self), self.sheet
         order: list[str] = told["columns"]
-        if self.header:
-            refuse_numbers_as_names(self.sheet.file, self.sheet.names, known=order)
-        names = [name for name in self.names if name in order]
-        self.sheet.load(
-            numbers=[[column for column, name in enumerate(self.sheet.names) if name in names]], days={}, words=()
-        )
-        columns = []
-        for name in names:
-            column = self.sheet.column(name, key="dataset.path")
-            values = self.sheet.numbers(column)
-            self.sheet.complete(column, values, cure="Fill it in")
-            place = order.index(name)
-            scaled = (values - float(told["means"][place])) / float(told["deviations"][place])
-            columns.append(scaled if self.standardise else values)
-            beyond = first_beyond(columns[-1], torch.float32)
+        if sheet.has_header:
+            refuse_numbers_as_names(sheet.file, sheet.names, known=order)
+        columns = [sheet.column(name, key="dataset.path") for name in self.names if name in order]
+        found = sheet.read(numbers=columns)
+        rows = found.numbers.copy()
+        for place, column in enumerate(columns):
+            values = found.numbers[:, place]
+            if faults := sheet.faults(found, column, values, cure="Fill it in"):
+                raise ConfigError(faults)
+            if self.standardise:
+                trained = order.index(sheet.names[column])
+                rows[:, place] = (values - float(told["means"][trained])) / float(told["deviations"][trained])
+            beyond = first_beyond(rows[:, place], torch.float32)
             if beyond is not None:
-                raise self.sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(torch.float32))
-        rows = torch.from_numpy(np.stack(columns, 1)) if columns else torch.empty(0, 0)
+                raise sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(torch.float32))
         if len(rows) < self.length:
             raise data_fault(
                 "dataset.path", got=f"{self.path} with {len(rows)} rows", expected=f"a window of {self.length} at least"
             )
-        return Tensors(entries={INPUT: rows.unfold(0, self.length, self.stride).movedim(-1, 1).float().contiguous()})
+        windows = torch.from_numpy(rows).unfold(0, self.length, self.stride)
+        return Tensors(entries={INPUT: windows.movedim(-1, 1).float().contiguous()})
 
 
 class UnlabelledImages(Dataset[Tensor]):
@@ -379,7 +387,7 @@ def held(dtype: torch.dtype) -> str:
 def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     """The pictures of UnlabelledImages in their order. Raises: ConfigError where there is none."""
     if place.suffix.lower() == ".csv":
-        sheet = sheet_of(place)
+        sheet = read_sheet(place)
         return [place.parent / str(text) for text in sheet.texts(sheet.column(picture, key="dataset.path"))]
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
@@ -399,15 +407,19 @@ def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool
             got=f"{path} with {len(sheet.names)} columns",
             expected=f"{size} of numbers, the values of {name} {list(inputs[name]['shape'])} one after the other",
         )
-    sheet.load(numbers=[range(size)], days={}, words=())
-    columns = [sheet.numbers(column) for column in range(size)]
+    found = sheet.read(numbers=range(size))
+    if faults := list(feature_faults(sheet, found, range(size), (), cure="Fill it in")):
+        raise ConfigError(faults)
     dtype = getattr(torch, inputs[name]["dtype"]) if is_final else torch.float32
-    for column, values in enumerate(columns):
-        sheet.complete(column, values, cure="Fill it in")
-        beyond = first_beyond(values, dtype)
-        if beyond is not None:
-            raise sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(dtype))
-    return np.stack(columns, 1)
+    beyond = first_beyond(found.numbers, dtype)
+    if beyond is not None:
+        row, column = beyond
+        raise sheet.bad(row, column, f"{found.numbers[row, column]:g}", held(dtype))
+    return found.numbers
+
+
+def _no_training() -> ConfigError:
+    return data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
 
 
 def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool, scale: float) -> Tensor:

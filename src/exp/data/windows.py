@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from exp.data.arrays import map_file
 from exp.data.cells import DecimalSign
 from exp.data.columns import Name, row_numbers
+from exp.data.csv_sheet import Dialect, read_sheet
 from exp.data.dataset_files import data_file
-from exp.data.delimited import Dialect, read_sheet
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Entries, Fitted
@@ -234,16 +234,15 @@ def _csv_columns(
     time: a column that may hold dates. named: columns that the config names.
     """
     sheet = read_sheet(file, dialect)
-    sheet.load(numbers=[range(len(sheet.names))], days={}, words=())
+    found = sheet.read(numbers=range(len(sheet.names)))
 
     def read(name: str) -> np.ndarray:
         column = sheet.column(name, key="dataset.columns")
-        try:
-            values = sheet.numbers(column)
-        except ConfigError:
+        values = found.numbers[:, column]
+        if column in found.faults:
             if name != time:
-                raise
-            values = sheet.days(column, None)
+                raise found.faults[column]
+            values = sheet.numbers(column, {column: None})
         sheet.complete(column, values, cure="Fill it in before, as only you know how the series goes there")
         return values
 

@@ -15,7 +15,7 @@ from exp.config.module_key import brings_data
 from exp.data.in_memory import Fitted
 from exp.data.record_files import sheet_of_columns
 from exp.data.tables import FITTED, Table
-from exp.data.unlabelled import UnlabelledTable
+from exp.data.unlabelled import trained_columns
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.preprocessing import TRANSFORMS
 from exp.saved_runs.run_files import RunFiles
@@ -46,7 +46,7 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
 class ServedTable:
     """The columns that a network's inputs are made of.
 
-    fitted: what training has seen. options: of UnlabelledTable. is_raw: whether the network itself standardises.
+    fitted: what training has seen. options: of trained_columns. is_raw: whether the network itself standardises.
     """
 
     fitted: Fitted
@@ -79,12 +79,11 @@ class ServedTable:
         options = dict(self.options)
         decimal, missing = options.pop("decimal", "."), options.pop("missing_values", ())
         sheet = sheet_of_columns(Path("the request"), given, missing_values=missing, decimal=decimal)
-        rows = UnlabelledTable(path="", sheet=sheet, **options)
-        prepared = rows.prepare(self.fitted)
-        entries: Any = prepared.entries
+        table = trained_columns(sheet, self.fitted[FITTED], **options)
+        entries: Any = table.prepare(self.fitted).entries
         if self.is_raw:
-            entries = rows.table.in_own_units(torch.arange(len(rows.table)), self.fitted)
-        return {name: value.numpy() for name, value in entries.items()}, rows.table.unknown_words(self.fitted)
+            entries = table.in_own_units(torch.arange(len(table)), self.fitted)
+        return {name: value.numpy() for name, value in entries.items()}, table.unknown_words(self.fitted)
 
     def described(self) -> list[dict[str, Any]]:
         """Return each column as JSON: its name, its kind, the form of dates, and the words that training knows."""

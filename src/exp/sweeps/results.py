@@ -96,6 +96,11 @@ class Repeats:
         """The standard deviation of the sample, over n - 1; nan of fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
+    @property
+    def monitor(self) -> str | None:
+        """The tag of the values; None where no job has one."""
+        return next(iter(monitors_of(self.rows)), None)
+
 
 def best_row(rows: Sequence[Row]) -> Row | None:
     """The completed job with the best monitored value; None where there is none, or where jobs watch different tags."""
@@ -152,7 +157,8 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     header, cells = table_cells(rows)
     if repeat_over is not None:
         names = repeat_columns(rows)
-        told = {row.job: _repeat_figures(group) for group in repeats_of(rows, over=repeat_over) for row in group.rows}
+        groups, tags = repeats_of(rows, over=repeat_over), monitors_of(rows)
+        told = {row.job: _repeat_figures(group, tags) for group in groups for row in group.rows}
         header, cells = [*header, *names], [[*line, *told[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -327,21 +333,22 @@ def monitors_of(rows: Sequence[Row]) -> list[str]:
 
 
 def repeat_columns(rows: Sequence[Row]) -> list[str]:
-    """The names of what is said of repeats."""
-    monitor = (monitors_of(rows) or ["value"])[0]
-    return [f"mean {monitor}", "deviation", "n"]
+    """The names of what is said of repeats: a mean of each monitored tag."""
+    return [*(f"mean {tag}" for tag in monitors_of(rows) or ["value"]), "deviation", "n"]
 
 
-def _repeat_figures(group: Repeats) -> list[str]:
-    figures = [_number(value) if math.isfinite(value) else "" for value in (group.mean, group.deviation)]
-    return [*figures, str(len(group.values))]
+def _repeat_figures(group: Repeats, tags: Sequence[str]) -> list[str]:
+    mean, deviation = (_number(value) if math.isfinite(value) else "" for value in (group.mean, group.deviation))
+    means = [mean if tag == group.monitor else "" for tag in tags] or [mean]
+    return [*means, deviation, str(len(group.values))]
 
 
 def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
     """The header and the cells of the table of repeats."""
-    keys = [key for key in differing(rows) if key != over]
+    keys, tags = [key for key in differing(rows) if key != over], monitors_of(rows)
     cells = [
-        [*(group.swept.get(key, "") for key in keys), *_repeat_figures(group)] for group in repeats_of(rows, over=over)
+        [*(group.swept.get(key, "") for key in keys), *_repeat_figures(group, tags)]
+        for group in repeats_of(rows, over=over)
     ]
     return [*keys, *repeat_columns(rows)], cells
 

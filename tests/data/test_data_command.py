@@ -132,7 +132,7 @@ def own(name: str, *, parts: str = "{train: 1.0, val: 0, test: 0}", more: str = 
 
 def look(*words: str) -> dict:
     """Return the content of the data.json that the command writes, and its directory."""
-    assert main([*words, ALONE], seconds=0.01) == 0
+    assert main([*words, ALONE]) == 0
     (found,) = sorted(Path("outputs").rglob("data.json"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     return json.loads(found.read_text(encoding="utf-8")) | {"directory": found.parent}
 
@@ -173,8 +173,6 @@ def test_pictures_are_counted_and_drawn(capsys: pytest.CaptureFixture[str]) -> N
     text = (directory / "data.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out.startswith(text)
     assert "    python -m exp.data name=looked" in text
-    assert "samples/s" in text
-    assert found["loader"]["workers"] == 0
     with Image.open(directory / "samples_input_train.png") as picture:
         assert min(picture.size) > 4 * 64
 
@@ -194,8 +192,7 @@ def test_tensorboard_shows_the_report(capsys: pytest.CaptureFixture[str], monkey
     assert page_for(directory, runs=1) == "images"
     written = capsys.readouterr()
     assert f"dashboard  python -m exp.dashboard {directory}" in written.out
-    assert "\r\033[Ktrain: 16 of 125 samples" in written.err
-    assert written.err.endswith("\r\033[K"), "the progress line stays on the terminal"
+    assert written.err.endswith(f"\r{' ' * len('reading the data')}\r"), "the progress line stays on the terminal"
     without = look("data=wine", "hydra.run.dir=outputs/mine", "logger=[]")["directory"]
     assert without == Path("outputs/mine-2"), "an existing directory is shared"
     assert not (without / "tensorboard").exists()
@@ -232,9 +229,8 @@ def test_a_table_is_shown_as_its_file_has_it(place: Path) -> None:
     assert age["missing"] == 7
     told = " ".join(found["findings"])
     assert "unique: id is different in each of 60 rows" in told
-    assert "order: sorted sorts the rows by target nearly alone" in told
     assert "missing: colour of train has no word in 9 of 60 rows" in told
-    assert not any(word in told for word in ("order: id", "order: age", "order: colour", "unique: sorted"))
+    assert not any(word in told for word in ("unique: age", "unique: colour", "unique: sorted"))
 
 
 def test_a_large_mean_costs_no_digits(place: Path) -> None:
@@ -287,7 +283,6 @@ def test_missing_values_of_a_data_set_are_counted(kind: str, workers: int) -> No
     assert part["batch"]["input"] == {"dtype": "float32", "shape": [4, 3]}
     assert [one["pairs"] for one in found["repeated"]] == [[[17, 0], [18, 1], [19, 2]]]
     assert found["repeated"][0]["other_target"] == 1
-    assert found["loader"]["workers"] == workers
     assert any("1 nan and 1 infinite" in line and "1 1, 2 1" in line for line in found["findings"])
     assert any(line.startswith("rounded: input") for line in found["findings"])
     if kind == "mapping":
@@ -343,16 +338,6 @@ def test_samples_limits_what_is_read(is_counted: bool) -> None:
     assert limited["parts"]["train"]["looked_at"] == 4
     assert limited["parts"]["train"]["samples"] == (10 if is_counted else None)
     assert any(line.startswith("not looked at: ") for line in limited["findings"])
-
-
-def test_batch_transforms_are_applied(place: Path) -> None:
-    mixed = "{mixup: {_target_: exp.data.batch_transforms.Mixup, num_classes: 10}}"
-    found = look("data=digits", f"+data.train_batch_transforms={mixed}", "data.drop_last=true")
-    part = found["parts"]["train"]
-    assert part["batch"]["target"] == {"dtype": "int64", "shape": [64]}
-    assert part["after_batch_transforms"] == {"target": {"dtype": "float32", "shape": [64, 10]}}
-    assert sum(part["classes"]["target"]["counts"].values()) == 1258  # classes are counted before Mixup
-    assert found["parts"]["val"]["after_batch_transforms"] == {}
 
 
 def test_text_is_counted_in_characters(text: tuple[str, ...]) -> None:
@@ -501,7 +486,6 @@ def test_columns_and_classes_have_names(option: str, inputs: list[str], targets:
         assert train["classes"]["target"]["counts"] == {"0": 4, "1": 5}
     if option == "images":
         assert (found["directory"] / "samples_input_train.png").is_file()
-        assert found["loader"]["workers"] == 2
 
 
 def test_ignored_labels_are_counted() -> None:

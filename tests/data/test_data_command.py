@@ -429,7 +429,7 @@ def test_an_unwritable_directory_is_reported(place: Path, capsys: pytest.Capture
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full exists on Linux only")
 def test_a_full_standard_output_loses_no_files(place: Path, commands) -> None:
-    done = commands.start("data=wine", module="exp.data.__main__", cwd=place, output=Path("/dev/full")).end()
+    done = commands.start("data=wine", module="exp.data", cwd=place, output=Path("/dev/full")).end()
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert list(place.glob("outputs/*/data/*/*/data.md"))

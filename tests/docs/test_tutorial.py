@@ -47,11 +47,11 @@ def report(folder: Path) -> dict[str, Any]:
 
 def test_the_data_and_the_config_are_checked(folder: Path, commands: Any) -> None:
     (data,) = lines(TUTORIAL, "exp.data")
-    done = commands.run(*shlex.split(data), module="exp.data.__main__", cwd=folder)
+    done = commands.run(*shlex.split(data), module="exp.data", cwd=folder)
     (leak,) = re.findall(r"^    (- leak: .+)$", TUTORIAL, re.MULTILINE)
     assert leak in done.stdout, done.stderr
     right, wrong = (
-        commands.run(*shlex.split(line), "launch.accelerator=cpu", module="exp.check.__main__", cwd=folder)
+        commands.run(*shlex.split(line), "launch.accelerator=cpu", module="exp.check", cwd=folder)
         for line in lines(TUTORIAL, "exp.check")
     )
     assert re.search(r"^    (ok: .+)$", TUTORIAL, re.MULTILINE)[1] in right.stdout

@@ -1,32 +1,32 @@
-"""From a checked forward program to functions: Python's own compiler on its syntax tree, in a closed namespace.
+"""Compile a checked forward program to functions, with Python's compiler on its syntax tree, in a closed namespace.
 
-One tree gives two functions. In the guarded one every operation is a call of a guard, and models/trial.py runs it on
-stand-ins. The plain one is what runs: the program as it is written, behind a line for each layer that reads it out of
-the `_modules` table. No slower than by hand, where `self.linear` goes through nn.Module.__getattr__, and always the
-layer that is there now, so a layer that is replaced, moved or wrapped later is the one that runs.
+One tree gives two functions. The guarded one has a guard around each operation, and models/trial.py runs it on
+stand-ins. The plain one runs on tensors: it is the program as it is written, after a line for each layer that reads it
+from the `_modules` table. That is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__, and
+finds a layer that was replaced, moved or wrapped later.
 
-The places of the nodes stay those of the program: a traceback shows its lines.
+The nodes keep the places of the program, so a traceback shows its lines.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import hashlib
 import linecache
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType
 
 import torch
 from torch import Tensor, nn
 
 from exp.models import vocabulary
-from exp.models.constants import Scalar
 from exp.models.program import Program
-from exp.models.stand_ins import Function, stand_in
+from exp.models.stand_ins import Function
 from exp.models.syntax import prefix_of
-from exp.models.trial import GUARDS, SLICE, Shape, all_layers, try_out
+from exp.models.trial import GUARDS, Scalar, Shape, try_out
 
 FILE_PREFIX = "<forward program "
 
@@ -68,18 +68,14 @@ def compile_forward(
 
     Raises: ProgramError, with the line and column of the program.
     """
-    guarded = _Guarded(program)
-    given = {**{name: stand_in(name, one) for name, one in held.items()}, **constants}
-    given.setdefault("layers", all_layers(held, layers_as))
-    names = [name for name in (*program.inputs, *given, "training") if name in program.names]
-    try_out(program, _code(program, names, guarded.whole()), guarded.functions, given)
-    plain = _Plain(program, asserts=asserts)
-    body = plain.body()
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
-    # Python adds its builtins, which torch.compile asks for. The trial, which had none, read no name that is not here.
+    guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
+    try_out(program, _code(program, [*prologue, *guarded.body()]), guarded.functions, held, MODE)
+    code = _code(program, [*prologue, *plain.body()])
+    # torch.compile asks for Python's builtins. The trial, which had none, read no name that is not here.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
     namespace |= {name: _resolve(function, functions) for name, function in plain.functions.items()}
-    return FunctionType(_code(program, ["self", *program.inputs], [*prologue, *body]), namespace, "forward")
+    return FunctionType(code, namespace, "forward")
 
 
 def mode_of(network: nn.Module) -> bool:
@@ -87,8 +83,9 @@ def mode_of(network: nn.Module) -> bool:
     return network.training
 
 
-def _code(program: Program, parameters: Iterable[str], body: list[ast.stmt]) -> CodeType:
-    arguments = ast.arguments([], [ast.arg(name) for name in parameters], None, [], [], None, [])
+def _code(program: Program, body: list[ast.stmt]) -> CodeType:
+    parameters = [ast.arg(name) for name in ("self", *program.inputs)]
+    arguments = ast.arguments([], parameters, None, [], [], None, [])
     function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
     try:
         module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
@@ -145,7 +142,7 @@ def _load(name: str) -> ast.Name:
 
 
 class _Compiled(ast.NodeTransformer):
-    """What both forms have in common: listed functions by one name each, `x += y` as `x = x + y`."""
+    """The base of both forms: listed functions have one name each, and `x += y` is `x = x + y`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -186,9 +183,13 @@ class _Compiled(ast.NodeTransformer):
         prefix = prefix_of(node, self.program.variables)
         return None if prefix is None else self.listed(node.attr, vocabulary.PREFIXES[prefix], node)
 
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        # A list may be read more than once.
+        return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
+
 
 class _Plain(_Compiled):
-    """The program as it is written. What gives an iterator gives a list, which may be read more than once."""
+    """The program as it is written, with lists instead of iterators."""
 
     def __init__(self, program: Program, *, asserts: bool) -> None:
         super().__init__(program)
@@ -200,9 +201,6 @@ class _Plain(_Compiled):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         return self.prefixed(node) or self.generic_visit(node)
 
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
-        return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
-
     def visit_Call(self, node: ast.Call) -> ast.AST:
         changed = self.generic_visit(node)
         assert isinstance(changed, ast.Call)
@@ -213,22 +211,18 @@ class _Plain(_Compiled):
 
 
 class _Guarded(_Compiled):
-    """Every operation is a call of a method of trial.Guards, at the operation's own place."""
+    """Calls a method of trial.Guards for each operation, at the operation's place."""
 
-    def guard(self, name: str, node: ast.AST, *args: ast.expr, keywords: Sequence[ast.keyword] = ()) -> ast.Call:
-        """A call of a guard."""
+    def guard(self, name: str, node: ast.AST, *operands: ast.expr | Scalar | Shape) -> ast.Call:
+        """Return a call of a guard. Its operands are visited here; constants are operands, too."""
         function = ast.copy_location(_load(f"{GUARDS}.{name}"), node)
-        return ast.copy_location(ast.Call(function, list(args), list(keywords)), node)
+        arguments = [self.visit(one) if isinstance(one, ast.expr) else self.constant(one, node) for one in operands]
+        return ast.copy_location(ast.Call(function, arguments, []), node)
 
     def constant(self, value: Scalar | Shape, node: ast.AST) -> ast.expr:
         if isinstance(value, tuple):
             return ast.copy_location(ast.Tuple([self.constant(part, node) for part in value], ast.Load()), node)
         return ast.copy_location(ast.Constant(value), node)
-
-    def whole(self) -> list[ast.stmt]:
-        """The statements, and what happens where none of them returns."""
-        last = self.program.tree.body[-1]
-        return [*self.body(), ast.copy_location(ast.Expr(self.guard("end", last)), last)]
 
     # -- statements --
 
@@ -242,114 +236,105 @@ class _Guarded(_Compiled):
 
     def assignment(self, target: ast.expr, value: ast.expr, node: ast.stmt) -> ast.stmt:
         if isinstance(target, ast.Tuple | ast.List):
-            value = self.guard("unpack", target, value, self.constant(_shape(target), target))
+            unpack = self.guard("unpack", target, None, _shape(target))
+            unpack.args[0] = value
+            value = unpack
         return ast.copy_location(ast.Assign([self.visit(target)], value), node)
 
-    def visit_For(self, node: ast.For) -> ast.stmt:
+    def visit_For(self, node: ast.For) -> ast.AST:
         statements = sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1
-        node.iter = self.rounds(node.target, node.iter, statements)
-        node.target = self.visit(node.target)
-        node.body = [changed for statement in node.body for changed in self.several(statement)]
+        rounds = self.guard("rounds", node.iter, node.iter, _shape(node.target), statements)
+        node.iter = self.constant(None, node.iter)  # the guard's operand is visited already
+        self.generic_visit(node)
+        node.iter = rounds
         return node
 
-    def several(self, statement: ast.stmt) -> list[ast.stmt]:
-        changed = self.visit(statement)
-        return changed if isinstance(changed, list) else [changed]
-
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        node.iter = self.rounds(node.target, node.iter, 1)
+        node.iter = self.guard("rounds", node.iter, node.iter, _shape(node.target), 1)
         node.target, node.ifs = self.visit(node.target), [self.visit(test) for test in node.ifs]
         return node
 
-    def rounds(self, target: ast.expr, value: ast.expr, statements: int) -> ast.expr:
-        shape, count = self.constant(_shape(target), value), self.constant(statements, value)
-        return self.guard("rounds", value, self.visit(value), shape, count)
-
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        message = [] if node.msg is None else [self.guard("message", node.msg, *self.parts(node.msg))]
-        holds = self.guard("must_hold", node, self.condition(node.test), *message)
-        return ast.copy_location(ast.Expr(holds), node)
-
-    def parts(self, message: ast.expr) -> list[ast.expr]:
-        if not isinstance(message, ast.JoinedStr):
-            return [self.visit(message)]
-        return [self.visit(part.value if isinstance(part, ast.FormattedValue) else part) for part in message.values]
-
-    def condition(self, node: ast.expr) -> ast.expr:
-        """A condition that only the run may know. Every part of it is tried, whatever those before it are."""
-        if isinstance(node, ast.BoolOp):
-            kind = self.constant(type(node.op).__name__, node)
-            return self.guard("joined", node, kind, *map(self.condition, node.values))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return self.guard("opposite", node, self.condition(node.operand))
-        if isinstance(node, ast.Compare):
-            kinds = self.constant(tuple(type(op).__name__ for op in node.ops), node)
-            return self.guard("relation", node, kinds, self.visit(node.left), *map(self.visit, node.comparators))
-        changed = self.visit(node)
-        assert isinstance(changed, ast.expr)
-        return changed
+        message: ast.expr = node.msg or ast.copy_location(ast.Constant(None), node)
+        leaves = [*_leaves(node.test), *_leaves(message)]
+        nothing = ast.arguments([], [], None, [], [], None, [])
+        call = self.guard("asserted", node)
+        operands = ast.Tuple([self.visit(copy.deepcopy(one)) for one in leaves], ast.Load())
+        deferred = [ast.Lambda(nothing, self.visit(one)) for one in (node.test, message)]
+        call.args = [ast.copy_location(one, node) for one in (operands, *deferred)]
+        return ast.copy_location(ast.Expr(call), node)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt:
-        node.value = self.guard("result", node, *([self.visit(node.value)] if node.value else []))
+        node.value = self.guard("result", node, *([node.value] if node.value else []))
         return node
 
     # -- expressions --
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        kind = self.constant(type(node.op).__name__, node)
-        return self.guard("binary", node, kind, self.visit(node.left), self.visit(node.right))
+        return self.guard("binary", node, type(node.op).__name__, node.left, node.right)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        return self.guard("unary", node, self.constant(type(node.op).__name__, node), self.visit(node.operand))
+        return self.guard("unary", node, type(node.op).__name__, node.operand)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        kinds = self.constant(tuple(type(op).__name__ for op in node.ops), node)
-        return self.guard("compare", node, kinds, self.visit(node.left), *map(self.visit, node.comparators))
+        kinds = tuple(type(one).__name__ for one in node.ops)
+        return self.guard("compare", node, kinds, node.left, *node.comparators)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        name = self.constant(node.attr, node)
-        return self.prefixed(node) or self.guard("attribute", node, self.visit(node.value), name)
+        return self.prefixed(node) or self.guard("attribute", node, node.value, node.attr)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        arguments = [self.visit(argument) for argument in node.args]
-        keywords = [self.visit(keyword) for keyword in node.keywords]
         function = node.func
         if isinstance(function, ast.Attribute) and self.prefixed(function) is None:
-            owner, name = self.visit(function.value), self.constant(function.attr, function)
-            return self.guard("method", node, owner, name, *arguments, keywords=keywords)
-        return self.guard("call", node, self.visit(function), *arguments, keywords=keywords)
+            call = self.guard("method", node, function.value, function.attr, *node.args)
+        else:
+            call = self.guard("call", node, function, *node.args)
+        call.keywords = [self.visit(keyword) for keyword in node.keywords]
+        return call
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        owner, index = self.visit(node.value), self.visit(node.slice)
         if isinstance(node.ctx, ast.Load):
-            return self.guard("item", node, owner, index)
-        node.slice = self.guard("place", node, owner, index)
+            return self.guard("item", node, node.value, node.slice)
+        owner = self.visit(node.value)
+        node.slice = self.guard("place", node, node.value, node.slice)
+        node.value = owner
         return node
 
     def visit_Slice(self, node: ast.Slice) -> ast.expr:
-        bounds = [self.visit(one) if one else self.constant(None, node) for one in (node.lower, node.upper, node.step)]
-        return ast.copy_location(ast.Call(ast.copy_location(_load(SLICE), node), bounds, []), node)
+        return self.guard("slice", node, node.lower, node.upper, node.step)
 
     def visit_Starred(self, node: ast.Starred) -> ast.expr:
-        node.value = self.guard("elements", node, self.visit(node.value))
+        node.value = self.guard("spread", node, node.value)
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.expr:
-        node.keys = [self.guard("key", key, self.visit(key)) for key in node.keys if key is not None]
+        node.keys = [self.guard("key", key, key) for key in node.keys if key is not None]
         node.values = [self.visit(value) for value in node.values]
         return node
 
-    def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
-        node.key, node.value = self.guard("key", node.key, self.visit(node.key)), self.visit(node.value)
-        node.generators = [self.visit(generator) for generator in node.generators]
+    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
+        key = self.guard("key", node.key, node.key)
+        node.key = self.constant(None, node.key)
+        self.generic_visit(node)
+        node.key = key
         return node
 
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
-        return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
-
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-        return self.guard("text", node, *map(self.visit, parts))
+        return self.guard("text", node, *_leaves(node))
+
+
+def _leaves(node: ast.expr) -> list[ast.expr]:
+    """Return the parts of an assertion or f-string whose values it compares or shows."""
+    match node:
+        case ast.BoolOp():
+            return [leaf for value in node.values for leaf in _leaves(value)]
+        case ast.UnaryOp(op=ast.Not()):
+            return _leaves(node.operand)
+        case ast.Compare():
+            return [node.left, *node.comparators]
+        case ast.JoinedStr():
+            return [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+    return [node]
 
 
 def _shape(target: ast.expr) -> Shape:

@@ -1,14 +1,13 @@
-"""Stand-ins for what a forward program finds when it runs: its layers, and the values that only a run knows."""
+"""Stand-ins for what a forward program works on: its layers, and the values that only a run knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from exp.models.constants import element
 from exp.models.syntax import nearest_or
 from exp.models.vocabulary import PARAMETER_ATTRIBUTES
 
@@ -20,7 +19,7 @@ _NOT_CALLABLE = (nn.ModuleList, nn.ParameterList, nn.ModuleDict, nn.ParameterDic
 
 
 class Refusal(ValueError):
-    """A fault of a program at the place that is being run."""
+    """An error of a program at the place that is being run."""
 
     def __init__(self, message: str, expected: str = COMPUTABLE) -> None:
         super().__init__(message)
@@ -28,20 +27,22 @@ class Refusal(ValueError):
 
 
 class Unknown:
-    """A value that only a run knows: a tensor, a size of one, or whatever a layer gives."""
+    """A value that only a run knows: a tensor, a size of one, or the output of a layer."""
 
     def __bool__(self) -> bool:
-        raise Refusal(
-            "a condition that is known only while the network runs",
-            "a constant, or where(condition, a, b) on tensors",
-        )
+        message = "a condition that is known only while the network runs"
+        raise Refusal(message, "a constant, or where(condition, a, b) on tensors")
+
+    def __iter__(self) -> Iterator[object]:
+        message = "a loop over a tensor, whose length is known only while the network runs"
+        raise Refusal(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
 
 
 UNKNOWN = Unknown()
 
 
 class Limits:
-    """What finfo and iinfo give: numbers by name, and nothing that an operation takes."""
+    """The result of finfo and iinfo: numbers by name, which no operation takes as a whole."""
 
     def __bool__(self) -> bool:
         raise Refusal("a condition on the limits of a dtype", "a constant")
@@ -71,6 +72,27 @@ class Layer:
     def __bool__(self) -> bool:
         raise Refusal(f"a condition on `{self.path}`, a layer", "a constant")
 
+    def __len__(self) -> int:
+        return len(self.entries if isinstance(self.module, _MAPPINGS) else self.elements)
+
+    def __iter__(self) -> Iterator[object]:
+        """Iterate as the layer does: over the layers of a list, or the keys of a dict."""
+        return iter(self.entries if isinstance(self.module, _MAPPINGS) else self.elements)
+
+    def __getitem__(self, index: object) -> object:
+        """Return the stand-in of `linears[0]`, `linears[1:]` or `heads["main"]`."""
+        if isinstance(self.module, _MAPPINGS):
+            if isinstance(index, str) and index in self.entries:
+                return self.entries[index]
+            expected = nearest_or(str(index), self.entries, otherwise=f"one of {', '.join(self.entries)}")
+            raise Refusal(f"`{self.path}` has no {index!r}; it has {expected}")
+        if not isinstance(index, int | slice):
+            raise Refusal(f"`{self.path}` is indexed by something that is not an integer")
+        try:
+            return self.elements[index]
+        except IndexError:
+            raise Refusal(f"`{self.path}` has {len(self.elements)} elements, and no number {index}") from None
+
     @property
     def is_callable(self) -> bool:
         return not isinstance(self.module, _NOT_CALLABLE)
@@ -79,54 +101,33 @@ class Layer:
     def kind(self) -> str:
         return type(self.module).__name__
 
-    def child(self, name: str, held: object) -> object:
-        """The stand-in of something that the layer holds."""
-        return stand_in(f"{self.path}.{name}", held)
-
-    @cached_property  # a program of a line for each of a thousand layers asks as often
-    def elements(self) -> Sequence[object]:
-        """What a loop over it runs through: the layers of a list, the keys of a dict. Raises: Refusal."""
-        if isinstance(self.module, _MAPPINGS):
-            return list(self.module.keys())
-        if isinstance(self.module, nn.ParameterList):
-            return [self.child(str(index), held) for index, held in enumerate(self.module)]
-        if isinstance(self.module, _SEQUENCES):
-            return [self.child(name, held) for name, held in self.module._modules.items()]
-        raise Refusal(f"`{self.path}` is a {self.kind}, not a list of layers")
+    @cached_property  # a program with a line for each of a thousand layers asks as often
+    def elements(self) -> list[object]:
+        """The stand-ins of the layers or parameters of a list."""
+        if not isinstance(self.module, _SEQUENCES):
+            raise Refusal(f"`{self.path}` is a {self.kind}, not a list of layers")
+        return [stand_in(f"{self.path}.{index}", one) for index, one in enumerate(self.module)]
 
     @cached_property
-    def entries(self) -> Mapping[str, object]:
-        """The layers of a ModuleDict or ParameterDict by name. Raises: Refusal."""
+    def entries(self) -> dict[str, object]:
+        """The stand-ins of the layers or parameters of a dict, by name."""
         if not isinstance(self.module, _MAPPINGS):
             raise Refusal(f"`{self.path}` is a {self.kind}, not a dict of layers")
-        return {name: self.child(name, held) for name, held in self.module.items()}
-
-    def item(self, index: object) -> object:
-        """`linears[0]`, `linears[1:]`, `heads["main"]`. Raises: Refusal."""
-        if not isinstance(self.module, _MAPPINGS):
-            return element(f"`{self.path}`", self.elements, index)
-        entries = self.entries
-        if not isinstance(index, str) or index not in entries:
-            expected = nearest_or(str(index), entries, otherwise=f"one of {', '.join(entries)}")
-            raise Refusal(f"`{self.path}` has no {index!r}; it has {expected}")
-        return entries[index]
+        return {name: stand_in(f"{self.path}.{name}", one) for name, one in self.module.items()}
 
     def attribute(self, name: str) -> object:
-        """A sublayer, parameter or buffer, and nothing else that the object may hold. Raises: Refusal."""
-        if not name.startswith("_"):
-            tables: tuple[Mapping[str, object], ...]
-            tables = (self.module._modules, self.module._parameters, self.module._buffers)
-            for table in tables:
-                if name in table:
-                    return self.child(name, table[name])
-            # A parametrised weight is a property of the layer's class, so the tables do not have it.
-            if name in PARAMETER_ATTRIBUTES and isinstance(getattr(self.module, name, None), Tensor):
-                return UNKNOWN
+        """Return the stand-in of a sublayer, parameter or buffer; raise Refusal for any other attribute."""
+        held = {**self.module._buffers, **self.module._parameters, **self.module._modules}
+        if name in held:
+            return stand_in(f"{self.path}.{name}", held[name])
+        # A parametrized weight is a property of the layer's class, so it is not in these tables.
+        if name in PARAMETER_ATTRIBUTES and isinstance(getattr(self.module, name, None), Tensor):
+            return UNKNOWN
         raise Refusal(f"`{self.path}` ({self.kind}) has no layer or parameter `{name}`")
 
 
 def stand_in(path: str, held: object) -> object:
-    """What stands for a layer, a parameter or an empty place of the network while a program is tried."""
+    """Return the stand-in of a layer, a parameter or an empty place of the network."""
     if isinstance(held, nn.Module):
         return Layer(path, held)
     return None if held is None else UNKNOWN

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.stages import config_faults, early_faults
+from exp.check.plan import config_faults
+from exp.check.stages import early_faults
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION, freeze
 from exp.config.search_path import OWN_CONF, search_places, users_conf

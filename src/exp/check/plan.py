@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -350,17 +350,7 @@ def resolve(config: DictConfig) -> Resolved:
                 faults.append(error.fault)
     faults += [*first, *start_faults, *second_stage(config, reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
-    return Resolved(config=config, plain=plain, faults=tuple(_with_reasons(config, faults)), notes=notes)
-
-
-def _with_reasons(config: DictConfig, faults: Iterable[Fault]) -> Iterator[Fault]:
-    """Yield faults, and say of a null that comes from the data why it is one."""
-    values = Values(_raw(config))
-    for fault in faults:
-        if fault.got == "null" and values[fault.key] == "${data.num_outputs}":
-            got = "${data.num_outputs}, which is null: the data has no entry called target"
-            fault = replace(fault, got=got, cure=f"Write {fault.key}=NUMBER")
-        yield fault
+    return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 
 
 def _overrides(config: DictConfig) -> list[str]:
@@ -507,6 +497,11 @@ def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examinatio
     found.look_at_the_checkpoint()
     faults = tuple(located(resolved.config, once(found.faults)))
     return Examination(faults=faults, plan=None if faults else found.decided)
+
+
+def config_faults(config: DictConfig) -> tuple[Fault, ...]:
+    """Return all errors of a composed config, each with the file that it came from."""
+    return examine(resolve(config)).faults
 
 
 def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:

@@ -48,12 +48,6 @@ def compose(
     )
 
 
-def config_faults(config: DictConfig) -> list[Fault]:
-    """The faults of both stages, each with the file it came from."""
-    reading = read(config)
-    return located(config, [*first_stage(reading), *second_stage(config, reading)])
-
-
 def early_faults(config: DictConfig, *, reading: Reading | None = None) -> list[Fault]:
     """The faults that are there whatever the data set says of itself, found without importing torch.
 
@@ -72,8 +66,13 @@ def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
 
 
 def _follows_the_data(config: DictConfig, key: str) -> bool:
-    raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
+    raw = _written(config, key)
     return isinstance(raw, str) and "${data." in raw
+
+
+def _written(config: DictConfig, key: str) -> object:
+    """Return the value of a key as it is written, with interpolations."""
+    return Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
 
 
 def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
@@ -136,10 +135,17 @@ def once(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def located(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
-    """The same faults, each with the file and line that set its key, where one did."""
+    """Return the errors, each with the file and line that set its key, and with the interpolation that gave a null."""
     if not faults or COMPOSITION not in config:
         return list(faults)
-    return [fault if fault.source else _placed(config, fault) for fault in faults]
+    return [fault if fault.source else _placed(config, _with_interpolation(config, fault)) for fault in faults]
+
+
+def _with_interpolation(config: DictConfig, fault: Fault) -> Fault:
+    written = _written(config, fault.key) if fault.got == "null" else None
+    if isinstance(written, str) and written.startswith("${"):
+        return replace(fault, got=f"{written}, which is null")
+    return fault
 
 
 def _placed(config: DictConfig, fault: Fault) -> Fault:

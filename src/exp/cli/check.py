@@ -14,10 +14,7 @@ from exp.errors import ConfigError, RunError
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from exp.check.plan import Plan
-    from exp.errors import Fault
 
 PROGRAM = "python -m exp.check"
 
@@ -50,11 +47,11 @@ def _command(argv: Sequence[str]) -> int:
 def _checked_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
-    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=_all_faults))
     with loading_torch():
-        from exp.check.plan import compare_with_data, examine, resolve
+        from exp.check.plan import compare_with_data, config_faults, examine, resolve
 
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
+    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=config_faults))
     examined = examine(resolve(config))
     if examined.plan is None:
         raise ConfigError(examined.faults)
@@ -64,12 +61,6 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     for note in (*examined.plan.notes, *notes):
         print(note, file=sys.stderr)
     return summary(examined.plan)
-
-
-def _all_faults(config: DictConfig) -> Sequence[Fault]:
-    from exp.check.plan import examine, resolve
-
-    return examine(resolve(config)).faults
 
 
 def summary(plan: Plan) -> str:
@@ -90,6 +81,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
+    from exp.check.plan import config_faults
     from exp.cli.train import fit, validate
     from exp.config.clusters import CLUSTERS
     from exp.config.hydra_adapter import fault_of, run_sweeper
@@ -105,7 +97,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     if others:
         compose_sweep(arguments.overrides, **where)  # for what is wrong with the launcher itself
     overrides = [text for text in arguments.overrides if text not in others]
-    master = compose_sweep(overrides, **where, check=_all_faults)
+    master = compose_sweep(overrides, **where, check=config_faults)
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Sweep(

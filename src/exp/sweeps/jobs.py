@@ -14,7 +14,7 @@ from typing import Any, cast, overload
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import config_faults, early_faults, once, refuse_early
+from exp.check.stages import early_faults, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
@@ -241,12 +241,10 @@ class Jobs:
             changed = [(was, now) for was, now in zip(known, lines, strict=False) if was.input_line != now.input_line]
             if len(known) == len(lines) and all(_is_other_value(was, now, before) for was, now in changed):
                 return with_values(before, [now for _, now in changed], overrides=overrides)
-        composition = composition_of(
-            overrides,
-            config_dir=self.config_dir,
-            config_name=self.config_name,
-            check=config_faults if self.everything else early_faults,
-        )
+        check: Callable[[DictConfig], Sequence[Fault]] = early_faults
+        if self.everything:
+            from exp.check.plan import config_faults as check  # imports torch
+        composition = composition_of(overrides, config_dir=self.config_dir, config_name=self.config_name, check=check)
         # Making a job's config of it changes it.
         self._last = (replace(composition, config=copied(composition.config)), list(lines))
         return composition

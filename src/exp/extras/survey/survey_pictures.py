@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from exp.data.data import Data
+from exp.extras.survey.small_multiples import class_shares, histograms
 from exp.extras.survey.survey import Part, Shown, Survey
 from exp.hooks.figures import Caption, captioned
 from exp.hooks.samples import coloured, pictures
-from exp.hooks.small_multiples import class_shares, histograms
 from exp.shared_types import Stage
 
 # The longer side of a picture in pixels; each pixel of a larger picture is the mean of several.

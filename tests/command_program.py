@@ -1,6 +1,7 @@
 """Program of a forked process of the fixture `commands`: a command without the start of a Python interpreter.
 
-The ranks that it launches are forked from it, too, unless it has threads, which a fork would lose.
+The ranks that it launches are forked from it, unless it has threads, which a fork would lose. The jobs of a sweep are
+forked from the server of this process.
 
 SETTINGS is a mapping: module, arguments, directory, environment, output and error (files), fresh_ranks.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,6 +75,11 @@ def fork_ranks() -> None:
         return ForkedRank(pid) if pid else live(command, environment, log)
 
     spawn._start = start
+
+
+def share_server() -> None:
+    """Make multiprocessing use the server of this process. It would start another, which imports for three seconds."""
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 
 
 def live(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> NoReturn:
@@ -137,6 +144,7 @@ def main(settings: dict[str, Any]) -> None:
     attach(2, settings["error"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if not settings["fresh_ranks"]:
         fork_ranks()
+        share_server()
     sys.argv = [settings["module"], *settings["arguments"]]
     status = 1
     try:

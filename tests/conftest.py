@@ -392,7 +392,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 class Commands:
     """Runs commands such as `python -m exp.train` in forked processes, and returns output and exit status.
 
-    The ranks that a command starts are forked from it. With fresh_ranks=True they are new interpreters, as for a user.
+    The ranks that a command starts are forked from it, and the jobs of a sweep from the server of this process. With
+    fresh_ranks=True ranks are new interpreters and jobs have a new server, as for a user.
     """
 
     def __init__(self, place: Path) -> None:

@@ -48,7 +48,7 @@ def slurm(tmp_path, monkeypatch):
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     # Freezes jobs in this process.
-    processes = SimpleNamespace(zygote=SimpleNamespace(call=lambda function, *given: function(*given)))
+    processes = SimpleNamespace(call=lambda function, *given: function(*given))
 
     def executor(**settings):
         settings = {**asdict(SlurmSettings()), **settings}
@@ -133,8 +133,7 @@ def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def processes():
-    with contextlib.closing(JobProcesses(fit, validate)) as started:
-        yield started
+    return JobProcesses(fit, validate)
 
 
 @pytest.fixture

@@ -79,8 +79,7 @@ def test_further_ctrl_c_kills_jobs_that_ignore_the_first(started, table):
 
 def test_a_killed_sweep_leaves_no_job_behind(started):
     command = started("-m", *ENDLESS, "seed=1,2", "sweep.jobs=1", pattern="waits*")
-    jobs = psutil.Process(command.process.pid).children(recursive=True)
-    assert jobs
+    jobs = [psutil.Process(int(path.name.removeprefix("waits"))) for path in Path().glob("waits*")]
     os.kill(command.process.pid, signal.SIGKILL)
     assert psutil.wait_procs(jobs, timeout=60)[1] == []
 
@@ -158,6 +157,6 @@ def test_jobs_divide_the_threads_of_the_machine(count, commands):
     Path("program.py").write_text("\n".join([*program, f"torch.set_num_threads({CORES})"]))
     # A network large enough for more than one thread.
     large = ("model=mlp", "model.constants.width=512", "trainer.max_steps=1", "callbacks.ends.how=threads")
-    done = commands.run("-m", *SMALL, *large, f"sweep.jobs={count}", "seed=1", module="program")
+    done = commands.run("-m", *SMALL, *large, f"sweep.jobs={count}", "seed=1", module="program", fresh_ranks=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("threads.json").read_text())["threads"] == CORES // count

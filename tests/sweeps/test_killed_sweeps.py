@@ -132,7 +132,9 @@ def test_a_signal_at_any_moment_saves_the_running_jobs(overrides, commands, shar
         (tmp_path / str(number)).mkdir()
         os.chdir(tmp_path / str(number))
         after, signum = random.uniform(0, 3), random.choice((signal.SIGTERM, signal.SIGINT))
-        command = commands.start("-m", *SMALL, *overrides, "sweep.jobs=2", f"hydra.sweep.dir={BROKEN}")
+        command = commands.start(
+            "-m", *SMALL, *overrides, "sweep.jobs=2", f"hydra.sweep.dir={BROKEN}", fresh_ranks=True
+        )
         while not BROKEN.exists():
             assert command.process.is_alive(), command.end()
             time.sleep(0.002)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -112,7 +111,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     master.loader.tries_jobs = False
     try:
         # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
-        with contextlib.closing(processes), tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
+        with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
     except HydraException as error:
         raise ConfigError([fault_of(error)]) from error

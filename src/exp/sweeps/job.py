@@ -10,19 +10,19 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
+from exp.launch.job_process import Died, JobProcess, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
-from exp.launch.zygote import Died, Zygote
 from exp.output import passing_line
 from exp.redaction import redacted
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
@@ -67,6 +67,7 @@ STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
 MAX_DEATHS = 20
 
 
+Result = TypeVar("Result")
 # Checks a config; takes, and gives, what it keeps of a config for that of the next job.
 Validate = Callable[[DictConfig, Any], Any]
 
@@ -155,29 +156,38 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 
 
 class JobProcesses:
-    """Checks jobs in a process beside this one, and runs one after another, each in a process of its own.
+    """Checks jobs in one process, and runs jobs in one process each.
 
     fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.plan.check_job. Functions that another process
     finds by their names.
 
-    zygote: what starts the processes. asked: by `asks` of the jobs that were checked, their need, and the machine that
-        meets it.
+    asked: by `asks` of the jobs that were checked, their need, and the machine that meets it.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
         self.fit, self._validate = fit, validate
         self.asked: dict[str, tuple[Need, Machine]] = {}
-        self.zygote = Zygote(MODULES)
         self._has_checked = False
 
     def start(self) -> None:
-        """Start the process that jobs are forked from, which imports while this one goes on; before torch comes in, it
-        takes a fork of this one."""
-        self.zygote.start()
+        """Start the server that jobs are forked from. It imports what they need while this process continues."""
+        start_server(MODULES)
 
-    def close(self) -> None:
-        """End what is left."""
-        self.zygote.close()
+    def begin(
+        self,
+        function: Callable[..., Iterator[Result]],
+        *arguments: object,
+        output: Path,
+        environment: Mapping[str, str],
+    ) -> JobProcess[Result]:
+        """Start a generator function in a process of the server; see JobProcess."""
+        self.start()
+        return JobProcess(function, *arguments, output=output, environment=environment)
+
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Return the result of a function in a process of the server; see `exp.launch.job_process.call`."""
+        self.start()
+        return call(function, *arguments)
 
     def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
         """The faults of each job, all looked at in one process, as long as that lives.
@@ -192,14 +202,15 @@ class JobProcesses:
         self._has_checked = True
         with collected_signals() as received, waiting:
             while len(found) < len(configs) and deaths < MAX_DEATHS:
-                results, died = self.zygote.collect(checked, self._validate, configs[len(found) :])
+                self.start()
+                results, died = collect(checked, self._validate, configs[len(found) :])
                 for result in results:
                     if result.error is not None and not isinstance(result.error, ConfigError):
                         raise result.error
                     if result.asked is not None:
                         self.asked.update([result.asked])
                     found.append(result.error)
-                if died is not None:
+                if len(found) < len(configs):
                     deaths += 1
                     found.append(_ended(str(died).removeprefix("ended ")))
             if received:  # as the last of them was done
@@ -213,7 +224,7 @@ class JobProcesses:
         """
         directory = Path(config[COMPOSITION].directory)
         try:
-            came = self.zygote.call(ended, self.fit, config)
+            came = self.call(ended, self.fit, config)
         except Died as error:
             dead = dead_job(directory, error)
             report_bad_end(directory, dead)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
 from exp.errors import ConfigError, ExpError, RunError, words_of
-from exp.launch.zygote import Died, Process
+from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
 from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
@@ -27,9 +27,6 @@ from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_ba
 if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.strategies.placement import Machine
-
-# How often one looks for what jobs that are trained together gave before their process ended.
-STACK_SECONDS = 0.25
 
 
 def outcomes(
@@ -67,7 +64,7 @@ class _Running:
     """A work that runs. directories: of its jobs. waiting: the places of those without an outcome."""
 
     work: Work
-    process: Process[tuple[int, Report | ExpError]]
+    process: JobProcess[tuple[int, Report | ExpError]]
     directories: Sequence[Path]
     need: Need
     gpus: tuple[str, ...]
@@ -123,7 +120,7 @@ class LocalExecutor:
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
         gpus = self._devices.take(need)
-        process = self._processes.zygote.begin(
+        process = self._processes.begin(
             outcomes,
             work.configs,
             work.is_stack,
@@ -147,8 +144,7 @@ class LocalExecutor:
                 left = deadline - time.monotonic()
                 if self._ended or left <= 0:
                     break
-                has_stack = any(one.work.is_stack for one in self._running)
-                if self._processes.zygote.wait(min(left, STACK_SECONDS) if has_stack else left, beside=wakes):
+                if wait([one.process for one in self._running], left, beside=wakes):
                     self._take_in()
                     break
         found, self._ended = self._ended, []
@@ -158,11 +154,12 @@ class LocalExecutor:
         """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
         self._signals.append(signum)
         for one in self._running:
-            self._processes.zygote.signal(one.process, signum if len(self._signals) == 1 else signal.SIGKILL)
+            one.process.signal(signum if len(self._signals) == 1 else signal.SIGKILL)
 
     def close(self) -> None:
         """End what is left."""
-        self._processes.close()
+        for one in self._running:
+            one.process.kill()
 
     def _asked(self, config: DictConfig) -> tuple[Need, Machine]:
         """What a job needs, and the machine that meets it; looked for where no job that was checked asked for that.
@@ -171,7 +168,7 @@ class LocalExecutor:
         """
         wanted = asks(config)
         if wanted not in self._processes.asked:
-            self._processes.asked[wanted] = self._processes.zygote.call(need_of, config)
+            self._processes.asked[wanted] = self._processes.call(need_of, config)
         return self._processes.asked[wanted]
 
     def _directory(self, config: DictConfig) -> Path:
@@ -189,7 +186,8 @@ class LocalExecutor:
                 one.waiting.remove(place)
                 self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
             one.process.values.clear()
-            if not one.process.is_over:
+            died = one.process.died
+            if died is None:
                 continue
             self._running.remove(one)
             if self._devices is not None:
@@ -197,10 +195,9 @@ class LocalExecutor:
             for place in one.waiting:
                 if one.work.is_stack and not self._signals:
                     # Which of them it was, nobody knows: each by itself has an end of its own.
-                    died = one.process.died or Died("gave no result")
                     self._ended.append(End(job=one.work.jobs[place], outcome=Unstacked(f"their process {died}")))
                     continue
-                outcome = self._bad_end(one.directories[place], one.process.died or Died("gave no result of it"))
+                outcome = self._bad_end(one.directories[place], died)
                 self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:

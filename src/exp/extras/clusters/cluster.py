@@ -24,8 +24,8 @@ from omegaconf import DictConfig
 from exp.config.freeze import COMPOSITION, OUTPUT
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.launch.failure import Failure, death, first_cause, read_failure
+from exp.launch.job_process import Died
 from exp.launch.supervision import end_of
-from exp.launch.zygote import Died
 from exp.run_report import Report, find_report
 from exp.strategies.placement import Machine, Placement
 from exp.sweeps.executor import End, Prepare, Work
@@ -129,7 +129,7 @@ class ClusterExecutor(ABC):
         self, *, slots: int, processes: JobProcesses, prepare: Prepare, gpus: float | None, poll_seconds: float
     ) -> None:
         self.slots = slots
-        self._zygote, self._prepare, self._gpus, self._poll_seconds = processes.zygote, prepare, gpus, poll_seconds
+        self._processes, self._prepare, self._gpus, self._poll_seconds = processes, prepare, gpus, poll_seconds
         self._running: list[Submitted] = []
         self._failed: list[End] = []
         self._signum: int | None = None
@@ -170,7 +170,7 @@ class ClusterExecutor(ABC):
             raise ConfigError([fault])
         (job,), (config,) = work.jobs, work.configs
         try:
-            frozen = self._zygote.call(freeze_job, self._prepare, config, job, self._gpus)
+            frozen = self._processes.call(freeze_job, self._prepare, config, job, self._gpus)
             if isinstance(frozen, ExpError):
                 raise frozen
             self._check(frozen)

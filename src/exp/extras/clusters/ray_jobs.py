@@ -17,9 +17,9 @@ from typing import Any
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, RunError, one_line
 from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
 from exp.launch.failure import Failure
+from exp.launch.job_process import Died
 from exp.launch.launcher import launch
 from exp.launch.spawn import import_path
-from exp.launch.zygote import Died
 from exp.run_report import Report
 from exp.sweeps.executor import Prepare
 from exp.sweeps.job import JobProcesses, dead_job, interrupted

@@ -11,7 +11,6 @@ two sizes, what a sample takes says where the limit is, and the sizes around tha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import io
 import json
@@ -71,7 +70,8 @@ def _command(argv: Sequence[str]) -> int:
     from exp.cli.train import fit, validate
     from exp.sweeps.job import JobProcesses
 
-    with outliving_output(), contextlib.closing(JobProcesses(fit, validate)) as jobs:
+    with outliving_output():
+        jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)
         if faults := list(unfit(decided, limit=limit)):
@@ -188,7 +188,7 @@ class Trials:
         from exp.config.freeze import COMPOSITION
         from exp.extras.finders.short_run import run
         from exp.extras.finders.size_trial import SUMMARY as FOUND
-        from exp.launch.zygote import Died
+        from exp.launch.job_process import Died
 
         directory = self.directory / str(size)
         config = self._config.copy()

@@ -116,6 +116,8 @@ def program(module: str) -> Callable[[], int]:
 
     if module == "exp":
         return main
+    if not module.startswith("exp."):
+        return importlib.import_module(module).main
     return importlib.import_module(f"exp.{COMMANDS[module.removeprefix('exp.')].module}").main
 
 

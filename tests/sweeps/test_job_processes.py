@@ -98,8 +98,8 @@ ENDS_OF_CHECKS = {
 @pytest.mark.parametrize(
     ("module", "at", "count"),
     [
-        ("exp.check.__main__", "forward", 3),
-        pytest.param("exp.check.__main__", "forward", 7, marks=pytest.mark.slow),
+        ("exp.check", "forward", 3),
+        pytest.param("exp.check", "forward", 7, marks=pytest.mark.slow),
         pytest.param("exp.train", "constructor", 7, marks=pytest.mark.slow),
     ],
 )
@@ -152,11 +152,16 @@ CORES = len(os.sched_getaffinity(0))
 @pytest.mark.skipif(CORES < 2, reason="one core cannot be divided")
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_divide_the_threads_of_the_machine(count, commands):
-    # A variable that is set decides, so this program removes it.
-    program = ("import os", "import torch", "from exp.cli.train import main", 'del os.environ["OMP_NUM_THREADS"]')
-    Path("program.py").write_text("\n".join([*program, f"torch.set_num_threads({CORES})"]))
     # A network large enough for more than one thread.
     large = ("model=mlp", "model.constants.width=512", "trainer.max_steps=1", "callbacks.ends.how=threads")
-    done = commands.run("-m", *SMALL, *large, f"sweep.jobs={count}", "seed=1", module="program", fresh_ranks=True)
+    done = commands.run(
+        "-m",
+        *SMALL,
+        *large,
+        f"sweep.jobs={count}",
+        "seed=1",
+        environment={"OMP_NUM_THREADS": str(CORES)},
+        fresh_ranks=True,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("threads.json").read_text())["threads"] == CORES // count

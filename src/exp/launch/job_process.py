@@ -33,7 +33,7 @@ from exp.launch.supervision import POLL_SECONDS, collected_signals
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
-CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 
 
 class Died(Exception):
@@ -198,6 +198,7 @@ def call(function: Callable[..., Result], *arguments: object) -> Result:
         Interrupted: A signal ended the process, or has arrived before its start.
     """
     with collected_signals() as received:
+        values: list[Result]
         values, died = collect(_alone, function, arguments)
         if values:
             return values[0]

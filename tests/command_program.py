@@ -144,7 +144,9 @@ def main(settings: dict[str, Any]) -> None:
     attach(0, os.devnull, os.O_RDONLY)
     attach(1, settings["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     attach(2, settings["error"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if not settings["fresh_ranks"]:
+    if settings["fresh_ranks"]:
+        del globals()["__file__"]  # so that jobs of a sweep do not import this program
+    else:
         fork_ranks()
         share_server()
     sys.argv = [settings["module"], *settings["arguments"]]
@@ -159,3 +161,5 @@ def main(settings: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(globals()["SETTINGS"])
+elif __name__ == "__mp_main__":  # in a job of a sweep
+    fork_ranks()

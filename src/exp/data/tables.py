@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted, Tensors
 from exp.data.value_names import SCALES, ValueNames
+from exp.nested import mapped
 from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
 # What fit() calls its figures; of a column of words, the name of a word that is not there.
 FITTED, MISSING = "table", ""
+# Rows that are encoded together, so that what they are before they are float32 takes little memory.
+PIECE = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,16 @@ class Words:
 class TableRows(Tensors):
     """Rows of numbers, words and targets as a file has them. See Table for the parameters.
 
-    notes: an attribute, what to say of the file, a line each. dates: an attribute, the forms of the dates that became
+    The parts of a table share its columns, and hold the numbers of their rows.
+
+    notes: an attribute, notes on the file, a line each. dates: an attribute, the forms of the dates that became
     numbers, by column.
     """
 
     notes: tuple[str, ...] = ()
     dates: Mapping[str, str | None] = MappingProxyType({})
+    entries: dict[str, Tensor]
+    _rows: Tensor | None = None
 
     def __init__(
         self,
@@ -65,47 +73,52 @@ class TableRows(Tensors):
         self.columns, self.words = tuple(columns), dict(words or {})
         self.classes = {name: target.names for name, target in targets.items() if isinstance(target, Words)}
         self.standardise, self.impute, self.encoding = standardise, impute, encoding
+        self.targets = tuple(targets)
         entries = {f"target.{name}": _tensor(target) for name, target in targets.items()}
         if self.columns:
             # In double until they are standardised: a column such as 1e8 + small has nothing left in single.
             entries["numbers"] = torch.from_numpy(numbers)
         if self.words:
-            codes = np.stack([column.codes for column in self.words.values()], 1)
-            entries["words"] = torch.from_numpy(codes.astype(np.int64, copy=False))
+            entries["words"] = torch.from_numpy(np.stack([column.codes for column in self.words.values()], 1))
         only = next(iter(targets)) if len(targets) == 1 else None
         classes = len(self.classes[only]) if only in self.classes else None
         super().__init__(entries=entries, num_classes=classes)
+
+    def __len__(self) -> int:
+        return super().__len__() if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: int) -> Entries:
+        return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
+
+    def gather(self, indices: Tensor) -> Entries:
+        return super().gather(indices if self._rows is None else self._rows[indices])
+
+    def select(self, indices: Tensor) -> Self:
+        part = copy.copy(self)
+        part._rows = indices if self._rows is None else self._rows[indices]
+        part.indices, part.whole_length = indices, len(self)
+        return part
 
     def each_column(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each input column and its values `[N]`: numbers float64, and codes of words."""
         for entry, names in (("numbers", self.columns), ("words", self.words)):
             for place, name in enumerate(names):
-                yield name, self._column(entry, place)
+                yield name, self._values(entry, place).numpy()
 
     def each_target(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each target of one column and its values `[N]`: numbers float64, and codes of classes."""
-        for name, values in self._targets.items():
-            if values.dim() == 1 or values.shape[1] == 1:
-                yield name, self._column(f"target.{name}", 0)
+        for name in self.targets:
+            if self.entries[f"target.{name}"][:1].numel() == 1:
+                yield name, self._values(f"target.{name}").flatten().numpy()
 
-    def _counts(self, entry: str, place: int, size: int) -> np.ndarray:
-        """Return how many rows of a column of words have no word, and then each word, int64 `[size + 1]`."""
-        return np.bincount(self._column(entry, place) + 1, minlength=size + 1)
+    def _values(self, entry: str, place: int | None = None) -> Tensor:
+        """Return the values of an entry, or of one column of it."""
+        values = self.entries[entry] if place is None else self.entries[entry][:, place]
+        return values if self._rows is None else values[self._rows]
 
-    def _column(self, entry: str, place: int) -> np.ndarray:
-        """Return one column of an entry, `[N]`: numbers float64, codes int64."""
-        values = self._raw[entry] if self._raw[entry].dim() == 1 else self._raw[entry][:, place]
-        return values.numpy()
-
-    @property
-    def _raw(self) -> dict[str, Tensor]:
-        assert isinstance(self.entries, dict)
-        return self.entries
-
-    @property
-    def _targets(self) -> dict[str, Tensor]:
-        start = "target."
-        return {name.removeprefix(start): value for name, value in self._raw.items() if name.startswith(start)}
+    def _counts(self, entry: str, size: int, place: int | None = None) -> np.ndarray:
+        """Return how many rows have no word, and then each word, int64 `[size + 1]`."""
+        return np.bincount(self._values(entry, place).numpy() + 1, minlength=size + 1)
 
 
 class Table(TableRows):
@@ -140,19 +153,21 @@ class Table(TableRows):
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            values, found["fills"] = self._raw["numbers"].numpy(), self._fills()
-            found["means"], found["deviations"] = moments(np.where(np.isnan(values), found["fills"].numpy(), values))
+            values = self._values("numbers")
+            found["fills"] = self._fills(values.numpy())
+            values = torch.where(values.isnan(), found["fills"], values) if values.isnan().any() else values
+            found["means"], found["deviations"] = moments(values.numpy())
         if self.words:
             counts = {
-                name: self._counts("words", place, len(column.names))
+                name: self._counts("words", len(column.names), place)
                 for place, (name, column) in enumerate(self.words.items())
             }
             found["most_frequent"] = {
                 name: _most_frequent(self.words[name].names, mine) for name, mine in counts.items()
             }
             found["words"] = {name: self._held(self.words[name].names, mine) for name, mine in counts.items()}
-        figures = [name for name in self._targets if name not in self.classes]
-        scales = {name: moments(self._targets[name].numpy()) for name in figures}
+        figures = [name for name in self.targets if name not in self.classes]
+        scales = {name: moments(self._values(f"target.{name}").numpy()) for name in figures}
         found["target_means"] = {name: mean for name, (mean, _) in scales.items()}
         found["target_deviations"] = {name: deviation for name, (_, deviation) in scales.items()}
         if self.standardise:
@@ -181,7 +196,7 @@ class Table(TableRows):
         known = fitted_entry(fitted, FITTED, part=self).get("words", {})
         found = {}
         for place, (name, column) in enumerate(self.words.items()):
-            counts = self._counts("words", place, len(column.names)).tolist()
+            counts = self._counts("words", len(column.names), place).tolist()
             keys = set(map(word_key, known[name]))
             keys.update([MISSING] * (self.impute == "most_frequent"))
             words = zip((MISSING, *column.names), counts, strict=True)
@@ -207,43 +222,55 @@ class Table(TableRows):
         part = self.select(indices)
         part.standardise = False
         fills = torch.full_like(told["fills"], torch.nan) if self.columns else None
-        targets = {name: value for name, value in part._targets.items() if name not in self.classes}
+        targets = {name: part._values(f"target.{name}") for name in self.targets if name not in self.classes}
         return {**part.encoded({FITTED: {**told, "fills": fills}}), **targets}
 
     def sizes(self, told: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The classes of a sample's one target, and how many numbers a model gives for all of them."""
-        classes = [len(told["classes"][name]) if name in self.classes else None for name in self._targets]
-        widths = [count or value.shape[1] for count, value in zip(classes, self._targets.values(), strict=True)]
+        classes = [len(told["classes"][name]) if name in self.classes else None for name in self.targets]
+        values = [self.entries[f"target.{name}"] for name in self.targets]
+        widths = [count or value.shape[1] for count, value in zip(classes, values, strict=True)]
         return classes[0] if len(classes) == 1 else None, sum(widths) or None  # rows without answers
 
     def samples(self, told: Mapping[str, Any]) -> Entries:
-        """The rows as a model sees them."""
-        entries = {**self._inputs(told), **{name: self._target(name, told) for name in self._targets}}
-        return tuple(entries.values()) if list(entries) == ["input", TARGET] else entries
+        """Return the rows as a model sees them."""
+        whole: dict[str, Tensor] = {}
+        for start in range(0, len(self), PIECE):
+            stop = min(start + PIECE, len(self))
+            part = self.select(torch.arange(start, stop))
+            values = {**part.encoded({FITTED: told}), **{name: part._target(name, told) for name in self.targets}}
+            for name, value in values.items():
+                if name not in whole:
+                    dtype = torch.float32 if value.is_floating_point() else value.dtype
+                    whole[name] = torch.empty(len(self), *value.shape[1:], dtype=dtype)
+                whole[name][start:stop] = value
+        return tuple(whole.values()) if list(whole) == ["input", TARGET] else whole
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
-        """The inputs by name, numbers in float64: `input` `[N, F]` and, encoded as an index, `categories` `[N, C]`."""
+        """Return the inputs by name, numbers in float64: `input` `[N, F]`, and with an index `categories` `[N, C]`."""
         told = fitted_entry(fitted, FITTED, part=self)
-        columns = []
+        inputs: dict[str, Tensor] = {}
         if self.columns:
-            values = self._raw["numbers"]
+            values = self._values("numbers")
             values = torch.where(values.isnan(), told["fills"], values)
-            columns.append((values - told["means"]) / told["deviations"] if self.standardise else values)
+            inputs["input"] = (values - told["means"]) / told["deviations"] if self.standardise else values
         if not self.words:
-            return {"input": columns[0]}
+            return inputs
         codes = [self._coded(name, told) for name in self.words]
         if self.encoding == "index":
-            inputs = {"input": columns[0]} if columns else {}
             return {**inputs, "categories": torch.stack(codes, 1)}
+        start = len(self.columns)
+        found = torch.zeros(
+            len(self), start + sum(len(told["words"][name]) for name in self.words), dtype=torch.float64
+        )
+        if self.columns:
+            found[:, :start] = inputs["input"]
         for name, numbers in zip(self.words, codes, strict=True):
-            size = len(told["words"][name])
-            # A word that training has not seen is none of them.
-            columns.append(torch.nn.functional.one_hot(numbers, size + 1)[:, 1:].double())
-        return {"input": torch.cat(columns, 1)}
-
-    def _inputs(self, told: Mapping[str, Any]) -> dict[str, Tensor]:
-        encoded = self.encoded({FITTED: told})
-        return {name: value.float() if value.is_floating_point() else value for name, value in encoded.items()}
+            # A word that training has not seen is none of its words.
+            (rows,) = numbers.nonzero(as_tuple=True)
+            found[rows, start - 1 + numbers[rows]] = 1
+            start += len(told["words"][name])
+        return {"input": found}
 
     def names_of_values(self, told: Mapping[str, Any]) -> ValueNames:
         """What columns and classes are called."""
@@ -263,58 +290,50 @@ class Table(TableRows):
 
     def _coded(self, column: str, told: Mapping[str, Any]) -> Tensor:
         """Which of training's words each row has, int64 `[N]`, from 1; 0 for another one."""
-        numbers = self._numbers_of_words(column, told)
-        codes = self._raw["words"][:, list(self.words).index(column)]
-        return numbers[codes]  # the last one is that of -1
-
-    def _numbers_of_words(self, column: str, told: Mapping[str, Any]) -> Tensor:
         place = {word_key(word): number for number, word in enumerate(told["words"][column], 1)}
         names = self.words[column].names
         missing = told["most_frequent"][column] if self.impute == "most_frequent" else MISSING
-        return torch.tensor([place.get(word_key(name), 0) for name in (*names, missing)])
+        numbers = torch.tensor([place.get(word_key(name), 0) for name in (*names, missing)])
+        return numbers[self._values("words", list(self.words).index(column)).long()]  # the last one is that of -1
 
     def _target(self, name: str, told: Mapping[str, Any]) -> Tensor:
-        values = self._targets[name]
+        values = self._values(f"target.{name}")
         if name not in self.classes:
-            if self.standardise:
-                values = (values - told["target_means"][name]) / told["target_deviations"][name]
-            return values.float()
-        return self._numbers_of_classes(name, told)[values]
-
-    def _numbers_of_classes(self, name: str, told: Mapping[str, Any]) -> Tensor:
+            is_plain = not self.standardise
+            return values if is_plain else (values - told["target_means"][name]) / told["target_deviations"][name]
         order = {word_key(word): number for number, word in enumerate(told["classes"].get(name, ()))}
-        return torch.tensor([order.get(word_key(word), 0) for word in self.classes[name]])
+        return torch.tensor([order.get(word_key(word), 0) for word in self.classes[name]])[values]
 
     def _refuse_unknown(self, name: str, told: Mapping[str, Any]) -> None:
         mine, theirs = self.classes[name], list(told["classes"].get(name, ()))
-        counts = self._counts(f"target.{name}", 0, len(mine))[1:]
+        counts = self._counts(f"target.{name}", len(mine))[1:]
         keys = set(map(word_key, theirs))
         unknown = [number for number in np.flatnonzero(counts).tolist() if word_key(mine[number]) not in keys]
         if unknown:
-            codes = self._column(f"target.{name}", 0)
-            row = int((codes == unknown[0]).argmax())
+            row = int((self._values(f"target.{name}") == unknown[0]).int().argmax())
             raise data_fault(
                 "",
                 got=f"the class {mine[unknown[0]]} of {name} in row {row}, which training does not know",
                 expected=f"its classes, {', '.join(theirs)}",
             )
 
-    def _fills(self) -> Tensor:
+    def _fills(self, numbers: np.ndarray) -> Tensor:
         """What stands for a missing number, by column.
 
         Raises: ConfigError for a column without a single number.
         """
-        known = (~self._raw["numbers"].isnan()).sum(0).numpy()
-        if not known.all():
-            name = self.columns[int(np.argmin(known))]
-            raise data_fault(
-                "dataset.ignore",
-                got=f"the column {name}, without a single number in the training part",
-                expected="columns with a number to fill the others with",
-                cure=f"Leave it out with data.dataset.ignore=[{name}]",
-            )
-        columns = (self._column("numbers", place) for place in range(len(self.columns)))
-        return torch.tensor([_fill(column[~np.isnan(column)], self.impute) for column in columns], dtype=torch.float64)
+        fills = []
+        for place, name in enumerate(self.columns):
+            known = numbers[~np.isnan(numbers[:, place]), place]
+            if not len(known):
+                raise data_fault(
+                    "dataset.ignore",
+                    got=f"the column {name}, without a single number in the training part",
+                    expected="columns with a number to fill the others with",
+                    cure=f"Leave it out with data.dataset.ignore=[{name}]",
+                )
+            fills.append(_fill(known, self.impute))
+        return torch.tensor(fills, dtype=torch.float64)
 
     def _held(self, names: tuple[str, ...], counts: np.ndarray) -> list[str]:
         """The words that these rows have, in order; a missing one, where it is one of them, last."""
@@ -403,8 +422,8 @@ def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
     same bound).
     """
     count, mean = len(values), values.mean(0)
-    squares = np.square(values - mean).sum(0)
-    spread = squares / count
+    squares = values - mean
+    spread = np.square(squares, out=squares).sum(0) / count
     roundings = count * np.finfo(np.float64).eps
     is_constant = spread <= roundings * spread + (roundings * mean) ** 2
     return torch.from_numpy(mean), torch.from_numpy(np.where(is_constant, 1.0, np.sqrt(spread)))

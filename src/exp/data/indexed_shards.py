@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from exp.data.faults import SampleError, data_fault
 from exp.data.fields import Fields
-from exp.data.shard_files import Mark, Record, ShardFile
+from exp.data.shard_files import BEGINNING, Mark, Record, ShardFile
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 
@@ -96,16 +96,22 @@ class IndexedShards(Dataset[object]):
 
 
 def index_of(file: ShardFile) -> Index:
-    """Reads a file once.
+    """Return the index of a file, which is read once.
 
-    Raises: SampleError where it breaks off; ConfigError for a kind of file without a way to begin in the middle.
+    Raises: SampleError for a file that breaks off; ConfigError for a kind of file that is read in larger pieces.
     """
-    state = _state(file)
-    marks, length = list[Mark](), 0
-    for mark in file.marks():
-        if length % STRETCH == 0:
-            marks.append(mark)
+    if not file.has_marks:
+        raise data_fault(
+            "dataset.index",
+            got=f"true, and {file.file}, which is read in larger pieces",
+            expected="files that end in .csv, .tsv, .jsonl or .tar",
+            cure="Write data.dataset.index=false; arrays in a folder of .npy files, data=npy, have an index",
+        )
+    state, marks, length = _state(file), [BEGINNING], 0
+    for record in file.records():
         length += 1
+        if length % STRETCH == 0:
+            marks.append(Mark(length, record.end, record.line))
     return Index(file=file, marks=marks, length=length, state=state)
 
 

@@ -38,59 +38,65 @@ READ = (*PICTURES, *NUMBERS, *TEXTS, "npy", "json")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a file, of which no value is read yet. number: from 0. held: what its file reads them by."""
+    """One record of a file, of which no value is read yet.
+
+    Args:
+        file: the file.
+        number: of the record in the file, from 0.
+        held: where the file finds the values.
+        end: the byte after the record, for files that can be read from a mark.
+        line: the line on which the record ends, in files of lines.
+    """
 
     file: ShardFile
     number: int
     held: Any
+    end: int = 0
+    line: int = 0
 
     def columns(self, wanted: Sequence[str] | None = None) -> dict[str, object]:
-        """Its values by column; those that are wanted and there, or all.
+        """Return the values by column: those that are wanted and there, or all.
 
-        Raises: SampleError where they cannot be read.
+        Raises: SampleError for values that cannot be read.
         """
         return self.file.values(self, wanted)
 
     def __str__(self) -> str:
-        return self.file.place(self)
+        return f"line {self.line} of {self.file.file}" if self.line else f"sample {self.number} of {self.file.file}"
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a record begins. number: from 0. offset: bytes before it. line: lines before it, in files of lines."""
+    """The place where a record begins. number: of the record. offset: bytes before it. line: lines before it."""
 
-    number: int
-    offset: int
+    number: int = 0
+    offset: int = 0
     line: int = 0
 
 
+BEGINNING = Mark()
+
+
 class ShardFile(ABC):
-    """A file of records. names: of its columns; None where only a record says so. length: None where nobody knows."""
+    """A file of records.
+
+    names: an attribute, the columns; None if only a record says them. length: an attribute, the number of records; None
+    if the file does not say it. has_marks: an attribute, whether the file can be read from a record in the middle.
+    """
 
     names: tuple[str, ...] | None = None
     length: int | None = None
+    has_marks = True
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     @abstractmethod
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
-        """All of them in order, or those from a mark of `marks` on.
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+        """Yield the records in order, from a mark on.
 
-        Raises: SampleError where the file breaks off.
+        Raises: SampleError if the file breaks off.
         """
-
-    def marks(self) -> Iterator[Mark]:
-        """Where each record begins.
-
-        Raises: SampleError where the file breaks off; ConfigError where nothing but its beginning can be begun at.
-        """
-        raise data_fault(
-            "dataset.index",
-            got=f"true, and {self.file}, which is read in larger pieces",
-            expected="files that end in .csv, .tsv, .jsonl or .tar",
-            cure="Write data.dataset.index=false; arrays in a folder of .npy files, data=npy, have an index",
-        )
 
     @abstractmethod
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
@@ -99,10 +105,6 @@ class ShardFile(ABC):
     def names_of(self, record: Record) -> tuple[str, ...]:
         """The columns that a record has."""
         return tuple(self.values(record, None)) if self.names is None else self.names
-
-    def place(self, record: Record) -> str:
-        """A record in words."""
-        return f"sample {record.number} of {self.file}"
 
     def damaged(self, number: int, reason: object) -> SampleError:
         """The error of a file that cannot be read on. number: of the record at which it ends."""
@@ -139,88 +141,52 @@ class CsvShard(ShardFile):
             raise data_fault("dataset.files", got=f"{file} without a line", expected="names of columns, and rows")
         self.names = tuple(name.strip() for name in names)
 
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
-        number, line = (0, 0) if start is None else (start.number, start.line)
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+        number, end, line = start.number, start.offset, start.line
         with self.file.open("rb") as raw:
-            raw.seek(0 if start is None else start.offset)
-            # In the middle of a text its decoder would not know where it is, and at the beginning there may be a mark.
-            text = io.TextIOWrapper(raw, encoding="utf-8-sig" if start is None else "utf-8", newline="")
-            rows = rows_of(text, delimiter=self.delimiter)
+            raw.seek(end)
+            rows = rows_of(
+                (content.decode("utf-8" if number else "utf-8-sig") for content in raw), delimiter=self.delimiter
+            )
             try:
-                if start is None:
+                if not end:
                     next(rows, None)
                 for row in rows:
                     if row:
-                        yield Record(self, number, (row, line + rows.line_num))
+                        yield Record(self, number, row, raw.tell(), line + rows.line_num)
                         number += 1
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.damaged(number, error) from error
 
-    def marks(self) -> Iterator[Mark]:
-        number, offset = -1, 0
-
-        def lines(raw: BinaryIO) -> Iterator[str]:
-            nonlocal offset
-            for content in raw:
-                yield content.decode("utf-8" if offset else "utf-8-sig")
-                offset += len(content)
-
-        with self.file.open("rb") as raw:
-            # It asks for a line when it needs one, so that a record ends where the last line does.
-            rows = rows_of(lines(raw), delimiter=self.delimiter)
-            begun, line = 0, 0
-            try:
-                for row in rows:
-                    if row and number >= 0:
-                        yield Mark(number, begun, line)
-                    number += bool(row)
-                    begun, line = raw.tell(), rows.line_num
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise self.damaged(max(0, number), error) from error
-
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        row, _ = record.held
+        row = record.held
         assert self.names is not None
         if len(row) != len(self.names):
             raise self.damaged(record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line")
         return _chosen(dict(zip(self.names, row, strict=True)), wanted)
 
-    def place(self, record: Record) -> str:
-        return f"line {record.held[1]} of {self.file}"
-
 
 class JsonLines(ShardFile):
     """A mapping in JSON on each line. A record holds its line."""
 
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
-        number, before = (0, 0) if start is None else (start.number, start.line)
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+        number, end = start.number, start.offset
         with self.file.open("rb") as lines:
-            lines.seek(0 if start is None else start.offset)
-            for line_number, line in enumerate(lines, before + 1):
-                if line.strip():
-                    yield Record(self, number, (line, line_number))
+            lines.seek(end)
+            for line, content in enumerate(lines, start.line + 1):
+                end += len(content)
+                if content.strip():
+                    yield Record(self, number, content, end, line)
                     number += 1
-
-    def marks(self) -> Iterator[Mark]:
-        number, offset = 0, 0
-        with self.file.open("rb") as lines:
-            for before, line in enumerate(lines):
-                if line.strip():
-                    yield Mark(number, offset, before)
-                    number += 1
-                offset += len(line)
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         try:
-            held = json.loads(record.held[0])
+            held = json.loads(record.held)
         except ValueError as error:
-            raise self.damaged(record.number, f"line {record.held[1]}: {error}") from error
+            raise self.damaged(record.number, f"line {record.line}: {error}") from error
         if not isinstance(held, dict):
-            raise self.damaged(record.number, f"line {record.held[1]} holds a {type(held).__name__}, and no mapping")
+            raise self.damaged(record.number, f"line {record.line} holds a {type(held).__name__}, and no mapping")
         return _chosen(held, wanted)
-
-    def place(self, record: Record) -> str:
-        return f"line {record.held[1]} of {self.file}"
 
 
 class Chunk:
@@ -239,6 +205,8 @@ class Chunk:
 class ParquetShard(ShardFile):
     """Rows of columns with types. A record holds its row group, which is read whole where a sample of it is made."""
 
+    has_marks = False
+
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         require_extra("pyarrow", feature="data=stream of Parquet files", extra="parquet", key="dataset.files")
@@ -254,7 +222,7 @@ class ParquetShard(ShardFile):
         self.length = metadata.num_rows
         self._groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
 
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         number = 0
         for group, rows in enumerate(self._groups):
             chunk = Chunk(functools.partial(self._read, group))
@@ -284,6 +252,8 @@ class ParquetShard(ShardFile):
 class NpzShard(ShardFile):
     """Arrays `[N, ...]` of one length by name. A record holds the arrays, which are read where a sample is made."""
 
+    has_marks = False
+
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         try:
@@ -304,7 +274,7 @@ class NpzShard(ShardFile):
             )
         self.length = next(iter(lengths.values()))
 
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         assert self.length is not None
         chunk = Chunk(self._read)
         for row in range(self.length):
@@ -339,14 +309,14 @@ class TarShard(ShardFile):
                 # Without it nobody knows whether something is missing.
                 raise self.refused("it has no end, which is a block of zeros", "a whole .tar that is not compressed")
 
-    def records(self, start: Mark | None = None) -> Iterator[Record]:
-        number, key, held = 0 if start is None else start.number, None, dict[str, tuple[int, int]]()
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+        number, key, held = start.number, None, dict[str, tuple[int, int]]()
         opened = OpenFile(self.file)
-        opened.raw.seek(0 if start is None else start.offset)
+        opened.raw.seek(start.offset)
         try:
-            for folder, stem, column, place, _ in self._members(opened.raw):
+            for folder, stem, column, place, offset in self._members(opened.raw):
                 if (folder, stem) != key and held:
-                    yield Record(self, number, (opened, held))
+                    yield Record(self, number, (opened, held), offset)
                     number, held = number + 1, {}
                 key = (folder, stem)
                 if column in held:
@@ -356,17 +326,6 @@ class TarShard(ShardFile):
             raise self.damaged(number, error) from error
         if held:
             yield Record(self, number, (opened, held))
-
-    def marks(self) -> Iterator[Mark]:
-        number, key = 0, None
-        with self.file.open("rb") as raw:
-            try:
-                for folder, stem, _, _, offset in self._members(raw):
-                    if (folder, stem) != key:
-                        yield Mark(number, offset)
-                        number, key = number + 1, (folder, stem)
-            except (tarfile.TarError, EOFError, OSError) as error:
-                raise self.damaged(number, error) from error
 
     def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
         """Folder, name, ending, where it begins and how many bytes it has, and where its header does, of each file."""

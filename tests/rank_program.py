@@ -64,7 +64,8 @@ def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
 
     from omegaconf import OmegaConf
 
-    from exp import run, worker
+    from exp import run
+    from exp.cli import worker
 
     values: dict[str, dict[int, float]] = {}
     build = run.build

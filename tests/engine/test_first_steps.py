@@ -16,8 +16,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Mult
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
 from exp.engine.first_steps import Coverage
+from exp.engine.phased_module import PhasedModule
 from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
+from exp.optim.phase import Phase
 from exp.optim.schedules import Constant, Cosine
 
 
@@ -110,6 +112,32 @@ def test_a_warning_names_its_cure(notes: Any, settings: dict[str, Any], message:
 )
 def test_a_healthy_run_says_nothing(notes: Any, settings: dict[str, Any]) -> None:
     assert notes(**settings) == []
+
+
+class TwoPrograms(nn.Module):
+    """A network of which one of two programs has no gradient for the body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def fixed_body(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).detach())
+
+
+@pytest.mark.parametrize(("first", "count"), [(None, 0), ("fixed_body", 2)])
+def test_a_parameter_that_another_phase_trains_is_learned(notes: Any, first: str | None, count: int) -> None:
+    optimization = Optimization(optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2))
+    phases = [
+        Phase(name=name, terms=["ce"], parameters=["*"], optimization=optimization, forward=forward)
+        for name, forward in (("first", first), ("second", "fixed_body"))
+    ]
+    told = notes(model=TwoPrograms(), module=functools.partial(PhasedModule, phases=phases))
+    assert [line for line in told if "nothing is learned there: body.bias, body.weight" not in line] == []
+    assert len(told) == count
 
 
 def told_of(*batches: Any, names: tuple[str, ...] = ("x",)) -> list[str]:

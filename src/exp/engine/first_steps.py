@@ -176,7 +176,11 @@ class FirstSteps:
         if self._parts is not None:
             everywhere = self._parts.maxima({name: torch.tensor([float(has)]) for name, has in found.items()})
             found = {name: bool(most.item()) for name, most in everywhere.items()}
-        names = sorted(name for name, has_gradient in found.items() if not has_gradient)
+        # Another phase may train the same parameter.
+        learned = {
+            name for one in self._optimizers.values() for name, has_gradient in one.found.items() if has_gradient
+        }
+        names = sorted(name for name, has_gradient in found.items() if not has_gradient and name not in learned)
         if names:
             several = f"{len(names)} parameters get" if len(names) > 1 else "a parameter gets"
             yield (

@@ -99,7 +99,7 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     on = [] if "launch.accelerator=" in line or "launch.devices=[" in line else ["launch.accelerator=cpu"]
     words = [*shlex.split(re.sub(r"--samples \w+", "", line), comments=True), *on]  # a flag of exp.data
     if "-m" in words:  # a sweep forks, and this process has threads
-        done = commands.run(*words, module="exp.check.__main__", cwd=tmp_path)
+        done = commands.run(*words, module="exp.check", cwd=tmp_path)
         status, printed = done.returncode, done.stderr
     else:
         status, printed = check(words), capfd.readouterr().err

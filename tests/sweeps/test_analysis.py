@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
-from exp.extras.report.analysis import LEAST_RUNS, band, numbers, pareto_front, ranks, share_explained, thinned
+from exp.extras.report.analysis import LEAST_RUNS, band, numbers, pareto_front, ranks, share_explained
 
 
 def curve(steps, values):
@@ -38,17 +38,6 @@ def test_a_band_is_a_mean_and_a_sample_deviation():
     alone = band([curve([3, 4], [1, 2])])
     assert alone.mean.tolist() == [1, 2]
     assert np.isnan(alone.deviation).all()
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.integers(1, 20))
-def test_a_thinned_curve_keeps_its_order_and_its_range(values, most):
-    steps, drawn = thinned(np.arange(len(values)), np.array(values), most=most)
-    assert len(steps) == len(drawn) <= most
-    assert (np.diff(steps) > 0).all()
-    assert min(values) - 1e-6 <= drawn.min()
-    assert drawn.max() <= max(values) + 1e-6
-    if len(values) <= most:
-        assert drawn.tolist() == values
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=25))

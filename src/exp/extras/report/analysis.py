@@ -5,7 +5,6 @@ NumPy alone: nothing here knows of runs, and a report of many is made in a momen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,16 +50,6 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
     there = np.stack([np.interp(steps, own, np.where(np.isfinite(values), values, np.nan)) for own, values in curves])
     deviation = there.std(axis=0, ddof=1) if len(curves) > 1 else np.full(len(steps), np.nan)
     return Band(steps=steps, mean=there.mean(axis=0), deviation=deviation, count=len(curves))
-
-
-def thinned(steps: np.ndarray, values: np.ndarray, *, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """A curve of `most` points at most: each is the mean of so many neighbours, steps and values alike."""
-    size = math.ceil(len(steps) / most)
-    if size <= 1:
-        return steps, values
-    starts = np.arange(0, len(steps), size)
-    counts = np.diff([*starts, len(steps)])
-    return np.add.reduceat(steps, starts) / counts, np.add.reduceat(values, starts) / counts
 
 
 def numbers(texts: Sequence[str]) -> np.ndarray | None:

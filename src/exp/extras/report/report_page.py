@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs no other, and no net: table, pictures, and how each is read."""
+"""Writes a comparison as one HTML file that loads nothing: tables, pictures, and how to read them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,22 @@ from exp.redaction import covered
 from exp.sweeps.results import again_command, best_line, repeat_cells, table_cells
 
 STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #202124; --soft: #5f6368; --rule: #d5d6d8; --fill: #f4f5f6;
-  --accent: #b34700; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #17181a; --ink: #e6e7e9; --soft: #a4a7ab; --rule: #3c3f43; --fill: #222427; --accent: #ff9a4d; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 1500px; background: var(--paper); color: var(--ink);
-  font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: 0.2rem 0 0.6rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 0.5rem; }
-p { margin: 0.3rem 0; max-width: 75ch; }
-code, pre { font: 13px/1.4 ui-monospace, monospace; }
-pre { background: var(--fill); padding: 0.6rem 0.8rem; overflow-x: auto; border-radius: 4px; user-select: all; }
-.scroll { overflow-x: auto; max-height: 70vh; border: 1px solid var(--rule); border-radius: 4px; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; width: 100%; }
-th, td { padding: 0.25rem 0.6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 1rem; max-width: 1500px; font: 15px/1.45 system-ui, sans-serif; }
+p, figcaption { max-width: 75ch; }
+pre { overflow-x: auto; user-select: all; }
+.scroll { overflow: auto; max-height: 70vh; border: 1px solid GrayText; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; }
+th, td { padding: 0.25rem 0.6rem; text-align: left; white-space: nowrap; border-bottom: 1px solid GrayText; }
 td.wide { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
-thead th { position: sticky; top: 0; background: var(--fill); z-index: 1; }
-tbody th { position: sticky; left: 0; background: var(--paper); font-weight: normal; }
-tr.best th, tr.best td { font-weight: bold; color: var(--accent); }
-th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
+thead th { position: sticky; top: 0; background: Canvas; }
+tr.best th, tr.best td { font-weight: bold; }
+th button { font: inherit; border: 0; padding: 0; background: none; color: inherit; cursor: pointer; }
 th[aria-sort=ascending] button::after { content: " \\25B2"; }
 th[aria-sort=descending] button::after { content: " \\25BC"; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }
-figure { margin: 0; min-width: 0; } figure.wide { grid-column: 1 / -1; }
-figure .scroll { border: 0; max-height: none; }
-figure svg { display: block; width: 100%; height: auto; }
-figure.wide svg { min-width: 560px; }
-figure svg text { fill: var(--ink); }
-figcaption { color: var(--soft); font-size: 13px; max-width: 75ch; }
-ul { padding-left: 1.2rem; } li { max-width: 100ch; overflow-wrap: anywhere; }
+figure { margin: 0; } img { max-width: 100%; }
+li { overflow-wrap: anywhere; }
 """
 SCRIPT = """
 for (const table of document.querySelectorAll("table")) {
@@ -68,10 +54,17 @@ for (const table of document.querySelectorAll("table")) {
 
 
 def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str], about: str) -> str:
-    """The whole file. notes: what was decided, left out or could not be read. about: when and by what it was made."""
+    """Return the page.
+
+    Args:
+        comparison: The runs.
+        charts: The pictures.
+        notes: What was decided, left out or could not be read, one line each.
+        about: The time and the command.
+    """
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    # Nothing is loaded, from nowhere, and the one script that runs is the one above.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    # The page loads nothing, and no script except the one above can run.
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     count = len(comparison.rows)
     shown = os.path.relpath(comparison.base)
     place = str(comparison.base) if shown.startswith("..") else Path.cwd().name if shown == "." else shown
@@ -99,10 +92,10 @@ def _summary(comparison: Comparison) -> Iterator[str]:
     best = best_line(comparison.rows, repeat_over=comparison.repeat_over, names=comparison.names)
     if best:
         yield f"<p>Best: <strong>{escape(best)}</strong></p>"
-        yield "<p>A run that starts from its config, with what you change behind it:</p>"
+        yield "<p>Start from its config, and type your changes after it:</p>"
         yield f"<pre>{escape(again_command(comparison.base, comparison.best))}</pre>"
     else:
-        yield "<p>No run is the best: none has completed with a value, or they watch different tags.</p>"
+        yield "<p>No run is the best: none has completed with a value, or they monitor different tags.</p>"
 
 
 def _pictures(charts: Sequence[Chart]) -> Iterator[str]:
@@ -110,11 +103,9 @@ def _pictures(charts: Sequence[Chart]) -> Iterator[str]:
         return
     yield '<h2>Pictures</h2><div class="charts">'
     for chart in charts:
-        svg = chart.svg.replace(
-            "<svg", f'<svg role="img" aria-label="{escape(chart.text)}" style="max-width: {chart.width}px"', 1
-        )
-        yield f"<figure{' class=wide' if chart.is_wide else ''}>"
-        yield f'<div class="scroll">{svg}</div><figcaption>{escape(chart.caption)}</figcaption></figure>'
+        source = f"data:image/png;base64,{base64.b64encode(chart.png).decode()}"
+        caption = escape(chart.caption)
+        yield f'<figure><img alt="{caption}" src="{source}"><figcaption>{caption}</figcaption></figure>'
     yield "</div>"
 
 
@@ -153,7 +144,7 @@ def _notes(notes: Sequence[str]) -> Iterator[str]:
 
 
 def progress_line(comparison: Comparison) -> str:
-    """How far the runs are, and the best, in a line."""
+    """Return the count of each status, and the best run, in one line."""
     best = best_line(comparison.rows, repeat_over=comparison.repeat_over, names=comparison.names)
     return f"{_statuses(comparison)}{f'; best {best}' if best else ''}"
 

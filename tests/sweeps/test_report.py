@@ -431,7 +431,7 @@ from exp.cli.diff import main as diff
 from exp.extras.report.report import main
 import exp.sweeps.stacking
 status = main(["sweep", "--output", "here"]) + diff(["sweep/0", "sweep/1"])
-heavy = {"torch", "lightning", "tensorboard", "sklearn", "torchmetrics", "matplotlib.pyplot"} & {*sys.modules}
+heavy = {"torch", "lightning", "sklearn", "torchmetrics", "matplotlib.pyplot"} & {*sys.modules}
 sys.exit(status or (str(heavy) if heavy else 0))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

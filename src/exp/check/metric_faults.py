@@ -6,7 +6,6 @@ own metrics, and metrics that hold a network, are not called.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from torchmetrics import classification as classes
 from torchmetrics.wrappers import ClasswiseWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from exp.check.calls import call_fault
 from exp.check.input_faults import described
 from exp.data.randomness import preserve_generators
 from exp.errors import REFUSALS, Fault, RunError, one_line
@@ -45,37 +45,13 @@ def call_faults(measures: Iterable[Measure]) -> Iterator[Fault]:
     for measure in measures:
         metric = measure.metric
         parts = metric.values(copy_state=False) if isinstance(metric, MetricCollection) else [metric]
-        found = (_call_fault(measure, type(part).__name__, inspect.signature(part.update)) for part in parts)
-        yield from [fault for fault in found if fault is not None][:1]
-
-
-def _call_fault(measure: Measure, name: str, signature: inspect.Signature) -> Fault | None:
-    parameters, known = signature.parameters.values(), list(signature.parameters)
-    if measure.inputs is None:
-        try:
-            signature.bind("output", "target")
-        except TypeError:
-            needed = ", ".join(f"{one.name}: ..." for one in parameters if one.default is one.empty)
-            return Fault(
-                key=measure.key,
-                got=f"{name}, whose update takes ({', '.join(known)})",
-                expected="a metric whose update takes (output, target)",
-                cure=f"Name a value for each: {measure.key}.inputs={{{needed}}}",
-            )
-        return None
-    is_open = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    unknown = next((one for one in measure.inputs if one not in known and not is_open), None)
-    if unknown is not None:
-        key, expected = f"{measure.key}.inputs.{unknown}", f"one of {', '.join(known)}"
-        return Fault(
-            key=key, got=f"no parameter of {name}'s update", expected=expected, cure=did_you_mean(unknown, known)
-        )
-    try:
-        signature.bind(**dict.fromkeys(measure.inputs))
-    except TypeError as error:
-        expected = f"a value for each of {', '.join(known)}"
-        return Fault(key=f"{measure.key}.inputs", got=f"{among(measure.inputs)}: {error}", expected=expected)
-    return None
+        given = ("output", "target") if measure.inputs is None else ()
+        for part in parts:
+            key, name, inputs = measure.key, type(part).__name__, measure.inputs
+            fault = call_fault(part.update, name=name, given=given, key=key, node=key, inputs=inputs, what="metric")
+            if fault is not None:
+                yield fault
+                break
 
 
 def fit_faults(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from exp.check.calls import call_fault
 from exp.check.input_faults import described, layer_fault, operation_fault
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, config_key, forward_name, forward_names, path_of, with_forward
@@ -384,56 +385,14 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
 
 
 def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | None:
-    """The fault of a loss, or of a term of one's own, that cannot be called as the step calls it."""
-    called: nn.Module = term
-    given, key = ["values", "batch"], f"objective.{name}"
-    if isinstance(term, Term) and term.inputs is not None:
-        return _naming_fault(name, term, needs=objective.needs_of(name))
-    if isinstance(term, Term):
-        called, given, key = term.loss, ["output", "target"], objective.loss_keys[name]
-    if objective.needs_of(name):
-        given.append("passes")
-    signature = inspect.signature(called.forward)
-    try:
-        signature.bind(*given)
-    except TypeError:
-        return Fault(
-            key=key,
-            got=f"{type(called).__name__}, which takes ({', '.join(signature.parameters)})",
-            expected=f"a loss that is called with ({', '.join(given)})",
-            cure=_cure_of_call(name, signature) if isinstance(term, Term) else None,
-        )
-    return None
-
-
-def _cure_of_call(name: str, signature: inspect.Signature) -> str:
-    needed = [
-        one.name
-        for one in signature.parameters.values()
-        if one.default is one.empty and one.kind is not one.VAR_KEYWORD
-    ]
-    return f"Name a value for each: objective.{name}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
-
-
-def _naming_fault(name: str, term: Term, *, needs: Collection[str]) -> Fault | None:
-    """The fault of names of parameters that the loss of a term has not, or asks for beside them."""
-    assert term.inputs is not None
-    signature = inspect.signature(term.loss.forward)
-    loss, known = type(term.loss).__name__, list(signature.parameters)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    for parameter in () if takes_any else term.inputs:
-        if parameter not in known:
-            key, cure = f"objective.{name}.inputs.{parameter}", did_you_mean(parameter, known)
-            return Fault(key=key, got=f"no input of {loss}", expected=f"one of {', '.join(known)}", cure=cure)
-    given = [*term.inputs, *(["passes"] if needs else [])]
-    try:
-        signature.bind(**dict.fromkeys(given))
-    except TypeError as error:
-        got = f"{', '.join(term.inputs)}, and {loss} says: {error}"
-        return Fault(
-            key=f"objective.{name}.inputs", got=got, expected=f"a name of a value for each of {', '.join(known)}"
-        )
-    return None
+    """Return the error of a loss, or of a user's term, that cannot be called as the step calls it."""
+    node = f"objective.{name}"
+    passes = ["passes"] if objective.needs_of(name) else []
+    if not isinstance(term, Term):
+        return call_fault(term.forward, name=type(term).__name__, given=["values", "batch", *passes], key=node)
+    given = ["output", "target", *passes] if term.inputs is None else passes
+    kind, key = type(term.loss).__name__, objective.loss_keys[name]
+    return call_fault(term.loss.forward, name=kind, given=given, key=key, node=node, inputs=term.inputs)
 
 
 def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -15,6 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.nested import tensors_in
+
+logger = logging.getLogger(__name__)
 
 # The classes of these packages keep no state.
 LIBRARIES = ("torch", "builtins")
@@ -82,7 +85,8 @@ class _Pickler(pickle.Pickler):
             return _object, (id(value),), [_content(cell) for cell in value.__closure__ or ()]
         try:
             value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        except Exception:  # an object of a user's may raise anything
+        except Exception as error:  # an object of a user's may raise anything
+            logger.debug("%s is compared by its attributes, because pickle refuses it: %s", type(value), error)
             return _object, (id(value),), getattr(value, "__dict__", None)
         return NotImplemented
 

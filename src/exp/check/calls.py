@@ -1,0 +1,58 @@
+"""Check how losses and metrics are called: with an output and a target, or with values that `inputs` names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+
+from exp.errors import Fault
+from exp.spelling import among, did_you_mean
+
+
+def call_fault(
+    function: Callable[..., object],
+    *,
+    name: str,
+    given: Sequence[str],
+    key: str,
+    node: str | None = None,
+    inputs: Iterable[str] | None = None,
+    what: str = "loss",
+) -> Fault | None:
+    """Return the error of a loss or metric that a step cannot call.
+
+    Args:
+        function: Its method that is called.
+        name: Its class.
+        given: The values that it is called with by position; with `inputs`, those that it is given by name besides.
+        key: Its key.
+        node: The key of the node that may have `inputs`; None if it cannot have them.
+        inputs: The parameters that the config names.
+        what: Its kind in words.
+    """
+    signature = inspect.signature(function)
+    known, named = list(signature.parameters), list(inputs or ())
+    try:
+        if inputs is None:
+            signature.bind(*given)
+        else:
+            signature.bind(**dict.fromkeys([*named, *given]))
+    except TypeError as error:
+        refusal = str(error)
+    else:
+        return None
+    if inputs is None:
+        parameters = signature.parameters.values()
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        return Fault(
+            key=key,
+            got=f"{name}, which takes ({', '.join(known)})",
+            expected=f"a {what} that is called with ({', '.join(given)})",
+            cure=node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}",
+        )
+    unknown = next((one for one in named if one not in known), None)
+    if unknown is None:
+        expected = f"a value for each of {', '.join(known)}"
+        return Fault(key=f"{node}.inputs", got=f"{among(named)}: {refusal}", expected=expected)
+    expected, cure = f"one of {', '.join(known)}", did_you_mean(unknown, known)
+    return Fault(key=f"{node}.inputs.{unknown}", got=f"no input of {name}", expected=expected, cure=cure)

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 from exp.cli.train import main as train
 from exp.data.data import Data
-from exp.data.hf import HuggingFace
+from exp.extras.hf.hf import HuggingFace
 
 ROWS = 40
 NUMBERS = np.random.default_rng(0).normal(size=(ROWS, 3))

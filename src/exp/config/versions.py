@@ -24,6 +24,7 @@ REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {
     "exp.data.domains": "exp.extras.gallery.domains",
+    "exp.data.hf": "exp.extras.hf.hf",
     "exp.data.letter_names": "exp.extras.gallery.letter_names",
     "exp.engine.range_test": "exp.extras.finders.range_test",
     "exp.engine.size_trial": "exp.extras.finders.size_trial",

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # What fit() calls the names of the classes.
 FITTED = "hf"
-ENDINGS = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
+# The reader of datasets for files that end so.
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 Files = str | Sequence[str]
 
 
@@ -241,9 +242,9 @@ class HuggingFace(Dataset[object]):
 
 
 def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
-    """The data sets in a folder of save_to_disk, by split.
+    """Return the data sets in a folder of save_to_disk, by split.
 
-    Raises: ConfigError where it is none, or is damaged.
+    Raises: ConfigError for another folder, and for one that is damaged.
     """
     import datasets
     from pyarrow import ArrowException
@@ -265,15 +266,14 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
 
 
 def _of_files(files: Files | Mapping[Stage, Files | None], *, directory: str) -> Mapping[str, datasets.Dataset]:
-    """The data sets in files, by part."""
-    if not isinstance(files, Mapping):
-        return {"train": _read(find_files(files, directory=directory), key="dataset.files")}
-    if wrong := [name for name in files if name not in STAGES]:
-        raise data_fault(f"dataset.files.{wrong[0]}", got="no part", expected="train, val or test")
+    """Return the data sets in files, by part."""
+    given = files if isinstance(files, Mapping) else {"train": files}
     found: dict[str, datasets.Dataset] = {}
-    for name, patterns in files.items():
+    for name, patterns in given.items():
+        key = f"dataset.files.{name}" if given is files else "dataset.files"
+        if name not in STAGES:
+            raise data_fault(key, got="no part", expected="train, val or test")
         if patterns is not None:
-            key = f"dataset.files.{name}"
             found[name] = _read(find_files(patterns, directory=directory, key=key), key=key)
     return found
 
@@ -282,21 +282,13 @@ def _read(files: Sequence[Path], *, key: str) -> datasets.Dataset:
     import datasets
     from pyarrow import ArrowException
 
-    kinds = {file.suffix.lower() for file in files}
-    if len(kinds) > 1 or not kinds <= set(ENDINGS):
-        expected = f"files of one kind, that end in {', '.join(ENDINGS)}"
+    kinds = {READERS.get(file.suffix.lower()) for file in files}
+    if len(kinds) > 1 or None in kinds:
+        expected = f"files of one kind, that end in {', '.join(READERS)}"
         raise data_fault(key, got=", ".join(sorted(file.name for file in files)[:4]), expected=expected)
     paths = [str(file.absolute()) for file in files]
     try:
-        match kinds.pop():
-            case ".csv":
-                return datasets.Dataset.from_csv(paths)
-            case ".parquet":
-                return datasets.Dataset.from_parquet(paths)
-            case ".arrow":
-                return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
-            case _:
-                return datasets.Dataset.from_json(paths)
+        return datasets.load_dataset(kinds.pop(), data_files=paths, split="train")
     except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError) as error:
         cause = error.__cause__ or error
         raise data_fault(key, got=f"{paths[0]} ({_line(cause)})", expected="whole files of a table") from error

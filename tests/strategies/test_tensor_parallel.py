@@ -10,7 +10,6 @@ from torch import nn
 
 from exp.errors import ConfigError
 from exp.shared_types import DataSpec
-from exp.strategies.tensor_comparison import difference
 from exp.strategies.tensor_plan import division_faults, make_plan
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
@@ -66,55 +65,6 @@ def test_three_ranks_do_not_divide_four_heads(build_model):
     assert fault.expected.endswith("1, 2, 4")
 
 
-# --- what ranks send each other ---
-
-
-def differentiated(rank):
-    """Return values, gradients and second gradients of whole tensors, and of tensors in parts in two ways."""
-    import torch.distributed as dist
-
-    from exp.strategies import tensor_layers as functions
-
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator)
-    # Both layers as one rank has them, and in two ways as two ranks have them.
-    first, second = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
-
-    def by_hand(x):
-        return (x @ first.T).tanh() @ second
-
-    def features(x):
-        mine = functions.own(first, group, dim=0), functions.own(second, group, dim=0)
-        return functions.add_up((functions.copy(x, group) @ mine[0].T).tanh() @ mine[1], group)
-
-    def sequence(x):
-        mine = functions.own(first, group, dim=0), functions.own(second, group, dim=0)
-        x = functions.gather_partial(functions.split(x, group, dim=1), group, dim=1)
-        y = functions.add_up_split((x @ mine[0].T).tanh() @ mine[1], group, dim=1)
-        return functions.gather(y, group, dim=1)
-
-    found = []
-    for function in (by_hand, features, sequence):
-        x = whole.clone().requires_grad_()
-        y = function(x)
-        (slope,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-        (bend,) = torch.autograd.grad((slope**2).sum(), x)
-        found.append((y.detach(), slope.detach(), bend))
-    uneven = torch.arange(5.0)
-    part = functions.own(uneven, group, dim=0)
-    assert len(part) == (5 + ranks - 1) // ranks or rank.global_rank > 0
-    assert torch.equal(functions.join(part, group, dim=0, size=5), uneven)
-    return found
-
-
-def test_functions_can_be_differentiated_twice(ranks):
-    for by_hand, *others in ranks.call(differentiated, ranks=2):
-        for other in others:
-            for one, two in zip(by_hand, other, strict=True):
-                torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
-
-
 # --- networks in parts ---
 
 
@@ -158,19 +108,19 @@ def differences(rank):
 def largest_difference(build, model, *, plan, overrides=(), spec=DIGITS, divide="auto", words=False):
     import torch.distributed as dist
 
-    from exp.strategies.tensor_layers import carry_out, own
+    from exp.strategies.tensor_layers import carry_out, model_mesh
 
     torch.manual_seed(0)
     whole = build(model, *overrides, spec=spec).double()
     parts = copy.deepcopy(whole)
     cut = make_plan(parts, plan, divide=divide, sequence=words, vocabulary=words)
-    cuts = carry_out(cut, parts, dist.group.WORLD)
+    cuts = carry_out(cut, parts, model_mesh(dist.group.WORLD, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 65, (2, 16), generator=generator) if words else torch.rand(2, 1, 8, 8).double()
     expected, gradients = outputs_and_gradients(whole, inputs)
     found, own_gradients = outputs_and_gradients(parts, inputs)
     for name, gradient in gradients.items():
-        expected.append(own(gradient, dist.group.WORLD, dim=cuts[name].dim) if name in cuts else gradient)
+        expected.append(cuts[name].part(gradient) if name in cuts else gradient)
         found.append(own_gradients[name])
     return max(float((one - other).abs().max()) for one, other in zip(expected, found, strict=True) if one.numel())
 
@@ -191,35 +141,53 @@ SEQUENCE |= {"blocks.0": "split_sequence", "blocks.1": "gather_sequence"}
 HEADS = ["blocks.*.heads"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "divide", "expected"),
-    [
-        (MEGATRON, HEADS, None),
-        (SEQUENCE | {"blocks.*.norm?": "sequence"}, HEADS, None),
-        ({"blocks.*.expand": "column", "blocks.*.contract": "row"}, [], None),
-        ({"head": "column_whole"}, [], None),
-        (MEGATRON, ["heads"], "output"),
-        (MEGATRON, ["blocks.1.heads"], "output"),
-        (SEQUENCE, HEADS, "gradient of blocks.0.norm1.weight"),
-        ({"blocks.*.expand": "column"}, [], "raises RuntimeError: "),
-        ({"head": "column"}, [], "output"),
-    ],
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_plan_that_changes_the_function_is_found(build_model, plan, divide, expected, ranks):
-    def build():
-        return build_model("transformer", "model.constants.width=16", "model.constants.hidden=32")
+PLANS = {
+    "megatron": (MEGATRON, HEADS, None),
+    "sequence": (SEQUENCE | {"blocks.*.norm?": "sequence"}, HEADS, None),
+    "feed-forward": ({"blocks.*.expand": "column", "blocks.*.contract": "row"}, [], None),
+    "whole head": ({"head": "column_whole"}, [], None),
+    "whole heads": (MEGATRON, ["heads"], "output"),
+    "half of the blocks": (MEGATRON, ["blocks.1.heads"], "output"),
+    "norms of parts": (SEQUENCE, HEADS, "gradient of blocks.0.norm1.weight"),
+    "no row": ({"blocks.*.expand": "column"}, [], "raises RuntimeError: "),
+    "half of the outputs": ({"head": "column"}, [], "output"),
+}
 
-    made = make_plan(build(), plan, divide=divide, sequence=False, vocabulary=False)
-    found = difference(build, made, {"input": torch.zeros(2, 1, 8, 8)}, ranks=ranks)
-    assert found is None if expected is None else expected in found
+
+def found_differences(rank):
+    """Return by name what the ranks find of each plan."""
+    import runpy
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from exp.strategies.tensor_layers import difference, model_mesh
+
+    build = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["build"]
+    torch.manual_seed(0)
+    network = build("transformer", "model.constants.width=16", "model.constants.hidden=32", spec=DIGITS)
+    mesh = model_mesh(dist.group.WORLD, torch.device("cpu"))
+    made = {
+        name: make_plan(network, plan, divide=divide, sequence=False, vocabulary=False)
+        for name, (plan, divide, _) in PLANS.items()
+    }
+    inputs = {"input": torch.zeros(2, 1, 8, 8)}
+    return {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_plan_that_changes_the_function_is_found(ranks, count):
+    first, *others = ranks.call(found_differences, ranks=count)
+    assert all(other == first for other in others)
+    for name, (_, _, expected) in PLANS.items():
+        assert first[name] is None if expected is None else expected in first[name], name
 
 
 # --- runs ---
 
 
-@pytest.mark.slow
-def test_a_penalty_of_gradients(ranks, settings, alone, require_same_run):
-    command = ("model=sequential", *settings, "+objective=r1", "objective.r1.precision=full")
-    words = ("strategy=tensor_parallel", "launch.accelerator=cpu", "launch.devices=2")
-    require_same_run(alone(*command), ranks.train(*command, *words, ranks=2))
+def test_a_run_whose_plan_changes_the_network_ends_before_its_first_step(ranks, settings):
+    command = ("model=transformer", *settings, "strategy=tensor_parallel", "strategy.divide=[heads]")
+    message = r"strategy.plan: .*changes what the network computes with 2 ranks: its output"
+    with pytest.raises(AssertionError, match=message):
+        ranks.train(*command, "launch.accelerator=cpu", "launch.devices=2", ranks=2)

@@ -177,6 +177,7 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "float32": {"half": "it computes in half precision"},
     "own_passes": {
         **dict.fromkeys(_SHARDS, _TERMS),
+        "splits_tensors": f"{_TERMS}: torch differentiates gradients of a DTensor wrongly",
         "splits_layers": f"{_TERMS}, which a schedule orders",
         "splits_devices": "terms of one forward pass: others call the network's layers themselves",
     },

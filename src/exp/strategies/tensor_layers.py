@@ -1,340 +1,242 @@
-"""Layers that ranks share: what the ranks send each other, the layers in parts, and a plan carried out on a network.
+"""Layers in parts by torch.distributed.tensor.parallel: a plan applied to a network, and compared with the whole one.
 
-The functions can be differentiated any number of times. Each stands for two collectives, of the forward and of the
-backward (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., Reducing Activation Recomputation, 2022,
-section 4.2.2, for those along the sequence).
+A layer keeps its class and its names. Its parameters are plain tensors of the local shard, which become DTensors only
+within its forward: fused AdamW and `clip_grad_norm_` refuse lists of which only some parameters are DTensors.
 
-    name            forward                 backward                where
-    copy            nothing                 adds up                 whole values enter a layer in parts
-    add_up          adds up                 nothing                 a layer in parts gives whole values
-    gather          joins parts             takes its own           parts become whole, and are used alike by all
-    split           takes its own           joins parts             whole values become parts
-    gather_partial  joins parts             adds up, takes its own  parts become whole, used by each rank in its way
-    add_up_split    adds up, takes its own  joins parts             a layer in parts gives parts of the sequence
-
-The layers are torch's own, whose class and weights are replaced in place. A layer keeps its place and its names; its
-weights are plain tensors of this rank's part, so that optimizers, scalers and hooks meet nothing new.
-
-Why not torch.distributed.tensor.parallel (seen in torch 2.13, gloo, float64): values and first gradients of gpt agree
-to 1e-16, along the sequence and over the vocabulary, too, but the backward of a DTensor that changes its layout cannot
-be differentiated again. A penalty of gradients then trains by wrong gradients, without an error: of two cut layers the
-norms were 0.27 and 0.19, where the whole network's are 5.37 and 6.72. `test_a_penalty_of_gradients` and
-`test_functions_can_be_differentiated_twice` (tests/strategies/test_tensor_parallel.py) forbid it.
-`clip_grad_norm_` and fused AdamW refuse parameters of which only some are DTensors, too.
+The backward of a DTensor that changes its layout cannot be differentiated again (torch 2.13): of two cut layers the
+second gradients had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. The compatibility table
+therefore refuses losses that differentiate a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.func import functional_call
 
-from exp.errors import RunError
+from exp.errors import RunError, one_line
 from exp.models.containers import ProgramModel
+from exp.models.inference import network_call
+from exp.nested import tensors_in
 from exp.strategies.tensor_plan import Plan, count_of
 
-Group = dist.ProcessGroup
-# torch 2.13 has new names, and warns of the old ones.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Of activations `[B, T, C]`.
+# Dimension of the sequence in activations `[B, T, C]`.
 SEQUENCE = 1
-
-
-def copy(value: Tensor, group: Group) -> Tensor:
-    return _exchange(value, _same, partial(_sum, group=group))
-
-
-def add_up(value: Tensor, group: Group) -> Tensor:
-    return _exchange(value, partial(_sum, group=group), _same)
-
-
-def gather(value: Tensor, group: Group, *, dim: int, size: int | None = None) -> Tensor:
-    """size: of the whole along dim; None where the ranks have equal parts."""
-    size = size or value.shape[dim] * group.size()
-    return _exchange(value, partial(join, group=group, dim=dim, size=size), partial(own, group=group, dim=dim))
-
-
-def split(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Raises: RunError where the ranks would get unequal parts."""
-    require_even(value.shape[dim], group, dim=dim)
-    whole = partial(join, group=group, dim=dim, size=value.shape[dim])
-    return _exchange(value, partial(own, group=group, dim=dim), whole)
-
-
-def gather_partial(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    whole = partial(join, group=group, dim=dim, size=value.shape[dim] * group.size())
-    return _exchange(value, whole, partial(_sum_own, group=group, dim=dim))
-
-
-def add_up_split(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    """Raises: RunError where the ranks would get unequal parts."""
-    require_even(value.shape[dim], group, dim=dim)
-    whole = partial(join, group=group, dim=dim, size=value.shape[dim])
-    return _exchange(value, partial(_sum_own, group=group, dim=dim), whole)
-
-
-def require_even(size: int, group: Group, *, dim: int) -> None:
-    if size % group.size():
-        raise RunError(
-            f"dimension {dim} is {size}, which {group.size()} ranks cannot share evenly; expected a "
-            "multiple. Write strategy.sequence=false, or another length"
-        )
-
-
-def own(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    """This rank's part along dim. All have ceil(size / ranks) of it, but for the last ones, which may have less."""
-    size, ranks = value.shape[dim], group.size()
-    each = -(-size // ranks)
-    first = min(group.rank() * each, size)
-    return value.narrow(dim, first, min(each, size - first)).contiguous()
-
-
-def join(part: Tensor, group: Group, *, dim: int, size: int) -> Tensor:
-    """The whole of which `own` is the part; size: of the whole along dim."""
-    ranks = group.size()
-    each = -(-size // ranks)
-    part = part.movedim(dim, 0)
-    if part.shape[0] < each:
-        # gloo and NCCL want equal parts.
-        part = torch.cat([part, part.new_zeros(each - part.shape[0], *part.shape[1:])])
-    part = part.contiguous()
-    whole = part.new_empty(ranks * each, *part.shape[1:])
-    _gather_into(whole, part, group=group)
-    return whole[:size].movedim(0, dim).contiguous()
-
-
-def _same(value: Tensor) -> Tensor:
-    return value.view_as(value)
-
-
-def _sum(value: Tensor, group: Group) -> Tensor:
-    value = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(value, group=group)
-    return value
-
-
-def _sum_own(value: Tensor, group: Group, *, dim: int) -> Tensor:
-    value = value.movedim(dim, 0).contiguous()
-    part = value.new_empty(value.shape[0] // group.size(), *value.shape[1:])
-    _scatter_from(part, value, group=group)
-    return part.movedim(0, dim).contiguous()
-
-
-Collective = Callable[[Tensor], Tensor]
-
-
-class _Exchange(Function):
-    """One collective forward and another backward, which has these two the other way round as its own."""
-
-    @staticmethod
-    def forward(ctx: _Kept, value: Tensor, there: Collective, back: Collective) -> Tensor:
-        ctx.there, ctx.back = there, back
-        return there(value)
-
-    @staticmethod
-    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _exchange(gradient, ctx.back, ctx.there), None, None
-
-
-class _Kept(Protocol):
-    """What an _Exchange keeps between its forward and its backward."""
-
-    there: Collective
-    back: Collective
-
-
-_exchange: Callable[[Tensor, Collective, Collective], Tensor] = _Exchange.apply
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "column": ColwiseParallel,
+    "column_whole": partial(ColwiseParallel, output_layouts=Replicate()),
+    "column_of_sequence": partial(ColwiseParallel, input_layouts=Shard(SEQUENCE)),
+    "row": RowwiseParallel,
+    "row_to_sequence": partial(RowwiseParallel, output_layouts=Shard(SEQUENCE)),
+    "vocabulary": partial(RowwiseParallel, input_layouts=Replicate()),
+    "sequence": partial(SequenceParallel, sequence_dim=SEQUENCE, use_local_output=True),
+}
+# Largest number of parameter entries of a network that is compared: about a second of one core.
+MOST_NUMBERS = 2**22
+# In float64 the order of summation changes the fourteenth digit.
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a parameter is in parts: along which dimension, and its size there in the whole."""
+    """The layout of a parameter over the ranks of a model."""
 
-    dim: int
-    size: int
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    stride: tuple[int, ...]
 
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the local shard of a whole tensor. Nothing is sent."""
+        found: Tensor = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
+        return found
 
-class ColumnLinear(nn.Linear):
-    """Each rank gives a part of the outputs. Input `[B, ..., C]` whole, or a part of the sequence."""
-
-    group: dist.ProcessGroup
-    takes_sequence: bool
-    gives_whole: bool
-    whole_features: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = gather_partial(input, self.group, dim=SEQUENCE) if self.takes_sequence else copy(input, self.group)
-        y = F.linear(x, self.weight, self.bias)
-        return gather(y, self.group, dim=y.dim() - 1, size=self.whole_features) if self.gives_whole else y
-
-
-class RowLinear(nn.Linear):
-    """Each rank takes a part of the inputs, as a ColumnLinear gives them. Output whole, or a part of the sequence."""
-
-    group: dist.ProcessGroup
-    gives_sequence: bool
-
-    def forward(self, input: Tensor) -> Tensor:
-        y = F.linear(input, self.weight)
-        if self.gives_sequence:
-            y = add_up_split(y, self.group, dim=SEQUENCE)
-            # Each rank adds the bias to its own part: its gradient is in parts, too.
-            return y if self.bias is None else y + copy(self.bias, self.group)
-        y = add_up(y, self.group)
-        return y if self.bias is None else y + self.bias
+    def distributed(self, part: Tensor) -> DTensor:
+        """Return the DTensor of which this is the local shard."""
+        return DTensor.from_local(
+            part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
+        )
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """Each rank has a part of the vocabulary, and gives zeros for the other words. Input and output whole."""
-
-    group: dist.ProcessGroup
-    first: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        place = input - self.first
-        elsewhere = (place < 0) | (place >= self.weight.shape[0])
-        # An empty part would have no place to look up at all.
-        if self.weight.shape[0] == 0:
-            found = self.weight.new_zeros(*input.shape, self.embedding_dim) + 0.0 * self.weight.sum()
-        else:
-            found = F.embedding(place.masked_fill(elsewhere, 0), self.weight)
-            found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return add_up(found, self.group)
+def model_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """Return the mesh of the ranks that hold the parts of one model."""
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
 
 
-class SequenceLayerNorm(nn.LayerNorm):
-    """On a part of the sequence: the gradients of its weights are added up over the parts."""
+def carry_out(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
+    """Leave each rank its part of every layer in the plan.
 
-    group: dist.ProcessGroup
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = (None if one is None else copy(one, self.group) for one in (self.weight, self.bias))
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-
-
-class SequenceRMSNorm(nn.RMSNorm):
-    """On a part of the sequence: the gradient of its weight is added up over the parts."""
-
-    group: dist.ProcessGroup
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = None if self.weight is None else copy(self.weight, self.group)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-
-
-def cut_column(
-    layer: nn.Linear, group: dist.ProcessGroup, *, takes_sequence: bool = False, gives_whole: bool = False
-) -> dict[str, Cut]:
-    """Returns: how each of the layer's parameters is in parts now, by its name in the layer."""
-    cuts = {name: Cut(dim=0, size=layer.out_features) for name, _ in layer.named_parameters()}
-    _become(
-        layer, ColumnLinear, group,
-        takes_sequence=takes_sequence, gives_whole=gives_whole, whole_features=layer.out_features,
-    )  # fmt: skip
-    _keep_own(layer, cuts, group)
-    layer.out_features = layer.weight.shape[0]
-    return cuts
-
-
-def cut_row(layer: nn.Linear, group: dist.ProcessGroup, *, gives_sequence: bool = False) -> dict[str, Cut]:
-    """See cut_column. The bias stays whole on every rank."""
-    cuts = {"weight": Cut(dim=1, size=layer.in_features)}
-    _become(layer, RowLinear, group, gives_sequence=gives_sequence)
-    _keep_own(layer, cuts, group)
-    layer.in_features = layer.weight.shape[1]
-    return cuts
-
-
-def cut_vocabulary(layer: nn.Embedding, group: dist.ProcessGroup) -> dict[str, Cut]:
-    """See cut_column."""
-    words = layer.num_embeddings
-    cuts = {"weight": Cut(dim=0, size=words)}
-    first = min(group.rank() * -(-words // group.size()), words)
-    _become(layer, VocabularyEmbedding, group, first=first)
-    _keep_own(layer, cuts, group)
-    return cuts
-
-
-def run_on_sequence(layer: nn.LayerNorm | nn.RMSNorm, group: dist.ProcessGroup) -> None:
-    _become(layer, SequenceLayerNorm if isinstance(layer, nn.LayerNorm) else SequenceRMSNorm, group)
-
-
-def split_input(layer: nn.Module, group: dist.ProcessGroup) -> None:
-    """Its first input becomes this rank's part of the sequence."""
-
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (split(inputs[0], group, dim=SEQUENCE), *inputs[1:])
-
-    layer.register_forward_pre_hook(hook)
-
-
-def gather_output(layer: nn.Module, group: dist.ProcessGroup) -> None:
-    """Its output becomes the whole sequence again."""
-
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return gather(output, group, dim=SEQUENCE)
-
-    layer.register_forward_hook(hook)
-
-
-def _become(layer: nn.Module, kind: type[nn.Module], group: dist.ProcessGroup, **settings: bool | int) -> None:
-    layer.__class__ = kind
-    for name, value in {"group": group, **settings}.items():
-        setattr(layer, name, value)
-
-
-def _keep_own(layer: nn.Module, cuts: dict[str, Cut], group: dist.ProcessGroup) -> None:
-    for name, cut in cuts.items():
-        whole = getattr(layer, name)
-        part = own(whole.detach(), group, dim=cut.dim).clone()
-        setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-
-
-def carry_out(plan: Plan, network: nn.Module, group: dist.ProcessGroup) -> dict[str, Cut]:
-    """Leaves each rank of the group its part of every layer in the plan.
-
-    Returns: how each parameter that is in parts was cut, by its name in the network.
+    Returns:
+        Layouts by the name of the parameter in the network, of the parameters that are in parts.
     """
     cuts: dict[str, Cut] = {}
     for name, words in plan.layers.items():
         layer = network.get_submodule(name)
-        for parameter, cut in _carry_out(layer, words, group).items():
-            cuts[f"{name}.{parameter}"] = cut
+        for word in words:
+            if word == "split_sequence":
+                layer.register_forward_pre_hook(partial(_split_input, mesh))
+            elif word == "gather_sequence":
+                layer.register_forward_hook(partial(_gather_output, mesh))
+            else:
+                cuts |= {f"{name}.{own}": cut for own, cut in _parallelize(layer, STYLES[word](), mesh).items()}
     for name, constants in plan.constants.items():
         container = network.get_submodule(name)
         assert isinstance(container, ProgramModel)
-        container.rebind({constant: count_of(container, constant) // group.size() for constant in constants})
+        container.rebind({constant: count_of(container, constant) // mesh.size() for constant in constants})
     return cuts
 
 
-def _carry_out(layer: nn.Module, words: Sequence[str], group: dist.ProcessGroup) -> dict[str, Cut]:
+def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> dict[str, Cut]:
+    shell = parallelize_module(_shell(layer), mesh, style, src_data_rank=None)
     cuts: dict[str, Cut] = {}
-    for word in words:
-        # The plan has seen that each word stands for a layer of its kind.
-        if word in ("column", "column_whole", "column_of_sequence"):
-            assert isinstance(layer, nn.Linear)
-            cuts |= cut_column(
-                layer, group, takes_sequence=word == "column_of_sequence", gives_whole=word == "column_whole"
-            )
-        elif word in ("row", "row_to_sequence"):
-            assert isinstance(layer, nn.Linear)
-            cuts |= cut_row(layer, group, gives_sequence=word == "row_to_sequence")
-        elif word == "vocabulary":
-            assert isinstance(layer, nn.Embedding)
-            cuts |= cut_vocabulary(layer, group)
-        elif word == "sequence":
-            assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
-            run_on_sequence(layer, group)
-        elif word == "split_sequence":
-            split_input(layer, group)
-        else:
-            gather_output(layer, group)
-    return cuts
+    for name, layout in shell.named_parameters():
+        assert isinstance(layout, DTensor)
+        cuts[name] = Cut(mesh=mesh, placement=layout.placements[0], shape=layout.shape, stride=layout.stride())
+        whole = layer.get_parameter(name)
+        part = nn.Parameter(cuts[name].part(whole.detach()).clone(), requires_grad=whole.requires_grad)
+        layer.register_parameter(name, part)
+
+    shell.forward = partial(_computed_by, shell)
+    layer.forward = partial(forward, layer, shell, cuts)
+    return {name: cut for name, cut in cuts.items() if isinstance(cut.placement, Shard)}
+
+
+def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor) -> Tensor:
+    """Run a layer in parts. Called `forward`, so that hooks find the layer on the stack."""
+    held: dict[str, Tensor] = {name: cut.distributed(layer.get_parameter(name)) for name, cut in cuts.items()}
+    output: Tensor = functional_call(shell, held, inputs)
+    # The result of a collective under way has no storage, for which hooks ask.
+    return output if type(output) is Tensor else output.clone()
+
+
+def _computed_by(shell: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(shell, nn.Linear):
+        return F.linear(x, shell.weight, shell.bias)
+    if isinstance(shell, nn.Embedding):
+        return F.embedding(x, shell.weight)
+    assert isinstance(shell, nn.LayerNorm | nn.RMSNorm)
+    shape = list(shell.normalized_shape)
+    if isinstance(shell, nn.LayerNorm):
+        return F.layer_norm(x, shape, shell.weight, shell.bias, shell.eps)
+    return F.rms_norm(x, shape, shell.weight, shell.eps)
+
+
+def _shell(layer: nn.Module) -> nn.Module:
+    """Return a layer like this one without numbers and hooks."""
+    with torch.device("meta"):
+        if isinstance(layer, nn.Linear):
+            return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        if isinstance(layer, nn.Embedding):
+            return nn.Embedding(layer.num_embeddings, layer.embedding_dim)
+        assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
+        shape, has_weight = layer.normalized_shape, layer.elementwise_affine
+        if isinstance(layer, nn.LayerNorm):
+            return nn.LayerNorm(shape, layer.eps, elementwise_affine=has_weight, bias=layer.bias is not None)
+        return nn.RMSNorm(shape, layer.eps, elementwise_affine=has_weight)
+
+
+def _split_input(mesh: DeviceMesh, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make the first input the local part of the sequence."""
+    size = inputs[0].shape[SEQUENCE]
+    if size % mesh.size():
+        raise RunError(
+            f"dimension {SEQUENCE} is {size}, which {mesh.size()} ranks cannot share evenly; expected a "
+            "multiple. Write strategy.sequence=false, or another length"
+        )
+    return (_laid_out(inputs[0], mesh, Replicate(), Shard(SEQUENCE)), *inputs[1:])
+
+
+def _gather_output(mesh: DeviceMesh, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Make the output the whole sequence."""
+    return _laid_out(output, mesh, Shard(SEQUENCE), Replicate())
+
+
+def _laid_out(value: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
+    laid_out = DTensor.from_local(value, mesh, [before], run_check=False).redistribute(placements=[after])
+    found: Tensor = laid_out.to_local()
+    return found
+
+
+def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
+    """Return how a network in parts differs from the whole one, or None. Every rank of the mesh must call it.
+
+    Outputs and gradients are compared in float64 and in evaluation, with random inputs and weights.
+
+    Args:
+        network: Whole network with the same numbers on every rank; it is not changed.
+        inputs: Batch entries by name, of which only the shapes and dtypes matter.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = copy.deepcopy(network).double().eval()
+        for parameter in whole.parameters():  # zeros would hide what they are multiplied by
+            if parameter.is_floating_point():
+                parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
+        data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}
+    parts = copy.deepcopy(whole)
+    cuts = carry_out(plan, parts, mesh)
+    try:
+        expected = _computed(whole, data)
+    except Exception:  # a network may refuse inputs that the data never has
+        return None
+    found: list[str | None] = [None] * mesh.size()
+    dist.all_gather_object(found, _compared(parts, data, cuts, *expected), group=mesh.get_group())
+    return next((one for one in found if one is not None), None)
+
+
+def _compared(
+    parts: nn.Module,
+    data: Mapping[str, Tensor],
+    cuts: Mapping[str, Cut],
+    outputs: list[Tensor],
+    gradients: Mapping[str, Tensor],
+) -> str | None:
+    try:
+        found, slopes = _computed(parts, data)
+    except Exception as error:
+        return f"its forward or backward in parts raises {one_line(error)}"
+    if len(found) != len(outputs) or not all(map(_is_same, found, outputs)):
+        return "its output in parts is another one"
+    own = {name: cuts[name].part(whole) if name in cuts else whole for name, whole in gradients.items()}
+    others = [name for name, gradient in own.items() if not _is_same(slopes[name], gradient)]
+    return f"the gradient of {others[0]} in parts is another one" if others else None
+
+
+def _computed(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
+    total = sum(((one * _weights(one)).sum() for one in outputs), torch.zeros(()))
+    total.backward()
+    none = torch.zeros((), dtype=torch.float64)
+    return outputs, {
+        name: none.expand(one.shape) if one.grad is None else one.grad for name, one in network.named_parameters()
+    }
+
+
+def _weights(output: Tensor) -> Tensor:
+    return torch.arange(output.numel(), dtype=output.dtype, device=output.device).cos().view(output.shape)
+
+
+def _numbers(like: Tensor) -> Tensor:
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=torch.float64)
+    return torch.randint(0, 2, like.shape).to(like.dtype)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE))

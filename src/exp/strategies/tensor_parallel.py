@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from exp.errors import ConfigError, Fault
+from exp.data.data import Data
+from exp.errors import ConfigError, Fault, RunError
+from exp.models.inference import example_inputs
 from exp.precision.words import WORDS
+from exp.shared_types import DataSpec
 from exp.spelling import among
 from exp.strategies.footprint import (
     Footprint,
@@ -31,9 +35,8 @@ from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
-from exp.strategies.tensor_comparison import MOST_NUMBERS, difference
-from exp.strategies.tensor_layers import Cut, carry_out, join, own
+from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of, precision_of
+from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, carry_out, difference, model_mesh
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
 
@@ -74,22 +77,27 @@ class TensorOptions:
         except ConfigError as error:
             return [*faults, *error.faults]
         faults += [*division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
-        return faults or list(self._function_faults(planned, plan, ranks=ranks))
+        return faults
 
-    def _function_faults(self, planned: Blueprint, plan: Plan, *, ranks: int) -> Iterator[Fault]:
-        """A fault for a plan with which small networks compute something else than whole."""
-        numbers = sum(parameter.numel() for parameter in planned.network.parameters())
-        if planned.build is None or planned.trace is None or ranks == 1 or numbers > MOST_NUMBERS:
+    def check_function(self, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
+        """Compare a small network in parts with the whole one. Every rank of the mesh must call it.
+
+        Raises:
+            RunError: The plan changes what the network computes.
+        """
+        if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
             return
-        if found := difference(planned.build, plan, planned.trace.inputs, ranks=ranks):
+        plan = self.plan_of(network)
+        if found := difference(network, plan, example_inputs(spec), mesh=mesh):
             divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
-            yield Fault(
+            fault = Fault(
                 key="strategy.plan",
-                got=f"a plan that changes what the network computes with {ranks} ranks: {found}",
+                got=f"a plan that changes what the network computes with {mesh.size()} ranks: {found}",
                 expected="a column layer before each row layer, what is between them by parts, and each constant that "
                 f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
                 cure="Or write strategy=ddp",
             )
+            raise RunError(str(fault))
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
@@ -121,8 +129,8 @@ class TensorOptions:
 
 # Words for layers of whose arithmetic each rank does a part.
 _SHARING = {"column", "column_whole", "column_of_sequence", "row", "row_to_sequence", "sequence"}
-# What ranks of a cut layer send each other can be differentiated any number of times.
-MEETS = frozenset({"input_gradients", "forward_passes"})
+# Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
+MEETS = frozenset({"forward_passes"})
 
 
 class TensorParallel(Strategy):
@@ -226,14 +234,20 @@ class TensorParallelStrategy(ModelParallel):
 
     def place_model(self) -> None:
         network = network_of(self)
-        cuts = carry_out(self.tensor.plan_of(network), network, self.model_group)
-        self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
         network.to(self.root_device)
+        # Attached again after placing: copies of the network run without them.
+        precision_of(self).teardown()
+        mesh = model_mesh(self.model_group, self.root_device)
+        data = getattr(getattr(module_of(self).trainer, "datamodule", None), "data", None)
+        if isinstance(data, Data):
+            self.tensor.check_function(network, data.spec, mesh=mesh)
+        cuts = carry_out(self.tensor.plan_of(network), network, mesh)
+        self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
         if self.placement.dimensions.shard > 1:
-            mesh = self.data_mesh()
+            data_mesh = self.data_mesh()
             chosen = uniform(network, units(network, AUTO, min_parameters=0, key="strategy.shard"))
             for unit in [*reversed(chosen.values()), network]:
-                fully_shard(unit, mesh=mesh)
+                fully_shard(unit, mesh=data_mesh)
 
     def model_to_device(self) -> None:
         if self.is_placed:
@@ -245,14 +259,11 @@ class TensorParallelStrategy(ModelParallel):
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         part = super().gather(name, part)
-        if name not in self._cuts:
-            return part
-        cut = self._cuts[name]
-        return join(part, self.model_group, dim=cut.dim, size=cut.size)
+        return self._cuts[name].distributed(part).full_tensor() if name in self._cuts else part
 
     def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
         if name in self._cuts:
-            whole = own(whole, self.model_group, dim=self._cuts[name].dim)
+            whole = self._cuts[name].part(whole.to(self.root_device))
         return super().part(name, whole, like)
 
     def copies_in_model(self, name: str) -> int:

@@ -263,8 +263,10 @@ def _kind_faults(key: str, name: str, layer: nn.Module, words: Sequence[str]) ->
         if TAKES[word] != ANY and type(layer) not in kinds[TAKES[word]]:
             got = f"{word} for {name}, a {type(layer).__name__}"
             yield Fault(key=key, got=got, expected=f"a {TAKES[word]} of torch.nn")
-        elif word == "vocabulary" and (layer.padding_idx is not None or layer.max_norm is not None or layer.sparse):
-            got = f"{word} for {name}, which has padding_idx, max_norm or sparse"
+        elif word == "vocabulary" and (
+            layer.padding_idx is not None or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
+        ):
+            got = f"{word} for {name}, which has padding_idx, max_norm, sparse or scale_grad_by_freq"
             yield Fault(key=key, got=got, expected="an Embedding without them")
 
 

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from exp.hooks.hook import Hook
-from exp.hooks.nan_guard import NanGuard
 
 
 class Fragile(nn.Module):
@@ -41,23 +40,6 @@ class Keeper(Callback):
         states = [optimizer.state_dict() for optimizer in trainer.optimizers]
         kept = {"step": trainer.global_step, "network": pl_module.network.state_dict(), "optimizers": states}
         torch.save(kept, Path(trainer.default_root_dir) / "kept.pt")
-
-
-class End(Callback):
-    """Ends a run after a step that the schedule does not know."""
-
-    def __init__(self, *, at: int) -> None:
-        self.at = at
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step == self.at
-
-
-class Later(NanGuard):
-    """Looks some steps later, as on a GPU, while the optimizer itself skips its step."""
-
-    def _looks_later(self, step: Any, update: Any) -> bool:
-        return update.can_hold
 
 
 class Broken(Hook):

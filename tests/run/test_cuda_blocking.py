@@ -1,4 +1,4 @@
-"""debug=cuda_blocking repeats a failed step on the CPU, and names the layer, operator and index.
+"""debug=cuda_blocking repeats a failed step on the CPU, names the layer, and keeps the batch.
 
 On a GPU the first error would be a device-side assert, which these tests simulate by an error without an index.
 """
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import exp
 from exp.errors import RunError
@@ -81,22 +82,20 @@ CASES = {
         [*LOSS, "+objective.plain={_target_: blocked.Plain}", "+data.train.bad=10"],
         [
             "batch 1 of train failed with IndexError: Target 10 is out of bounds.",
-            "in `objective.plain",
-            "in the operator nll_loss_forward: target 10 of sample 3 is out of 0..2",
+            "Run again on the CPU, it fails in `objective.plain.loss` (Plain): IndexError: Target 10 is out of bounds.",
         ],
     ),
     "an embedded index": (
         f"{EMBED}, {FLATTEN}, {LINEAR}",
         WORDS,
-        ["in `embed` (Embedding), in the operator embedding: index 7 of sample 3, at [2], is out of 0..4"],
+        ["it fails in `embed` (Embedding): IndexError: index out of range in self"],
     ),
     "an index computed by a layer": (
         f"pick: {{_target_: blocked.Picking}}, {LINEAR}",
         [],
         [
             "batch 2 of train failed with ",
-            "in `pick` (Picking), in the operator gather: index 9 of sample 4, at [0], is out of 0..3",
-            "4 of 8 numbers are",
+            "it fails in `pick` (Picking): RuntimeError: index 9 is out of bounds for dimension 1 with size 4",
         ],
     ),
     "an assert on the device": (
@@ -104,7 +103,7 @@ CASES = {
         [*LOSS, "+objective.mine={_target_: blocked.Asserting}", "+data.train.bad=3"],
         [
             "failed with RuntimeError: CUDA error: device-side assert triggered",
-            "in the operator nll_loss_forward: target 3 of sample 3 is out of 0..2",
+            "it fails in `objective.mine.loss` (Asserting): IndexError: Target 3 is out of bounds.",
         ],
     ),
     "a step that passes on the CPU": (
@@ -126,6 +125,9 @@ def test_the_cause_of_a_failed_step_is_named(name, write, monkeypatch):
         exp.fit(exp.compose([*SMALL, model, *overrides]))
     assert [part for part in expected if part not in str(caught.value)] == [], str(caught.value)
     (report,) = Path("outputs").rglob("report.json")
+    (batch,) = (report.parent / "failing_step").iterdir()
+    assert str(caught.value).endswith(f"Its batch is in {batch}")
+    assert len(torch.load(batch, weights_only=True)["data"]) == 2
     assert read_report(report.parent).error["message"] == str(caught.value)
     assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
 

@@ -45,8 +45,11 @@ MOVED: Mapping[str, str] = {
     "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
 }
-# A data set that had a parameter `packed`.
-PACKING = "exp.data.delimited.Csv"
+# Classes that had one parameter more.
+REMOVED_PARAMETERS: Mapping[str, str] = {
+    "exp.data.delimited.Csv": "packed",
+    "exp.hooks.nan_guard.NanGuard": "steps_in_flight",
+}
 
 
 def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +81,10 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
         key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
     }
     hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
-    packed = [f"{key}.packed" for key, target in targets.items() if target == PACKING]
-    return [*REMOVED, *hooks, *packed]
+    parameters = [
+        f"{key}.{REMOVED_PARAMETERS[target]}" for key, target in targets.items() if target in REMOVED_PARAMETERS
+    ]
+    return [*REMOVED, *hooks, *parameters]
 
 
 def current_target(dotted: str) -> str:

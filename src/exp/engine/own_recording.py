@@ -167,7 +167,6 @@ class OwnRecording(StepRecording):
         """
         if not len(self._buffer):
             return
-        self._step_hooks.before_write()
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and is_scaled:

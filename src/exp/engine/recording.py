@@ -318,7 +318,6 @@ class Recording(StepRecording):
         """
         if not len(self._buffer):
             return
-        self._step_hooks.before_write()
         terms = self._module.values_of("train").terms
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         if precision is not None and precision.skips:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exp.engine.checkpoint import AtomicCheckpointIO
-from exp.engine.compilation import is_compiled, uncompiled
+from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
@@ -27,7 +27,6 @@ from exp.hooks.panels import Panel
 from exp.hooks.step import Look, Step, Update, Window
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
-from exp.precision.scaler import can_hold
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ranks
 
@@ -73,7 +72,6 @@ class StepHooks(StepObserver):
         self.turn = WHOLE_STEP
         self._all = list(self.hooks.values())
         self._pausing = _overriding(self._all, "pause")
-        self._writing = _overriding(self._all, "before_write")
         self._evaluating = _overriding(self._all, "evaluated")
         self._finishing = _overriding(self._all, "after_evaluation")
         # Which hooks are due together repeats: their lists are made once.
@@ -132,10 +130,6 @@ class StepHooks(StepObserver):
     def ended(self) -> None:
         for hook in _overriding(self._all, "ended"):
             hook.ended()
-
-    def before_write(self) -> None:
-        for hook in self._writing:
-            hook.before_write()
 
     def failed(self, error: BaseException) -> None:
         # A step that no hook has looked at yet has none.
@@ -413,16 +407,9 @@ def _update_of(
         losses=tuple(losses),
         scale=own.loss_scale if own is not None and own.is_scaled else None,
         objective=module.objective,
-        is_compiled=is_compiled(module.network),
-        can_hold=own is not None and can_hold(optimizer),
-        hold=_cannot_hold if own is None else partial(own.hold, optimizer),
         again=partial(_run_again, module),
         save=_save,
     )
-
-
-def _cannot_hold(flag: Tensor) -> None:
-    raise NotImplementedError("this precision cannot hold an optimizer's step; ask can_hold first")
 
 
 def _save(path: Path, contents: Mapping[str, Any]) -> None:

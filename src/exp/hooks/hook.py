@@ -213,9 +213,6 @@ class Hook:
         What it raises ends the run, with the parameters as they are.
         """
 
-    def before_write(self) -> None:
-        """The engine is about to bring the values of the last steps to the host, for which it waits."""
-
     def after_clipping(self, step: Step) -> Values | None:
         """As after_backward, with the gradients as the optimizer takes them."""
 

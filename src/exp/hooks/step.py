@@ -125,10 +125,6 @@ class Update:
     losses: of the micro-batches, 0-d on their device, this rank's share; of a phase their sum.
     scale: by what the loss was multiplied, 0-d or a float; None without a loss scale.
     objective: the module that gives the loss; it has no parameters that are trained.
-    is_compiled: whether the network runs compiled.
-    can_hold: whether the optimizer can leave a step out by a number on its device, as torch's fused ones do.
-    hold: takes a 0-d float32 tensor: where it is not 0 when the device comes to it, the step changes nothing. Waits for
-        nothing. Only where `can_hold`.
     again: runs forward and backward of a window's micro-batch again; see Again.
     save: writes tensors and plain values to a file, whole or not at all. Raises OSError, and RunError for anything else
         in them.
@@ -139,8 +135,5 @@ class Update:
     losses: Sequence[Tensor]
     scale: Tensor | float | None
     objective: torch.nn.Module
-    is_compiled: bool
-    can_hold: bool
-    hold: Callable[[Tensor], None]
     again: Again
     save: Callable[[Path, Mapping[str, Any]], None]

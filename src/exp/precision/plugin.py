@@ -24,7 +24,7 @@ from exp.errors import ConfigError
 from exp.nested import Nested
 from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors, convert_linear
 from exp.precision.keep import kept_layers, refuse_shared
-from exp.precision.scaler import CURE, UNSCALED_CURE, CountingScaler, FiniteSteps, ScaleWatch, hold
+from exp.precision.scaler import CURE, UNSCALED_CURE, CountingScaler, FiniteSteps, ScaleWatch
 from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,6 @@ class RunPrecision(Precision):
 
     def update(self) -> None:
         """Sets the scale of the next window: once a batch window, after every optimizer's step."""
-
-    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
-        """The optimizer's coming step changes nothing where `flag`, 0-d in float32, is not 0 when the device comes to
-        it. Behind unscale. Only where `can_hold` of exp.precision.scaler."""
-        hold(optimizer, flag)
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last step changed nothing: its schedule should not move. Waits for the device."""
@@ -263,9 +258,6 @@ class ScaledPrecision(RunPrecision):
 
     def update(self) -> None:
         self.scaler.update()
-
-    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
-        self.scaler.hold(optimizer, flag)
 
     def skipped(self, optimizer: Optimizer) -> bool:
         return self.scaler.skipped(optimizer)

@@ -1,4 +1,4 @@
-"""Optimizer steps that the device skips, under a loss scale or while a flag is set, without a look from the host.
+"""Optimizer steps that the device skips under a loss scale, without waiting for the host.
 
 Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_unscale_grads_`, `_scale` and
 `_device` of torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused, whose step reads
@@ -75,11 +75,6 @@ class CountingScaler(torch.amp.GradScaler):
             for tensor in found.values():
                 tensor.copy_(worst)
         self._unscaled[optimizer] = True
-
-    def hold(self, optimizer: Optimizer, flag: Tensor) -> None:
-        """Behind unscale_: the coming step is skipped where `flag`, 0-d, is not 0, as if a gradient were infinite."""
-        for found in self._found_inf_per_device(optimizer).values():
-            found.copy_(torch.maximum(found, flag.to(found.device, found.dtype)))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         if not self.is_enabled():
@@ -206,22 +201,3 @@ class ScaleWatch:
                 "step %d: in the last %d steps optimizers skipped %d updates%s: %s",
                 step, self._row, self._skips, scale, self._cure,
             )  # fmt: skip
-
-
-def can_hold(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step can be held. Not before its first one, which makes its state."""
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(fused) and len(optimizer.state) > 0
-
-
-def hold(optimizer: Optimizer, flag: Tensor) -> None:
-    """Every step of the optimizer changes nothing while `flag` is not 0, until `release`. Not under a loss scale."""
-    optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by fused optimizers
-    optimizer.found_inf = flag  # type: ignore[attr-defined]  # as well
-
-
-def release(optimizer: Optimizer) -> None:
-    """Takes `hold` back."""
-    for name in ("grad_scale", "found_inf"):
-        if name in vars(optimizer):
-            delattr(optimizer, name)

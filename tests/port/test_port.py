@@ -87,7 +87,7 @@ def test_each_command_of_the_readme_passes_the_check(
         return
     on = [] if any("launch.accelerator=" in word for word in words) else ["launch.accelerator=cpu"]
     if "-m" in words:  # forks its jobs, which this process cannot because it has threads
-        done = commands.run(*words, *on, module="exp.check.__main__", cwd=inside)
+        done = commands.run(*words, *on, module="exp.check", cwd=inside)
         status, told = done.returncode, done.stderr
     else:
         status, told = check([*words, *on]), capfd.readouterr().err

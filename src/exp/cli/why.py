@@ -9,40 +9,49 @@ python -m exp.why seed run=outputs/train/2026-01-31/12-00-00  of a run that is t
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import compose
+from exp.check.stages import allowed, compose
 from exp.config.command import answer_question, is_question, parse_arguments
-from exp.config.freeze import frozen_values, read_overrides
+from exp.config.freeze import COMPOSITION, frozen_values, read_overrides
+from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
-from exp.config.history import NOWHERE, Setting, found_in, history_of, layers_of, raw_of, reason_of
+from exp.config.hydra_adapter import Layer, parse_override
 from exp.config.module_key import REPLACED, has_module
-from exp.config.plain_tree import is_node
-from exp.config.reading import UNKNOWN, read
-from exp.config.resolution import is_interpolation, steps_of
-from exp.config.yaml_files import split
+from exp.config.plain_tree import is_node, leaves
+from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
+from exp.config.search_path import shown as shown_path
+from exp.config.sources import REMOVED, Setting, above, history_of, layers_of
+from exp.config.yaml_files import position_of, read_yaml, split
 from exp.errors import ConfigError, ExpError, Fault
 from exp.output import exit_status
-from exp.redaction import covered, redacted
+from exp.redaction import covered, is_secret, redacted
 from exp.spelling import among, nearest, show
 
 PROGRAM = "python -m exp.why"
 RUN = "run="
 # Of a value in a table.
 MOST_CHARACTERS = 60
-# What a run asks for before it begins, by the beginning of the key.
-ASKED = ("data.", "resume", "weights.from")
+# A run determines these keys before it begins.
+DETERMINED = ("data.", "resume", "weights.from")
+RESOLVER = re.compile(r"\$\{[\w.]+:[^${}]*\}")
+MOST_STEPS = 40
+Row = tuple[str, str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a key's value and how it came about. Trains nothing, and writes nothing.
+    """Print the value of a key and the layers that set it. Train nothing and write nothing.
 
-    Returns: 0; 2 where there is no such key, or the command line has a fault.
+    Returns:
+        0, or 2 if the key does not exist or the command line has an error.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
 
@@ -58,277 +67,294 @@ def _command(argv: Sequence[str]) -> int:
     key, overrides = _key(arguments.overrides)
     runs = [text for text in overrides if text.startswith(RUN)]
     if runs:
-        question = _of_run(runs, [text for text in overrides if text not in runs])
+        question = _question_of_run(runs, [text for text in overrides if text not in runs])
     else:
         config = compose(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-        question = Question(config=config, typed=overrides)
+        question = Question(config, typed=overrides)
     for line in question.answer(key):
         print(redacted(line))
     return 0
 
 
 def _key(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The key, and the overrides. Raises: ConfigError."""
+    """Return the key and the overrides. Raise ConfigError unless there is exactly one key."""
     keys = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(keys) != 1:
         got = f"{', '.join(keys)}: {len(keys)} keys" if keys else f"{' '.join(words)}: overrides alone"
-        raise ConfigError([_fault(got, "one dotted key, and overrides beside it", f"{PROGRAM} optimizer.lr model=mlp")])
-    return keys[0].strip("."), [word for word in words if word != keys[0]]
+        raise _error(got, "one dotted key, and overrides next to it", f"{PROGRAM} optimizer.lr model=mlp")
+    return ".".join(split(keys[0])), [word for word in words if word != keys[0]]
 
 
-def _fault(got: str, expected: str, cure: str | None = None, *, key: str = "KEY") -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure, source="command line")
+def _error(got: str, expected: str, cure: str | None = None, *, key: str = "KEY") -> ConfigError:
+    return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)])
 
 
-def _of_run(runs: Sequence[str], others: Sequence[str]) -> Question:
-    """The question to a run, whose command is composed as the files are today. Raises: ConfigError, RunError."""
+def _question_of_run(runs: Sequence[str], others: Sequence[str]) -> Question:
+    """Return the question about a run. Its command is composed from the files of today."""
     directory = Path(runs[0].removeprefix(RUN))
     if others or len(runs) > 1:
-        got = f"beside {' '.join([*runs[1:], *others])}"
-        cure = f"Write from_run={directory}, which takes others"
-        raise ConfigError([_fault(got, "run=DIR alone, for a run is what it was", cure, key="run")])
+        got = f"{' '.join([*runs[1:], *others])} next to it"
+        raise _error(got, "run=DIR alone", f"Write from_run={directory}, which takes others", key="run")
     if not (directory / "config.yaml").is_file():
         expected = "a run directory, such as outputs/train/2026-01-31/12-00-00"
-        raise ConfigError([_fault(f"{directory}, which holds no config.yaml", expected, key="run")])
+        raise _error(f"{directory}, which holds no config.yaml", expected, key="run")
     frozen = frozen_values(directory)
     try:
         overrides = read_overrides(directory)
-        config = compose(overrides)
+        return Question(compose(overrides), typed=overrides, run=directory, frozen=frozen)
     except (ExpError, OSError) as error:
         why = str(error).strip().splitlines()[-1].strip()
         note = f"(what set it is not known: the run's command does not compose today. {why})"
-        return Question(config=OmegaConf.create({}), typed=(), run=directory, frozen=frozen, notes=[note])
-    return Question(config=config, typed=overrides, run=directory, frozen=frozen)
+        return Question(OmegaConf.create({}), typed=(), run=directory, frozen=frozen, note=note)
 
 
 class Question:
-    """A config that is asked how its values came about.
+    """A config whose values are explained.
 
-    config: as composed today. typed: the overrides of the command.
-    run, frozen: of a run, its directory and the values of its config.yaml. notes: to be said first.
+    Args:
+        config: As composed today.
+        typed: The overrides of the command.
+        run: The directory of a run.
+        frozen: The values in the run's config.yaml.
+        note: The first line of each answer.
     """
 
     def __init__(
         self,
-        *,
         config: DictConfig,
+        *,
         typed: Sequence[str],
         run: Path | None = None,
         frozen: Mapping[str, Any] | None = None,
-        notes: Sequence[str] = (),
+        note: str | None = None,
     ) -> None:
-        self._config, self._typed, self._run, self._notes = config, typed, run, notes
-        self._raw = raw_of(config)
-        self._today = {name: value for name, value in read(config)[0].items() if name in self._raw}
-        self._values = self._today if frozen is None else frozen
+        self._config, self._typed, self._run, self._note = config, typed, run, note
+        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
+        raw.pop(COMPOSITION, None)
+        self._plain = {name: value for name, value in read(config)[0].items() if name in raw}
+        self._raw, self._today = dict(leaves(raw)), dict(leaves(self._plain))
+        self._values = self._today if frozen is None else dict(leaves(dict(frozen)))
 
     def answer(self, key: str) -> Iterator[str]:
-        """The lines on a key. Raises: ConfigError where there is none."""
-        yield from self._notes
-        parts = split(key)
+        """Yield the lines about a key. Raise ConfigError if it does not exist."""
+        if self._note is not None:
+            yield self._note
         tree = self._raw if self._run is None else self._values
-        value, names = found_in(tree, parts)
-        reference = self._node_reference(parts) if value is NOWHERE else None
-        if reference is not None:
-            held, text, there = reference
-            yield f"{held} is {text}, so {key} is {there}:"
+        held = next((one for one in above(key) if REFERENCE.fullmatch(str(self._raw.get(one)))), None)
+        if key not in tree and held is not None:  # such as `${model}` instead of a node
+            there = _whole(self._raw[held][2:-1], held) + key.removeprefix(held)
+            yield f"{held} is {self._raw[held]}, so {key} is {there}:"
             yield from self.answer(there)
-        elif value is NOWHERE:
+        elif key not in tree:
             yield from self._absent(key)
-        elif isinstance(value, Mapping) and value:
+        elif _has_entries(tree[key]):
             yield f"{key}:"
-            yield from self._choices(parts)
-            yield from _table(list(self._rows_below(names, value)))
+            for layer in layers_of(self._config) if self._raw else ():
+                chosen_by = self._reason(layer)
+                if ".".join(split(layer.package)) == key and chosen_by is not None:
+                    yield f"  {layer.config_path}, by {chosen_by}"
+            yield from _table([self._summary(*one) for one in _values_below(tree, key)])
         else:
-            yield from self._leaf(".".join(names), parts)
+            value, notes = self._value(key)
+            yield f"{key} = {shown(value)}"
+            yield from _table([self._row(one, key) for one in history_of(self._config, key)])
+            yield from islice(self._steps(key), MOST_STEPS)
+            yield from notes
 
-    def _node_reference(self, parts: Sequence[str]) -> tuple[str, str, str] | None:
-        """The key that holds `${model}` in the place of a node, that text, and the key that is meant within it."""
-        for count in range(len(parts) - 1, 0, -1):
-            value, names = found_in(self._raw, parts[:count])
-            if is_interpolation(value):
-                held = ".".join(names)
-                first = steps_of(self._raw, held, value)[0]
-                if first.key is not None and first.text == value:
-                    return held, value, ".".join([first.key, *parts[count:]])
-        return None
+    def _value(self, key: str) -> tuple[Any, list[str]]:
+        """Return the final value, and notes about it."""
+        today = self._today.get(key, UNKNOWN)
+        is_open = today is UNKNOWN or (key.startswith(DETERMINED) and today in (None, "auto"))
+        if self._run is None:
+            return self._determined(key, today) if is_open else (today, [])
+        then = self._values[key]
+        if is_open and then is not None:
+            return then, [f"  found out before the run, and kept in {self._run}/config.yaml"]
+        if key not in self._today or today == then:
+            return then, []
+        return then, [f"  in {self._run}/config.yaml; the same command gives {shown(today)} today"]
 
-    # --- one value ---
-
-    def _leaf(self, key: str, parts: Sequence[str]) -> Iterator[str]:
-        written, _ = found_in(self._raw, parts)
-        value, notes = self._value(key, parts)
-        yield f"{key} = {shown(value)}"
-        yield from _table([self._row(one) for one in history_of(self._config, key)])
-        if is_interpolation(written):
-            yield from self._steps(key, written)
-        yield from notes
-
-    def _value(self, key: str, parts: Sequence[str]) -> tuple[Any, list[str]]:
-        """The value in the end, and what is to be said of it."""
-        today, _ = found_in(self._today, parts)
-        is_open = today is UNKNOWN or (key.startswith(ASKED) and (today is None or today == "auto"))
-        if self._run is not None:
-            then, _ = found_in(self._values, parts)
-            if is_open and then is not None:
-                return then, [f"  found out before the run, and kept in {self._run}/config.yaml"]
-            if today is NOWHERE or today == then:
-                return then, []
-            return then, [f"  in {self._run}/config.yaml; the same command gives {shown(today)} today"]
-        return self._decided(parts, today) if is_open else (today, [])
-
-    def _decided(self, parts: Sequence[str], today: Any) -> tuple[Any, list[str]]:
-        """What the data, or what else a run asks before it begins, fill in."""
+    def _determined(self, key: str, today: Any) -> tuple[Any, list[str]]:
+        """Return a value that the data, or a search before the run, determine."""
         from exp.check.plan import resolve  # which imports torch
 
         decided = resolve(self._config)
-        value, _ = found_in(decided.plain, parts)
-        if value is UNKNOWN or value is NOWHERE:
-            faults = [f"  not known before this is mended: {fault}" for fault in decided.faults[:3]]
-            return today, faults or ["  not known before the run"]
-        if value == today:
-            return value, [f"  not filled in: {fault}" for fault in decided.faults[:3]]
-        is_of_data = parts[0] == "data" or today is UNKNOWN
+        value = dict(leaves(decided.plain)).get(key, UNKNOWN)
+        if value is UNKNOWN or value == today:
+            faults = [f"  not known until this is fixed: {fault}" for fault in decided.faults[:3]]
+            return today, faults or (["  not known before the run"] if value is UNKNOWN else [])
+        is_of_data = key.startswith("data.") or today is UNKNOWN
         who = f"the data, {decided.plain['data']['_target_']}," if is_of_data else "the search for it before the run"
         return value, [f"  {who} filled in {shown(value)}"]
 
-    def _row(self, one: Setting) -> tuple[str, str, str]:
-        if one.effect == "sets":
+    def _row(self, one: Setting, key: str) -> Row:
+        if one.value is REMOVED:
+            value = "(taken away)"
+        elif one.key == key:
             value = shown(one.value)
-        elif one.effect == "covers":
-            value = f"(gone: what holds it is {shown(one.value)})"
         else:
-            value = "(the whole node anew)" if one.effect == "empties" else "(taken away)"
+            value = "(the whole node anew)" if isinstance(one.value, Mapping) else f"({one.key} is {shown(one.value)})"
         if one.layer is None:
             return self._place(one), value, covered(one.text)
-        reason = reason_of(self._config, one.layer)
-        return one.place, value, "" if reason is None else f"{one.layer.config_path}, by {self._reason(reason)}"
+        chosen_by = self._reason(one.layer)
+        return self._place(one), value, "" if chosen_by is None else f"{one.layer.config_path}, by {chosen_by}"
+
+    def _summary(self, key: str, written: Any) -> Row:
+        value = self._values.get(key, UNKNOWN)
+        text = shown(written if value is UNKNOWN else value)
+        if _is_interpolation(written) and value is not UNKNOWN:
+            text = f"{shown(written)} = {text}"
+        return key, text, self._last_place(key)
 
     def _place(self, one: Setting) -> str:
-        if one.layer is not None:
-            return one.place
+        if one.file is not None:
+            return _place_of(one.file, one.keys)
         if self._run is not None:
             return f"{self._run}/overrides.yaml"
-        return one.place if one.text in self._typed else "from_run"
+        return COMMAND_LINE if one.text in self._typed else "from_run"
 
-    def _reason(self, reason: str) -> str:
-        if "=" not in reason:
-            return reason
-        return f"{covered(reason)} in {self._run}/overrides.yaml" if self._run else f"{covered(reason)}, command line"
-
-    def _steps(self, key: str, written: str) -> Iterator[str]:
-        for step in steps_of(self._raw, key, written):
-            head = f"  {'  ' * step.depth}{step.text}"
-            if step.key is None:
-                yield f"{head}: {step.words}" if step.words else head
-            elif step.value is NOWHERE:
-                yield f"{head}: there is no {step.key}"
-            else:
-                yield f"{head}: {step.key} is {shown(step.value)}{self._last(step.key)}"
-
-    def _last(self, key: str) -> str:
+    def _last_place(self, key: str) -> str:
         settings = history_of(self._config, key)
-        return f"  [{self._place(settings[-1])}]" if settings else ""
+        return self._place(settings[-1]) if settings else ""
 
-    # --- what is below a key ---
-
-    def _choices(self, parts: Sequence[str]) -> Iterator[str]:
-        """The options that were merged at a key, and who chose each."""
-        if self._run is not None and not self._raw:
+    def _steps(self, key: str, trail: tuple[str, ...] = ()) -> Iterator[str]:
+        """Yield each reference of an interpolation, followed by the references of its value. A circle ends."""
+        text = self._raw.get(key)
+        if not isinstance(text, str) or key in trail:
             return
-        for layer in layers_of(self._config):
-            reason = reason_of(self._config, layer)
-            if split(layer.package) == tuple(parts) and reason is not None:
-                yield f"  {layer.config_path}, by {self._reason(reason)}"
+        indent = "  " * (len(trail) + 1)
+        for match in REFERENCE.finditer(text):
+            there = _whole(match[1], key)
+            place = self._last_place(there)
+            found = f"{there} is {shown(self._raw[there])}" if there in self._raw else f"there is no {there}"
+            yield f"{indent}{match[0]}: {found}{f'  [{place}]' if place else ''}"
+            yield from self._steps(there, (*trail, key))
+        for match in RESOLVER.finditer(text):
+            yield f"{indent}{match[0]}{_variable(match[0])}"
 
-    def _rows_below(self, names: Sequence[str], node: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        for parts, written in _leaves(node):
-            way = (*names, *parts)
-            value, _ = found_in(self._values, way)
-            text = shown(written if value is NOWHERE or value is UNKNOWN else value)
-            settings = history_of(self._config, ".".join(way))
-            place = self._place(settings[-1]) if settings else ""
-            if is_interpolation(written) and value is not UNKNOWN:
-                text = f"{shown(written)} = {text}"
-            yield ".".join(way), text, place
-
-    # --- no such key ---
+    def _reason(self, layer: Layer) -> str | None:
+        """Return the override, or the place of the line of a defaults list, that chose an option of a group."""
+        group, _, option = layer.config_path.rpartition("/")
+        for text in reversed(self._config[COMPOSITION].overrides):
+            parsed = parse_override(text)
+            value = None if parsed.is_delete() else parsed.value()
+            if group and parsed.key_or_group == group and option in (value if isinstance(value, list) else [value]):
+                return f"{covered(text)}{f' in {self._run}/overrides.yaml' if self._run else ', command line'}"
+        lines = [line for one in layers_of(self._config) for line in _choices(one) if line[0] == layer.config_path]
+        # An `override` line has precedence over the list that it changes.
+        chosen = next(iter([line for line in reversed(lines) if line[1]] or lines[::-1]), None)
+        return None if chosen is None or not group else chosen[2]
 
     def _absent(self, key: str) -> Iterator[str]:
-        parts = split(key)
-        settings = history_of(self._config, key) if parts[:1] != ("hydra",) else []
-        holder, _ = found_in(self._values, parts[:-1])
-        if settings:
+        settings = history_of(self._config, key)
+        parent, _, name = key.rpartition(".")
+        top, holder = key.partition(".")[0], self._values.get(parent)
+        if settings and top != "hydra":
             yield f"{key}: not there any more"
-            yield from _table([self._row(one) for one in settings])
-        elif parts and parts[0] in REPLACED and has_module(self._raw):
-            yield f"{key}: left out, for {self._raw['module']['_target_']} brings its own: {REPLACED[parts[0]][1]}"
-        elif cure_of_key(key, "") is None and (default := self._default(holder, parts)) is not None:
+            yield from _table([self._row(one, key) for one in settings])
+        elif top in REPLACED and has_module(self._plain):
+            yield f"{key}: left out, for {self._plain['module']['_target_']} brings its own: {REPLACED[top][1]}"
+        elif cure_of_key(key, "") is None and is_node(holder) and (default := self._default(holder, name)) is not None:
             yield f"{key} = {default}"
             yield f"  nobody set it: it is the default of {holder['_target_']}"
         else:
-            raise ConfigError([self._unknown(key, parts)])
+            raise self._unknown(key)
 
-    def _default(self, holder: Any, parts: Sequence[str]) -> str | None:
-        return _default_of(holder["_target_"], parts[-1], self._today) if is_node(holder) else None
+    def _default(self, holder: Any, name: str) -> str | None:
+        """Return the default of a parameter of a node's target; None if the target has no such parameter."""
+        from exp.check.signature import signature_of  # imports the target
+        from exp.config.targets import resolve
 
-    def _unknown(self, key: str, parts: Sequence[str]) -> Fault:
-        if parts[:1] == ("hydra",):
-            return _fault("of Hydra's own", "a key of the run", "See python -m exp.train --cfg hydra", key=key)
-        known = [".".join(way) for way in _ways(self._values)]
-        last = parts[-1] if parts else ""
-        held, _ = found_in(self._values, parts[:-1])
-        siblings = list(map(str, held)) if isinstance(held, Mapping) else []
-        habit = cure_of_key(key, "VALUE")
-        parent = "".join(f"{part}." for part in parts[:-1])
-        elsewhere = [one for one in known if one.rpartition(".")[2] == last]
-        near = [f"{parent}{name}" for name in nearest(last, siblings)]
-        near = nearest(key, elsewhere, likeness=0.0) or near or nearest(key, known)
-        cure = habit if habit else f"Did you mean {near[0]}?" if near else None
-        return _fault("there is no such key", f"one of {among(siblings or self._values, word=last)}", cure, key=key)
+        try:
+            target = resolve(holder["_target_"], returns=("builtins.object",), allow=allowed(self._plain))
+        except ExpError:
+            return None  # the check reports it
+        parameter = signature_of(target).parameters.get(name)
+        if parameter is None:
+            return None
+        return "(must be given)" if parameter.default is inspect.Parameter.empty else shown(parameter.default)
 
-
-def _default_of(target: str, name: str, plain: Mapping[str, Any]) -> str | None:
-    """The default of a parameter of a target, as YAML has it; None where it takes none of that name."""
-    from exp.check.signature import signature_of  # whatever it names is imported
-    from exp.check.stages import allowed
-    from exp.config.targets import resolve
-
-    try:
-        found = resolve(target, returns=("builtins.object",), allow=allowed(dict(plain)))
-    except ExpError:
-        return None  # what is wrong with the target is the check's to say
-    parameter = signature_of(found).parameters.get(name)
-    if parameter is None:
-        return None
-    return "(must be given)" if parameter.default is inspect.Parameter.empty else shown(parameter.default)
+    def _unknown(self, key: str) -> ConfigError:
+        if key.partition(".")[0] == "hydra":
+            return _error("a key of Hydra", "a key of the run", "See python -m exp.train --cfg hydra", key=key)
+        parent, _, name = key.rpartition(".")
+        holder = self._values.get(parent)
+        siblings = list(map(str, holder)) if isinstance(holder, Mapping) else []
+        elsewhere = [one for one in self._values if one.rpartition(".")[2] == name]
+        near = [f"{parent}.{one}" for one in nearest(name, siblings)]
+        near = nearest(key, elsewhere, likeness=0.0) or near or nearest(key, list(self._values))
+        cure = cure_of_key(key, "VALUE") or (f"Did you mean {near[0]}?" if near else None)
+        known = siblings or [one for one in self._values if "." not in one]
+        return _error("there is no such key", f"one of {among(known, word=name)}", cure, key=key)
 
 
-def _leaves(node: Mapping[str, Any], names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in node.items():
-        way = (*names, str(name))
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, way)
-        else:
-            yield way, value
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
 
 
-def _ways(node: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The way to every node and value of mappings."""
-    for name, value in node.items() if isinstance(node, Mapping) else ():
-        yield (*names, str(name))
-        yield from _ways(value, (*names, str(name)))
+def _values_below(tree: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values below a key, lists as a whole."""
+    for one, value in tree.items():
+        is_in_list = any(isinstance(tree[holder], list) for holder in above(one) if holder in tree)
+        if one.startswith(f"{key}.") and not _has_entries(value) and not is_in_list:
+            yield one, value
 
 
-def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    """The rows in columns."""
+def _choices(layer: Layer) -> Iterator[tuple[str, bool, str]]:
+    """Yield the options that the defaults list of a file chooses, whether by `override`, and the place of the line."""
+    content = None if layer.file is None else read_yaml(layer.file)
+    folder = layer.config_path.rpartition("/")[0]
+    for number, line in enumerate(content.get("defaults", ()) if isinstance(content, Mapping) else ()):
+        for key, value in line.items() if isinstance(line, Mapping) else [("", line)]:
+            group = str(key).removeprefix("override ").removeprefix("optional ").partition("@")[0]
+            for option in value if isinstance(value, list) else [value]:
+                path = f"{group}/{option}".partition("@")[0] if group else str(option).partition("@")[0]
+                path = path.lstrip("/") if path.startswith("/") or not folder else f"{folder}/{path}"
+                yield (
+                    path,
+                    str(key).startswith("override "),
+                    _place_of(cast(Path, layer.file), ("defaults", str(number))),
+                )
+
+
+def _place_of(file: Path, keys: Sequence[str]) -> str:
+    """Return a file and the line in which the value under nested keys begins, `conf/optimizer/adamw.yaml:3`."""
+    found = position_of(file, keys)
+    return shown_path(file) if found is None else f"{found.file}:{found.line}"
+
+
+def _is_interpolation(value: object) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _whole(reference: str, at: str) -> str:
+    """Return the dotted key that a reference such as `.lr` or `..seed` means in the value of a key."""
+    dots = len(reference) - len(reference.lstrip("."))
+    if not dots:
+        return reference.strip()
+    parts = split(at)
+    return ".".join([*parts[: max(len(parts) - dots, 0)], reference[dots:].strip()])
+
+
+def _variable(text: str) -> str:
+    """Return what an interpolation such as `${oc.env:HOME}` reads in the environment."""
+    named = ENVIRONMENT.match(text)
+    if named is None:
+        return ""
+    name = named[1].strip()
+    if name not in os.environ:
+        return f": the environment has no {name}"
+    return f": {name} is set" if is_secret(name) else f": {name} is {os.environ[name]!r}"
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     for first, second, third in rows:
         yield f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip()
 
 
 def shown(value: Any) -> str:
-    """A value in one line, as YAML has it."""
+    """Return a value in one line, as in YAML."""
     if isinstance(value, str):
         text = value if value and "\n" not in value and value == value.strip() else repr(value)
     elif isinstance(value, Mapping):

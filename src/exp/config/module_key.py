@@ -22,7 +22,7 @@ from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import Layer, parse_override
 from exp.config.reading import Values
 from exp.config.search_path import OWN_CONF, shown
-from exp.config.sources import Setter, setters_of
+from exp.config.sources import Setting, setters_of
 from exp.config.yaml_files import read_yaml
 from exp.errors import Fault
 
@@ -58,7 +58,7 @@ def leave_out(config: DictConfig) -> None:
     with open_dict(config):
         composition[REFUSED_KEYS] = [f"{key}={source}" for key, source in found.items()]
         if brings_data(plain):
-            for name in [name for name in config.data if _is_default(setters, "data", str(name))]:
+            for name in [name for name in config.data if _is_default(setters, f"data.{name}")]:
                 del config.data[name]
         if _is_default(setters, "monitor"):
             config.monitor = None  # exp's loss/val is no tag of a module's
@@ -136,7 +136,7 @@ def _is_users(file: Path | None) -> bool:
     return file is not None and not file.resolve().is_relative_to(OWN_CONF.resolve())
 
 
-def _is_default(setters: Mapping[tuple[str, ...], Setter], *key: str) -> bool:
+def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
     """Whether a key has the value that a file of exp's gave it."""
     setter = setters.get(key)
     return setter is not None and setter.file is not None and not _is_users(setter.file)

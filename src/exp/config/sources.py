@@ -1,4 +1,4 @@
-"""Who set this key: the YAML file, and where in it, or the command line. Worked out only when a fault asks."""
+"""The files and overrides that set each key of a config, in the order of merging. Read only when an error asks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from exp.config import yaml_files
@@ -19,104 +20,171 @@ from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import ConfigError
 
 TARGET, ARGUMENTS = "_target_", "_args_"
+# The value of a key that an override removes.
+REMOVED: Any = object()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setter:
-    """What set a key last. file: None for the command line; keys: the way to it inside the file."""
+class Setting:
+    """The value that a file or an override gives to a key.
 
-    file: Path | None
-    keys: tuple[str, ...]
+    Args:
+        key: The dotted key.
+        value: As written there; REMOVED for an override that removes the key.
+        layer: The file; None for the command line.
+        keys: The names that lead to the value inside the file.
+        text: The override.
+    """
+
+    key: str
+    value: Any
+    layer: Layer | None = None
+    keys: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def file(self) -> Path | None:
+        """The file that holds the value; None for the command line."""
+        return None if self.layer is None else self.layer.file
+
+    @property
+    def replaces_node(self) -> bool:
+        """Return whether keys below this key have no value from earlier settings."""
+        if self.value is REMOVED or not isinstance(self.value, Mapping):
+            return True
+        return self.layer is None and self.text[:1] not in ("+", "~") and TARGET in self.value
 
 
 def source_of(config: DictConfig, key: str) -> str | None:
-    """The file that set a dotted key last and the line of the key in it, `conf/model/mlp.yaml, line 4`, or
-    `command line`.
+    """Return the file and line that set a dotted key last, such as `conf/model/mlp.yaml, line 4`, or `command line`.
 
-    Of a key that nobody set: of the nearest part of it that somebody did. None where nothing of it was set, or where
-    the config was not composed by exp.compose.
+    For a key that no layer set, this is the source of the nearest key above it. None if there is none, or if
+    exp.compose did not compose the config.
     """
     setters = setters_of(config)
-    parts = _as_written(setters, split(key))
-    for count in range(len(parts), 0, -1):
+    key = _as_written(setters, key)
+    for at in (key, *above(key)):
         # No key stands for a whole file: its target does.
-        setter = setters.get(parts[:count]) or setters.get((*parts[:count], TARGET))
+        setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
         if setter is not None:
-            return COMMAND_LINE if setter.file is None else _placed(setter)
+            return COMMAND_LINE if setter.file is None else _placed(setter.file, setter.keys)
     return None
 
 
 def is_set(config: DictConfig, key: str) -> bool:
-    """Whether a file or the command line set this very key."""
+    """Return whether a file or the command line set exactly this key."""
     setters = setters_of(config)
-    return _as_written(setters, split(key)) in setters
+    return _as_written(setters, key) in setters
 
 
-def _as_written(setters: Mapping[tuple[str, ...], Setter], parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The way to a layer of a list in its holder's `_args_`, as of torch.nn.Sequential, for `body.2`."""
+def above(key: str) -> Iterator[str]:
+    """Yield the dotted keys that hold a key, the nearest first."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def _as_written(setters: Mapping[str, Setting], key: str) -> str:
+    """Return the key of a layer in the `_args_` of its holder, as of torch.nn.Sequential, for `body.2`."""
     way: tuple[str, ...] = ()
-    for part in parts:
-        is_listed = (*way, part) not in setters and (*way, ARGUMENTS, part) in setters
+    for part in split(key):
+        listed = ".".join((*way, ARGUMENTS, part))
+        is_listed = ".".join((*way, part)) not in setters and listed in setters
         way = (*way, ARGUMENTS, part) if is_listed else (*way, part)
-    return way
+    return ".".join(way)
 
 
-def _placed(setter: Setter) -> str:
-    assert setter.file is not None
-    line = yaml_files.line_of(setter.file, setter.keys)
-    return shown(setter.file) if line is None else f"{shown(setter.file)}, line {line}"
+def _placed(file: Path, keys: Sequence[str]) -> str:
+    line = yaml_files.line_of(file, keys)
+    return shown(file) if line is None else f"{shown(file)}, line {line}"
 
 
 def position_of(config: DictConfig, key: str) -> Position | None:
-    """File, line and column of the value of a dotted key; of a block scalar, of the first character of its text.
+    """Return file, line and column of the value of a dotted key, or of the first character of a block scalar.
 
-    None where no file set it: it came from the command line, or nobody set it.
+    None if no file set the key.
     """
-    setter = setters_of(config).get(split(key))
+    setter = setters_of(config).get(".".join(split(key)))
     return None if setter is None or setter.file is None else yaml_files.position_of(setter.file, setter.keys)
 
 
-def setters_of(config: DictConfig) -> dict[tuple[str, ...], Setter]:
-    """What set each key last, by its parts."""
+def setters_of(config: DictConfig) -> Mapping[str, Setting]:
+    """Return the last setting of each dotted key. Empty if a file has changed and cannot be read any more."""
     if COMPOSITION not in config:
         return {}
+    try:
+        return _last(*_composition(config))
+    except ConfigError:
+        return {}
+
+
+def history_of(config: DictConfig, key: str) -> list[Setting]:
+    """Return the settings that decide a dotted key, first to last: its own, and those that replace a node above it.
+
+    Raises:
+        ConfigError: A file cannot be read any more.
+    """
+    found = []
+    for settings in _settings(*_composition(config)) if COMPOSITION in config else ():
+        holders = (settings[at] for at in above(key) if at in settings)
+        found += [
+            one for one in holders if one.replaces_node and (key not in settings or isinstance(one.value, Mapping))
+        ][:1]
+        found += [settings[key]] if key in settings else []
+    return found
+
+
+def layers_of(config: DictConfig) -> list[Layer]:
+    """Return the files that a config was composed of, in the order of merging."""
+    return [Layer.of(text) for text in config[COMPOSITION].layers]
+
+
+def _composition(config: DictConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     composition = config[COMPOSITION]
-    return _setters(tuple(composition.layers), (*composition.of_sweep, *composition.overrides))
+    return tuple(composition.layers), (*composition.of_sweep, *composition.overrides)
 
 
 @functools.lru_cache(maxsize=16)
-def _setters(texts: tuple[str, ...], overrides: tuple[str, ...]) -> dict[tuple[str, ...], Setter]:
-    setters: dict[tuple[str, ...], Setter] = {}
+def _last(layers: tuple[str, ...], overrides: tuple[str, ...]) -> Mapping[str, Setting]:
+    last: dict[str, Setting] = {}
+    for settings in _settings(layers, overrides):
+        last.update((key, one) for key, one in settings.items() if one.value is not REMOVED)
+    return last
+
+
+def _settings(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Iterator[dict[str, Setting]]:
+    """Yield the settings of each file and each override by dotted key."""
     layers = [Layer.of(text) for text in texts]
-    try:
-        for layer in layers:
-            setters.update(_of_layer(layer))
-    except ConfigError:
-        return {}  # one has changed since, and nobody knows what it set
-    groups = {layer.config_path.rpartition("/")[0] for layer in layers}
+    for layer in layers:
+        package = split("" if layer.package == "_global_" else layer.package)
+        content = {} if layer.file is None else read_yaml(layer.file)
+        found = [(".".join((*package, *keys)), keys, value) for keys, value in _walk(content) if keys]
+        yield {
+            key: Setting(key=key, value=value, layer=layer, keys=keys)
+            for key, keys, value in found
+            if keys[0] != "defaults"
+        }
     for text in overrides:
-        line = parse_override(text)
-        if line.is_delete() or (line.key_or_group in groups and not isinstance(line.value(), dict)):
-            continue
-        key = split(line.key_or_group)
-        for below, _ in _walk(line.value(), ()):
-            setters[(*key, *below)] = Setter(file=None, keys=())
-    return setters
+        parsed = parse_override(text)
+        if not chooses(parsed, layers):
+            given = REMOVED if parsed.is_delete() else parsed.value()
+            named = [(".".join((*split(parsed.key_or_group), *keys)), value) for keys, value in _walk(given)]
+            yield {key: Setting(key=key, value=value, text=text) for key, value in named}
 
 
-def _of_layer(layer: Layer) -> dict[tuple[str, ...], Setter]:
-    if layer.file is None:
-        return {}
-    package = split("" if layer.package == "_global_" else layer.package)
-    content = read_yaml(layer.file)
-    return {
-        (*package, *keys): Setter(file=layer.file, keys=keys)
-        for keys, _ in _walk(content, ())
-        if keys and keys[0] != "defaults"
-    }
+def chooses(parsed: Override, layers: Sequence[Layer]) -> bool:
+    """Return whether an override chooses the options of a group, and sets no value."""
+    value = None if parsed.is_delete() else parsed.value()
+    options = value if isinstance(value, list) else [value]
+    paths = {layer.config_path for layer in layers}
+    # An empty choice, hooks=[], has no file.
+    is_group = parsed.key_or_group in {path.rpartition("/")[0] for path in paths}
+    return not isinstance(value, dict) and (
+        is_group or any(f"{parsed.key_or_group}/{option}" in paths for option in options)
+    )
 
 
-def _walk(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _walk(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     yield keys, value
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -248,13 +248,14 @@ class Question:
     def _absent(self, key: str) -> Iterator[str]:
         settings = history_of(self._config, key)
         parent, _, name = key.rpartition(".")
-        top, holder = key.partition(".")[0], self._values.get(parent)
+        top = key.partition(".")[0]
+        holder: Any = self._values.get(parent)
         if settings and top != "hydra":
             yield f"{key}: not there any more"
             yield from _table([self._row(one, key) for one in settings])
         elif top in REPLACED and has_module(self._plain):
             yield f"{key}: left out, for {self._plain['module']['_target_']} brings its own: {REPLACED[top][1]}"
-        elif cure_of_key(key, "") is None and is_node(holder) and (default := self._default(holder, name)) is not None:
+        elif is_node(holder) and cure_of_key(key, "") is None and (default := self._default(holder, name)) is not None:
             yield f"{key} = {default}"
             yield f"  nobody set it: it is the default of {holder['_target_']}"
         else:

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from exp.errors import RunError
-from exp.extras.serve.micro_batches import Closed, MicroBatches, QueueFull
+from exp.extras.serve.micro_batches import MicroBatches, UnavailableError
 from exp.extras.serve.serve import main
 
 onnx = pytest.importorskip("onnx", reason="the extra export is not installed")
@@ -115,7 +115,7 @@ def inputs(ids, shift):
         ([1], 400, "the body is a list; expected"),
         ({"inputs": {"ids": [[1]]}}, 400, "the input shift is missing; expected ids, shift"),
         ({"inputs": {"idz": [[1]], "ids": [[1]]}}, 400, "idz is no input; expected ids, shift. Did you mean ids?"),
-        (inputs([[1, 2], [3]], [[[0, 0, 0]]]), 400, "ids has parts of different shapes, [1], [2]"),
+        (inputs([[1, 2], [3]], [[[0, 0, 0]]]), 400, "ids has parts of different shapes"),
         (inputs([1], [[[0, 0, 0]]]), 400, "ids is of shape [1]; expected [batch, length] of int64"),
         (inputs([[1]], [[[0, 0]]]), 400, "of shape [1, 1, 2]; expected [batch, 1, 3] of float32"),
         (inputs([[1.5]], [[[0, 0, 0]]]), 400, "ids holds 1.5; expected whole numbers"),
@@ -219,8 +219,8 @@ def test_the_page_works_in_a_browser(server, tmp_path):
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
                "--virtual-time-budget=8000", "--dump-dom", f"{server.address}/#predict"]  # fmt: skip
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "ids [batch, length] int64" in shown
-    assert '<div id="classes">cow' in shown
+    assert '"ids":[[0]]' in shown
+    assert '"cow"' in shown
     assert "runs/one" in shown
 
 
@@ -236,7 +236,7 @@ def answers(call, requests, **settings):
         batches = MicroBatches(noted, **settings)
         found = await asyncio.gather(*(batches.submit({"x": one}) for one in requests), return_exceptions=True)
         await batches.close()
-        with pytest.raises(Closed):
+        with pytest.raises(UnavailableError):
             await batches.submit({"x": np.zeros((1, 1))})
         return found
 
@@ -267,7 +267,7 @@ def test_a_bad_request_does_not_fail_others():
     assert all(isinstance(one, ZeroDivisionError) for one in found)
     found, _ = answers(lambda given: {"y": given["x"]}, [np.ones((1, 1))] * 8, most=1, limit=3, wait_ms=0)
     assert sum(isinstance(one, dict) for one in found) == 3
-    assert all(isinstance(one, dict | QueueFull) for one in found)
+    assert all(isinstance(one, dict | UnavailableError) for one in found)
 
 
 def test_a_table_is_served_by_its_columns(trained, pets, write_csv):

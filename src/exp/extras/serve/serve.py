@@ -1,17 +1,17 @@
-"""python -m exp.serve run=DIR, or model=FILE.onnx: an exported network over HTTP, on this machine alone."""
+"""python -m exp.serve run=DIR, or model=FILE.onnx: serves an exported network over HTTP, to this machine by default."""
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
 from exp.extras.export.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
@@ -47,15 +47,16 @@ KEYS = {
     "samples": "a number of samples",
     "body_mib": "a number of MiB",
 }
-# What they are where they are left out.
+# The defaults.
 NUMBERS = {"batch": 64.0, "wait_ms": 2.0, "queue": 1024.0, "samples": 256.0, "body_mib": 1.0}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until it is interrupted.
+    """Serve until a signal.
 
-    Returns: 0 after Ctrl-C; 143 after SIGTERM; 2 for a fault in the command, the config or the address; 1 where the
-    network cannot be exported.
+    Returns:
+        0 after Ctrl-C; 143 after SIGTERM; 2 for an error in the command, the config or the address; 1 if the network
+        cannot be exported.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
 
@@ -74,11 +75,12 @@ def _command(argv: Sequence[str]) -> int:
     _check_words(values)
     numbers = {name: _number(name, values[name], otherwise) for name, otherwise in NUMBERS.items()}
     port = None if values["port"] is None else int(_number("port", values["port"], 0.0))
-    # torch comes in here, behind every fault of the command.
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if not is_installed(package):
+            raise MissingExtraError(feature="exp.serve", package=package.replace("_", "-"), extra="serve")
+    # These modules import torch.
     from exp.extras.export.onnx_file import OnnxModel
-    from exp.extras.serve.model_server import LOOPBACK, LOOPBACK_NAMES, Limits, ModelServer, require_packages
-
-    require_packages()  # before an export, which takes longer
+    from exp.extras.serve.model_server import LOOPBACK, LOOPBACK_NAMES, Limits, ModelServer
 
     limits = Limits(
         batch=int(numbers["batch"]),
@@ -90,36 +92,19 @@ def _command(argv: Sequence[str]) -> int:
     host = values["host"] or LOOPBACK
     if host not in LOOPBACK_NAMES:
         print(f"{host}: whoever reaches this address can use the model, for there is no password", file=sys.stderr)
-    with outliving_output(), _file(arguments) as path, _ending() as ended:
-        # One thread a call: requests that wait for each other's threads take longer than small networks.
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with outliving_output(), _file(arguments) as path, heeding(lambda signum, frame: ended.put(signum)):
+        # With more threads for each call, requests wait for threads longer than small networks compute.
         model = OnnxModel(path, threads=1)
         with ModelServer(model, host=host, port=port, limits=limits) as server:
             print(f"{values['run'] or values['model']}  {server.address}  (Ctrl-C ends it)", flush=True)
-            signum = ended()
+            signum = ended.get()
     return 0 if signum == signal.SIGINT else 128 + signum
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[Callable[[], int]]:
-    """Waits for the signal that ends the server; it is the one that came, even where that was before."""
-    came = threading.Event()
-    signals: list[int] = []
-
-    def note(signum: int, frame: object) -> None:
-        signals.append(signum)
-        came.set()
-
-    def wait() -> int:
-        came.wait()
-        return signals[0]
-
-    with heeding(note):
-        yield wait
-
-
-@contextlib.contextmanager
 def _file(arguments: RunArguments) -> Iterator[Path]:
-    """The ONNX file to serve: the one that is named, or the run's, exported for as long as this is entered."""
+    """Yield the ONNX file to serve: the named one, or a temporary one of the run."""
     values = arguments.values
     if values["model"] is not None:
         yield Path(values["model"])
@@ -132,22 +117,16 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     run = load(str(values["run"]), allow=arguments.allow)
     options = options_of_a_run(values)
     if table_form(run) is not None:
-        options["preprocessing"] = False  # the server itself prepares the columns of a table, words and dates, too
+        options["preprocessing"] = False  # the server prepares the columns of a table, including words and dates
     with tempfile.TemporaryDirectory() as place:
-        exported = export(
-            run,
-            format="onnx",
-            output=Path(place) / "network.onnx",
-            timed=False,
-            **options,
-        )
+        exported = export(run, format="onnx", output=Path(place) / "network.onnx", timed=False, **options)
         for note in exported.notes:
             print(note)
         yield exported.path
 
 
 def _check_words(values: Mapping[str, str | None]) -> None:
-    """Raises: ConfigError for neither a run nor a file, for both, and for words of an export beside a file."""
+    """Raise ConfigError for neither a run nor a file, for both, and for options of an export with a file."""
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} beside model={values['model']}"
         raise ConfigError([Fault(key="run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")])
@@ -158,7 +137,7 @@ def _check_words(values: Mapping[str, str | None]) -> None:
 
 
 def _number(name: str, text: str | None, otherwise: float) -> float:
-    """Raises: ConfigError for anything but a number that can be."""
+    """Return the number of a word; raise ConfigError if it is not a number in its range."""
     if text is None:
         return otherwise
     is_whole = name not in ("wait_ms", "body_mib")

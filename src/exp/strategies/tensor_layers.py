@@ -11,6 +11,7 @@ therefore refuses losses that differentiate a gradient.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,8 @@ from exp.models.containers import ProgramModel
 from exp.models.inference import network_call
 from exp.nested import tensors_in
 from exp.strategies.tensor_plan import Plan, count_of
+
+log = logging.getLogger(__name__)
 
 # Dimension of the sequence in activations `[B, T, C]`.
 SEQUENCE = 1
@@ -193,7 +196,8 @@ def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, 
     cuts = carry_out(plan, parts, mesh)
     try:
         expected = _computed(whole, data)
-    except Exception:  # a network may refuse inputs that the data never has
+    except Exception as error:  # a network may refuse inputs that the data never has
+        log.info("strategy.plan is not compared with the whole network, which refuses random inputs: %s", error)
         return None
     found: list[str | None] = [None] * mesh.size()
     dist.all_gather_object(found, _compared(parts, data, cuts, *expected), group=mesh.get_group())

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import HEALTHY_NORM
 from exp.hooks.hook import Boundary, Hook, Period
-from exp.hooks.norms import joined, norm
+from exp.hooks.norms import norm
 from exp.hooks.panels import Column, Histogram, Panel
 from exp.hooks.step import Step
 from exp.models.matching import matching
@@ -103,4 +104,4 @@ class RetainGradients(Hook):
         """The norm of all of them together, 0-d."""
         if not gradients:
             return torch.zeros((), device=device)
-        return joined([norm(one) for one in gradients] if self.histogram else gradients).to(device)
+        return get_total_norm([norm(one) for one in gradients] if self.histogram else gradients).to(device)

@@ -176,6 +176,7 @@ def test_second_gradients_and_vmap_are_compared(command, row, word, capsys) -> N
         (("own_derivatives.Cube", "--input", "4x"), "--input: '4x'; expected sizes with x between them"),
         (("own_derivatives.Cube", "--input", "4:3"), "of which no floating output depends on"),
         (("torch.optim.SGD",), "TARGET: torch.optim.SGD, another class"),
+        (("torch.nn.functional.gelu",), "TARGET: torch.nn.functional.gelu, which does not name its parameters"),
         (("own_derivatives.Cube", "x:1"), "NAME=VALUE: 'x:1'"),
     ],
 )

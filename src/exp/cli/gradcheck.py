@@ -123,7 +123,11 @@ def _subject(
     if inspect.isclass(found) and not issubclass(found, Function):
         expected = "a torch.autograd.Function, a function of tensors, or a torch.nn.Module"
         raise ConfigError([Fault(key="TARGET", got=f"{target}, another class", expected=expected)])
-    names = parameters_of(found)
+    try:
+        names = parameters_of(found)
+    except (TypeError, ValueError) as error:  # a function that is built into torch
+        got, expected = f"{target}, which does not name its parameters", "a function written in Python that calls it"
+        raise ConfigError([Fault(key="TARGET", got=got, expected=expected)]) from error
     for name in values:
         if name not in names:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""python -m exp.audit: what a config or a checkpoint from elsewhere would do."""
+"""python -m exp.audit: show what a downloaded config or checkpoint would do."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""python -m exp.diff: what two runs have of different config, code and results."""
+"""python -m exp.diff: compare config, code and results of two runs."""
 
 from exp.cli.dispatch import run
 

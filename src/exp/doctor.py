@@ -1,4 +1,4 @@
-"""python -m exp.doctor: what the installation and the machine can do."""
+"""python -m exp.doctor: check the installation and the machine."""
 
 from exp.cli.dispatch import run
 

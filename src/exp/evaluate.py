@@ -1,4 +1,4 @@
-"""python -m exp.evaluate: evaluate what a run saved."""
+"""python -m exp.evaluate: evaluate a saved run."""
 
 from exp.cli.dispatch import run
 

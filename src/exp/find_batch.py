@@ -1,4 +1,4 @@
-"""python -m exp.find_batch: the largest batch that fits into memory, and the fastest."""
+"""python -m exp.find_batch: find the largest and the fastest batch that fit into memory."""
 
 from exp.cli.dispatch import run
 

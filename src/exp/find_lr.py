@@ -1,4 +1,4 @@
-"""python -m exp.find_lr: a learning rate, by a range test."""
+"""python -m exp.find_lr: suggest a learning rate from a range test."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""python -m exp.fork: begin a run where another one, RUN@STEP, was at a step."""
+"""python -m exp.fork: start a run from a step of another run, RUN@STEP."""
 
 from exp.cli.dispatch import run
 

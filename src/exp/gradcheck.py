@@ -1,4 +1,4 @@
-"""python -m exp.gradcheck: whether a backward of your own is the derivative of its forward."""
+"""python -m exp.gradcheck: check a backward of yours against numerical derivatives."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""python -m exp.predict: what a trained network says of new samples."""
+"""python -m exp.predict: predict new samples with a trained network."""
 
 from exp.cli.dispatch import run
 

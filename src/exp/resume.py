@@ -1,4 +1,4 @@
-"""python -m exp.resume: go on with a run."""
+"""python -m exp.resume: resume a run."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""python -m exp.schema: JSON schemas, by which an editor completes YAML."""
+"""python -m exp.schema: JSON schemas for editors that complete YAML."""
 
 from exp.cli.dispatch import run
 

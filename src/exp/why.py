@@ -1,4 +1,4 @@
-"""python -m exp.why: which file, group or override gave a key its value."""
+"""python -m exp.why: show the file, group or override that set a key."""
 
 from exp.cli.dispatch import run
 

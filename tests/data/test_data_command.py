@@ -14,9 +14,9 @@ from sklearn.preprocessing import StandardScaler
 
 import exp
 from exp.check.plan import resolve
-from exp.cli.dashboard import page_for
 from exp.construct import build_data
 from exp.errors import is_installed
+from exp.extras.dashboard.dashboard import page_for
 from exp.extras.survey.data import main
 
 OWN = '''

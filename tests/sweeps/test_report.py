@@ -427,7 +427,7 @@ def test_a_wrong_command_is_one_clear_line(folder, sweep, capsys, arguments, sta
 def test_the_command_does_not_import_torch(sweep):
     program = """
 import sys
-from exp.cli.diff import main as diff
+from exp.extras.diff.diff import main as diff
 from exp.extras.report.report import main
 import exp.sweeps.stacking
 status = main(["sweep", "--output", "here"]) + diff(["sweep/0", "sweep/1"])

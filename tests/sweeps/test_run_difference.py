@@ -2,8 +2,8 @@
 
 import pytest
 
-from exp.cli.diff import main
-from exp.sweeps.run_difference import changed, differences
+from exp.extras.diff.diff import main
+from exp.extras.diff.run_difference import changed, differences
 
 PATCH = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-old\n+{1}\n"
 

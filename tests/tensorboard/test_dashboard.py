@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from exp.cli import dashboard
-from exp.cli.dashboard import DashboardError, page_for, shown_below
+from exp.extras.dashboard import dashboard
+from exp.extras.dashboard.dashboard import DashboardError, page_for, shown_below
 from exp.tensorboard.logger import TensorBoardLogger
 
 

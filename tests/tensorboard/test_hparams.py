@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_gr
 from tensorboard.plugins.hparams.backend_context import Context
 
 from exp.check.stages import compose
-from exp.cli.dashboard import runs_below
+from exp.extras.dashboard.dashboard import runs_below
 from exp.run import fit
 from exp.sweeps.space import Axis
 from exp.tensorboard import hparams

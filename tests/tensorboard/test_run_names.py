@@ -11,10 +11,10 @@ import urllib.parse
 import pytest
 import yaml
 
+from exp.extras.dashboard.overview import in_order, question
+from exp.extras.dashboard.run_names import LinkedRuns, run_name, runs_below
 from exp.tensorboard.hparams import OF_SWEEP
 from exp.tensorboard.logger import TensorBoardLogger
-from exp.tensorboard.overview import in_order, question
-from exp.tensorboard.run_names import LinkedRuns, run_name, runs_below
 
 TODAY = f"{datetime.date.today():%Y-%m-%d}"
 

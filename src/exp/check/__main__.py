@@ -1,4 +1,4 @@
-"""python -m exp.check: what is wrong with a config; train nothing."""
+"""python -m exp.check: report the errors of a config; train nothing."""
 
 from exp.cli.dispatch import run
 

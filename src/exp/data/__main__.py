@@ -1,4 +1,4 @@
-"""python -m exp.data: look at the data: figures, leaks, pictures."""
+"""python -m exp.data: figures, leaks and pictures of the data."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""python -m exp.plan: what a run takes: layers, memory of each rank, time of a step."""
+"""python -m exp.plan: layers, memory of each rank and time of a step, before a run."""
 
 from exp.cli.dispatch import run
 

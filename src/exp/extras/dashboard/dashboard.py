@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exp.errors import ExpError
+from exp.extras.dashboard.run_names import LinkedRuns, runs_below
 from exp.output import exit_status
 from exp.signals import heed
 from exp.sweeps.run_records import is_sweep
-from exp.tensorboard.run_names import LinkedRuns, runs_below
 
 LOOPBACK = "127.0.0.1"
 # What a user calls a page, and what TensorBoard calls it in an address.
@@ -131,7 +131,7 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
     from tensorboard.program import TensorBoard, TensorBoardServerException
     from tensorboard.util import tb_logging
 
-    from exp.tensorboard.overview import Overview
+    from exp.extras.dashboard.overview import Overview
     from tensorboard import default
 
     # What it has to say, it says through us: the address, and an error.

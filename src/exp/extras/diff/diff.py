@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from exp.errors import RunError
+from exp.extras.diff.run_difference import Row, Section, differences
 from exp.output import exit_status
 from exp.redaction import redacted
 from exp.spelling import nearest
-from exp.sweeps.run_difference import Row, Section, differences
 from exp.sweeps.run_records import EVENTS, MARKS, is_sweep, natural
 
 EXPECTED = "a run directory, such as outputs/train/2026-01-31/12-00-00, or a job's of a sweep"

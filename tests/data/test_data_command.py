@@ -200,8 +200,9 @@ def test_tensorboard_shows_the_report(capsys: pytest.CaptureFixture[str], monkey
 
 def test_columns_have_the_statistics_of_scikit_learn() -> None:
     found = look("data=diabetes")
-    raw = build_data(resolve(exp.compose(["data=diabetes"])).plain, keeps_raw=True).raw["train"].entries
-    rows, target = raw["numbers"].numpy(), raw["target.target"].numpy()
+    table = build_data(resolve(exp.compose(["data=diabetes"])).plain, keeps_raw=True).raw["train"]
+    rows = np.stack([values for _, values in table.each_column()], 1)
+    ((_, target),) = table.each_target()
     columns = found["parts"]["train"]["numbers"]["input"]
     scaler = StandardScaler().fit(rows)
     assert [one["name"] for one in columns] == ["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]

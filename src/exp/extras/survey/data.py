@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, is_installed
 from exp.output import exit_status, loading_torch, outliving_output, passing_line, unwritable
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
         "repeated": [asdict(one) for one in found.duplicates],
     }
     drawn = dict(sheets(data, found))
+    if not is_installed("matplotlib"):
+        print("no histograms and no shares of classes are drawn: pip install 'exp-framework[report]'", file=sys.stderr)
     wanted = _directory(Path(resolved.config[COMPOSITION].directory))
     try:
         directory = make_exclusively(wanted)

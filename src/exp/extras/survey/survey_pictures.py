@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from exp.data.data import Data
-from exp.extras.survey.small_multiples import class_shares, histograms
+from exp.errors import is_installed
 from exp.extras.survey.survey import Part, Shown, Survey
 from exp.hooks.figures import Caption, captioned
 from exp.hooks.samples import coloured, pictures
@@ -17,36 +18,78 @@ from exp.shared_types import Stage
 
 # The longer side of a picture in pixels; each pixel of a larger picture is the mean of several.
 SIDE = 256
-# Classes that are drawn.
-BARS = 200
+# Classes that are drawn, and those up to which they are named.
+BARS, NAMED = 200, 40
+STYLE: dict[Any, Any] = {"font.size": 8.0, "text.parse_math": False, "axes.titlesize": 8.0}
 
 
 def sheets(data: Data, survey: Survey) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the pictures by name: samples/<entry>/<part>, histograms/<entry>, classes/<target>."""
+    """Yield pictures by name: samples/<entry>/<part>, and with Matplotlib histograms/<entry> and classes/<target>."""
     for stage, shown in survey.shown.items():
         for name, values in shown.pictures.items():
             yield f"samples/{name}/{stage}", _samples(data, stage, survey.parts[stage], shown, name, values)
-    for name in dict.fromkeys(name for shown in survey.shown.values() for name in shown.rows):
-        rows = {stage: shown.rows[name].numpy() for stage, shown in survey.shown.items() if name in shown.rows}
-        numbers = survey.parts[next(iter(rows))].numbers[name]
-        width = min(own.shape[1] for own in rows.values())
-        columns = {
-            one.name or name: {str(stage): own[:, place] for stage, own in rows.items()}
-            for place, one in enumerate(numbers[:width])
-        }
-        yield f"histograms/{name}", histograms(columns, title=f"{name}, each part with the same area")
-    for name in dict.fromkeys(name for part in survey.parts.values() for name in part.classes):
-        yield f"classes/{name}", _class_shares(survey, name)
+    if is_installed("matplotlib"):
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            for name in dict.fromkeys(name for shown in survey.shown.values() for name in shown.rows):
+                yield f"histograms/{name}", _histograms(survey, name)
+            for name in dict.fromkeys(name for part in survey.parts.values() for name in part.classes):
+                yield f"classes/{name}", _class_shares(survey, name)
+
+
+def _histograms(survey: Survey, name: str) -> np.ndarray:
+    """Return the distribution of each column, the parts over each other."""
+    rows = {stage: shown.rows[name].numpy() for stage, shown in survey.shown.items() if name in shown.rows}
+    width = min(own.shape[1] for own in rows.values())
+    across = min(4, width)
+    figure = _figure(max(3.5, 2.0 * across), 0.6 + 1.4 * -(-width // across), title=name)
+    axes = figure.subplots(-(-width // across), across, squeeze=False).ravel()
+    for place, one in enumerate(survey.parts[next(iter(rows))].numbers[name][:width]):
+        finite = {stage: own[np.isfinite(own[:, place]), place].astype(np.float64) for stage, own in rows.items()}
+        # The same bins for all parts.
+        bins = np.histogram_bin_edges(np.concatenate(list(finite.values())), bins=24)
+        for stage, values in finite.items():
+            axes[place].hist(values, bins, density=len(values) > 0, histtype="step", label=stage)
+        axes[place].set_title(one.name or name)
+        axes[place].set_yticks([])
+    for empty in axes[width:]:
+        empty.set_axis_off()
+    return _pixels(figure, axes[0])
 
 
 def _class_shares(survey: Survey, name: str) -> np.ndarray:
+    """Return the share of each class in each part, as bars beside each other."""
     own = {stage: part.classes[name] for stage, part in survey.parts.items() if name in part.classes}
     labels = sorted({label for one in own.values() for label in one.counts})
     few = labels[:BARS]
     rest = f", the first {BARS} of {len(labels):,} classes" if len(labels) > BARS else ""
-    shares = {str(stage): [one.counts.get(label, 0) / max(one.total, 1) for label in few] for stage, one in own.items()}
-    names = [next(iter(own.values())).named(label) for label in few]
-    return class_shares(shares, names, title=f"{name}, share of each part{rest}")
+    figure = _figure(min(14.0, 3.5 + 0.2 * len(few)), 3.0, title=f"{name}, share of each part{rest}")
+    axes = figure.add_subplot()
+    for place, (stage, one) in enumerate(own.items()):
+        shares = [one.counts.get(label, 0) / max(one.total, 1) for label in few]
+        axes.bar(np.arange(len(few)) + 0.8 * place / len(own), shares, 0.8 / len(own), align="edge", label=stage)
+    names = [next(iter(own.values())).named(label) for label in few] if len(few) <= NAMED else []
+    axes.set_xticks(np.arange(len(names)) + 0.4, names, rotation=30, ha="right")
+    return _pixels(figure, axes)
+
+
+def _figure(width: float, height: float, *, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    figure.suptitle(title)
+    return figure
+
+
+def _pixels(figure: Any, axes: Any) -> np.ndarray:
+    """Return a figure with the legend of some axes, uint8 `[H, W, 3]`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
 def _samples(data: Data, stage: Stage, part: Part, shown: Shown, name: str, values: Tensor) -> np.ndarray:

@@ -21,7 +21,7 @@ from exp.data.cells import DecimalSign
 from exp.data.columns import Name, Sheet, feature_faults
 from exp.data.csv_sheet import MISSING_VALUES, Dialect, are_numbers, read_sheet
 from exp.data.faults import SampleError, data_fault, fitted_entry
-from exp.data.fields import Fields, Inputs, NumberDtype
+from exp.data.fields import Fields, Inputs, NumberDtype, error, listed
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
@@ -267,14 +267,12 @@ class UnlabelledRecords(Dataset[object]):
         self.path, columns = path, read_columns(Path(path))
         if inputs is None:  # else they are looked for by their names
             refuse_numbers_as_names(Path(path), list(columns))
-        answers = [] if target is None else [target] if isinstance(target, str) else list(target)
+        answers = () if target is None else listed(target)
         columns = {name: values for name, values in columns.items() if name not in answers}
         self.length = len(next(iter(columns.values()))) if columns else 0
         fields = Fields(
             inputs=inputs,
             target=None,
-            task="regression",
-            classes=None,
             dtypes=dtypes,
             scale=scale,
             picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
@@ -298,7 +296,7 @@ class UnlabelledRecords(Dataset[object]):
                 entry = (~value.isfinite()).nonzero()[0].tolist()
                 place = columns[entry[0]] if self.fields.fields[name].is_row else f"{columns[0]}, entry {entry},"
                 got = f"a number that is not finite in {str(value.dtype).removeprefix('torch.')}, in {place} of {where}"
-                raise SampleError(Fault(key="data.dataset.path", got=got, expected=held(value.dtype)))
+                raise error("path", got, held(value.dtype))
         return sample
 
     def _record(self, index: int) -> dict[str, object]:

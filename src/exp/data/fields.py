@@ -66,7 +66,7 @@ class Row:
         """
         if column not in self.record:
             cure = name_cure(column, list(self.record))
-            raise error(key, f"{column}, which {self.place} does not have", "a column of every record", cure)
+            raise record_error(key, f"{column}, which {self.place} does not have", "a column of every record", cure)
         value = self.record[column]
         # Not equal to itself: nan, as pandas and NumPy write a missing number.
         is_nan = is_single(value) and value != value
@@ -98,12 +98,12 @@ class Row:
 
     def _missing(self, column: str, key: str) -> SampleError:
         got = f"no value in {column} of {self.place}"
-        return error(key, got, "one in every record", "Fill it in, or leave the record out")
+        return record_error(key, got, "one in every record", "Fill it in, or leave the record out")
 
     def _no_number(self, column: str, key: str) -> SampleError:
         value = self.record[column]
         told = show(value) if is_single(value) else f"a {type(value).__name__}"
-        return error(key, f"{told} in {column} of {self.place}", "numbers, or lists of them of one length", TEXT_CURE)
+        return record_error(key, f"{told} in {column} of {self.place}", "numbers, or lists of them of one length", TEXT_CURE)
 
 
 class Fields:
@@ -256,7 +256,7 @@ class Fields:
             whole = values.astype(np.int64) if np.isfinite(values).all() else None
             if whole is None or (whole != values).any():
                 dtype = str(field.dtype).removeprefix("torch.")
-                raise error(f"dtypes.{name}", f"{dtype}, and numbers with a fraction in {row.place}", "float32")
+                raise record_error(f"dtypes.{name}", f"{dtype}, and numbers with a fraction in {row.place}", "float32")
         factor = self.scale if values.dtype == np.uint8 else 1.0
         tensor = torch.from_numpy(np.array(values, order="C")).to(field.dtype)
         return tensor * factor if factor != 1.0 else tensor
@@ -273,7 +273,7 @@ class Fields:
             if label in self.classes:
                 return torch.tensor(self.classes.index(label))
             expected = f"one of the classes {among(self.classes, word=label)}"
-            raise error("target", f"{row.place} of the class {label}", expected, did_you_mean(label, self.classes))
+            raise record_error("target", f"{row.place} of the class {label}", expected, did_you_mean(label, self.classes))
         if not is_single(value):
             array = row.array(name, "target")
             if array.dtype.kind in "iub":
@@ -282,10 +282,10 @@ class Fields:
             number = plain_number(value)
             if number is not None and float(number).is_integer():
                 return torch.tensor(int(number))
-        raise error("target", f"{show(value)} in {name} of {row.place}", "the number of a class", CLASS_CURE)
+        raise record_error("target", f"{show(value)} in {name} of {row.place}", "the number of a class", CLASS_CURE)
 
 
-def error(key: str, got: str, expected: str, cure: str | None = None) -> SampleError:
+def record_error(key: str, got: str, expected: str, cure: str | None = None) -> SampleError:
     """Return the error of a sample. key: of the config, below `data.dataset.`."""
     return SampleError(Fault(key=f"data.dataset.{key}", got=got, expected=expected, cure=cure))
 

@@ -21,7 +21,7 @@ from exp.data.cells import DecimalSign
 from exp.data.columns import Name, Sheet, feature_faults
 from exp.data.csv_sheet import MISSING_VALUES, Dialect, are_numbers, read_sheet
 from exp.data.faults import SampleError, data_fault, fitted_entry
-from exp.data.fields import Fields, Inputs, NumberDtype, error, listed
+from exp.data.fields import Fields, Inputs, NumberDtype, listed, record_error
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
@@ -296,7 +296,7 @@ class UnlabelledRecords(Dataset[object]):
                 entry = (~value.isfinite()).nonzero()[0].tolist()
                 place = columns[entry[0]] if self.fields.fields[name].is_row else f"{columns[0]}, entry {entry},"
                 got = f"a number that is not finite in {str(value.dtype).removeprefix('torch.')}, in {place} of {where}"
-                raise error("path", got, held(value.dtype))
+                raise record_error("path", got, held(value.dtype))
         return sample
 
     def _record(self, index: int) -> dict[str, object]:

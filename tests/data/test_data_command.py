@@ -496,7 +496,7 @@ def test_ignored_labels_are_counted() -> None:
 
 
 def test_samples_are_compared_by_their_bytes() -> None:
-    from exp.data.fingerprints import fingerprint
+    from exp.extras.survey.fingerprints import fingerprint
 
     def hashed(value: object) -> object:
         return fingerprint((value, 0), inputs=(), targets=("target",)).inputs

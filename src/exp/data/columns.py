@@ -254,7 +254,7 @@ class SheetTable(Table):
         self.notes = tuple(sheet.left_out(column) for column in index)
         self._index = tuple(sheet.names[column] for column in index)
         if index:
-            self.entries["row_numbers"] = torch.from_numpy(sheet.read(numbers=index).numbers)
+            self.shared["row_numbers"] = torch.from_numpy(sheet.read(numbers=index).numbers)
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Encode the rows as Table does. Columns of row numbers stay if training had them."""
@@ -279,12 +279,12 @@ class SheetTable(Table):
             name: one
             for names, entry in entries
             if names
-            for name, one in zip(names, self.entries[entry].T, strict=True)
+            for name, one in zip(names, self.shared[entry].T, strict=True)
         }
         names = [name for name in order if name in columns]
         part = copy.copy(self)
         part.columns = (*names, *(name for name in self.columns if name not in order))
-        part.entries = {**self.entries, "numbers": torch.stack([columns[name] for name in part.columns], 1)}
+        part.shared = {**self.shared, "numbers": torch.stack([columns[name] for name in part.columns], 1)}
         part.notes = tuple(note for name, note in zip(self._index, self.notes, strict=True) if name not in order)
         part._index = ()
         return part

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,6 @@ from torch.utils.data import IterableDataset, default_collate
 from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import BatchForm, by_name, target_in
 from exp.data.faults import data_fault
-from exp.data.fingerprints import fingerprint
 from exp.data.in_memory import (
     AnyDataset,
     Fitted,
@@ -35,7 +33,6 @@ from exp.data.joint_transforms import Transform, callables
 from exp.data.labels import IGNORED, Labels
 from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler, batch_count
 from exp.data.randomness import preserve_generators, reseed_batch
-from exp.data.read_once import Print, Read, ReadAssembly, read_from, read_indexed
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
@@ -59,6 +56,7 @@ from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
 # By name, or in a list.
 Transforms = Mapping[str, Any] | Sequence[Any] | None
 BATCH = "batch_transforms"
+ChangeAssembly = Callable[[Assembly], Assembly]
 # Of a part, that the check looks at before a run.
 SAMPLES = 64
 
@@ -160,8 +158,8 @@ class Data:
         self.shuffle_buffer, self.input_mean, self.input_std = shuffle_buffer, input_mean, input_std
         self.shuffle_block, self.shuffle_window = shuffle_block, shuffle_window
         dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
-        self._form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
-        self._collate = collate_of(collate, inputs=self._form.names)
+        self.form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
+        self._collate = collate_of(collate, inputs=self.form.names)
         given = {"transforms": transforms, "train_transforms": train_transforms, "eval_transforms": eval_transforms}
         self._set_transforms(given, {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}, tv_tensors)
         pinned = use_pinned_memory(pin_memory)
@@ -171,7 +169,7 @@ class Data:
         self._prepare(raw, earlier=earlier, keeps_raw=keeps_raw)
         self._batched: dict[Stage, SampledBatches] = {}
         self._check_batches()
-        self._labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
+        self.labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
         self._check_labels()
         self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
@@ -179,9 +177,9 @@ class Data:
     def _set_transforms(
         self, given: Mapping[str, Transforms], batch: Mapping[str, Transforms], tv_tensors: Mapping[str, Any] | None
     ) -> None:
-        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self._held),)
-        self._steps = {key: callables(one, key, self._held) for key, one in given.items()}
-        self._steps |= {key: callables(one, key, self._form.names, is_batch=True) for key, one in batch.items()}
+        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self.held),)
+        self._steps = {key: callables(one, key, self.held) for key, one in given.items()}
+        self._steps |= {key: callables(one, key, self.form.names, is_batch=True) for key, one in batch.items()}
 
     def _prepare(
         self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None] | None, keeps_raw: bool
@@ -224,15 +222,15 @@ class Data:
             stream = replace(self._stream(dataset, stage), rank=rank, world_size=world_size)
             return StreamLoader(stage=stage, stream=stream, options=self._options)
         sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
-        if self._by_index(stage):
+        if self.is_indexed(stage):
             return IndexedLoader(
                 stage=stage,
                 dataset=dataset,
                 sampler=sampler,
                 pin_memory=self._options.pin_memory,
-                form=self._form,
+                form=self.form,
                 # Of tensors the labels have been looked at whole.
-                labels=None if isinstance(dataset, Tensors) else self._labels,
+                labels=None if isinstance(dataset, Tensors) else self.labels,
             )
         source = self._source(stage)
         assembly = self._assembly(source.named)
@@ -267,43 +265,33 @@ class Data:
             return declared_length(part)
         return samples_in(part) if self._drawn is None else len(self._drawn)
 
-    def read_once(self, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
-        """The first samples of a stage in the order of its part, each once, with the transforms of epoch 0.
+    def ordered_loader(
+        self, stage: Stage, *, count: int, fingerprint: Callable[[object], object], assembled: ChangeAssembly
+    ) -> Loader:
+        """Return a loader of samples in the order of the part of a stage, each once, whatever a sampler takes.
 
-        Those of a batch that makes them `count` or more are the last. What the part holds, whatever a sampler takes.
-
-        targets: the entries of a sample that are targets: samples with the same inputs are the same.
-        Raises: as the loader of the stage does.
+        Args:
+            stage: the stage, of which no batch is gathered by index.
+            count: the number of samples; a stream is read whole.
+            fingerprint: of each sample before transforms, those of epoch 0.
+            assembled: Returns the assembly of batches, given that of the stage.
         """
-        part = self.part(stage)
-        inputs = tuple(self.spec.inputs)
-        taken = partial(fingerprint, inputs=inputs, targets=tuple(targets), values=len(self._held))
+        part, options = self.part(stage), replace(self._options, pin_memory=False, persistent_workers=False)
         if isinstance(part, IterableDataset):
             stream = replace(self._stream(part, stage), shuffle=False, shuffle_buffer=0, drop_last=False)
-            stream = replace(stream, fingerprint=taken, assembly=self._read_assembly(stream.assembly))
-            loader: Loader = StreamLoader(stage=stage, stream=stream, options=self._unpinned)
-            return read_from(loader, count=count)
-        count = min(count, samples_in(part))
-        if self._by_index(stage):
-            return read_indexed(
-                part,
-                stage=stage,
-                count=count,
-                size=self.batch_size,
-                form=self._form,
-                labels=self._labels,
-                fingerprint=taken,
-            )
-        source = self._source(stage, fingerprint=taken)
-        batches = GlobalBatches(length=count, batch_size=self.batch_size, shuffle=False, drop_last=False, seed=0)
+            stream = replace(stream, fingerprint=fingerprint, assembly=assembled(stream.assembly))
+            return StreamLoader(stage=stage, stream=stream, options=options)
+        source = self._source(stage, fingerprint=fingerprint)
+        batches = GlobalBatches(
+            length=min(count, samples_in(part)), batch_size=self.batch_size, shuffle=False, drop_last=False, seed=0
+        )
         sampler = ShareSampler(batches=batches, rank=0, world_size=1)
-        assembly = self._read_assembly(self._assembly(source.named))
-        loader = WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._unpinned, assembly=assembly)
-        return read_from(loader, count=count)
+        assembly = assembled(self._assembly(source.named))
+        return WorkerLoader(stage=stage, source=source, sampler=sampler, options=options, assembly=assembly)
 
     def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
         """Return samples as Raw.in_own_units does; nothing of data that is not raw, or if transforms follow."""
-        is_changed = not self._by_index(stage) or self.transforms_batches(stage)
+        is_changed = not self.is_indexed(stage) or self.transforms_batches(stage)
         return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 
     def transforms_batches(self, stage: Stage) -> bool:
@@ -343,8 +331,8 @@ class Data:
 
     def _first_samples(self, stage: Stage, *, seconds: float) -> object:
         part = self.part(stage)
-        if self._by_index(stage) and isinstance(part, Tensors):
-            return self._form(part.entries)
+        if self.is_indexed(stage) and isinstance(part, Tensors):
+            return self.form(part.entries)
         if isinstance(part, IterableDataset):
             few = replace(self._stream(part, stage), batch_size=min(self.batch_size, SAMPLES), drop_last=False)
             found = next(iter(replace(few, shuffle=False, shuffle_buffer=0)), None)
@@ -352,9 +340,9 @@ class Data:
                 raise self._empty_stream(stage)
             return received(found[0])
         count = min(self.batch_size, SAMPLES, samples_in(part))
-        if self._by_index(stage):
-            entries = self._form(gathered(part, torch.arange(count), stage=stage))
-            self._labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
+        if self.is_indexed(stage):
+            entries = self.form(gathered(part, torch.arange(count), stage=stage))
+            self.labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
             return entries
         source, ends = self._source(stage), time.monotonic() + seconds
         read = [source[0, 0]]
@@ -378,7 +366,7 @@ class Data:
             world_size=1,
         )
 
-    def _source(self, stage: Stage, *, fingerprint: Print | None = None) -> SampleSource:
+    def _source(self, stage: Stage, *, fingerprint: Callable[[object], object] | None = None) -> SampleSource:
         return SampleSource(
             dataset=self.part(stage),
             transforms=self._transforms_of(stage),
@@ -387,16 +375,8 @@ class Data:
             fingerprint=fingerprint,
         )
 
-    def _read_assembly(self, assembly: Assembly) -> ReadAssembly:
-        return ReadAssembly(**vars(assembly), inputs=self._held)
-
-    @property
-    def _unpinned(self) -> FetchOptions:
-        """For what is read once and goes to no device."""
-        return replace(self._options, pin_memory=False, persistent_workers=False)
-
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
-        return Assembly(collate=self._collate, form=self._form, labels=self._labels, named=named)
+        return Assembly(collate=self._collate, form=self.form, labels=self.labels, named=named)
 
     def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
         if key == BATCH:
@@ -404,7 +384,7 @@ class Data:
         first = "train_transforms" if stage == "train" else "eval_transforms"
         return (*self._wrapping, *self._steps[first], *self._steps[key])
 
-    def _by_index(self, stage: Stage) -> bool:
+    def is_indexed(self, stage: Stage) -> bool:
         is_plain = self._collate is default_collate and not self._transforms_of(stage)
         return is_plain and isinstance(self._parts[stage], Indexed)
 
@@ -425,9 +405,9 @@ class Data:
         )
 
     @property
-    def _held(self) -> tuple[str, ...]:
+    def held(self) -> tuple[str, ...]:
         """The names of a sample's values, before they are a batch."""
-        names = self._form.names
+        names = self.form.names
         return self._collate.held(names) if isinstance(self._collate, Pad) else names
 
     def _choose(self, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
@@ -451,7 +431,7 @@ class Data:
             )
         if not self.shuffle:
             raise data_fault("shuffle", got="false, beside a sampler", expected="true: the sampler decides the order")
-        offers = {"data_source": part, "inputs": self._held, "num_classes": self.spec.num_classes}
+        offers = {"data_source": part, "inputs": self.held, "num_classes": self.spec.num_classes}
         passes = Passes(maker(make, key="sampler", offers=offers), key="sampler", stage="train", seed=self.seed)
         order = SampledOrder(passes, samples=samples_in(part))
         if self.drop_last and len(order) < self.batch_size:
@@ -470,7 +450,7 @@ class Data:
             raise data_fault(key, got=got, expected="a data set with an index, to take samples from")
         offers = {
             "data_source": part,
-            "inputs": self._held,
+            "inputs": self.held,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle and train,
             "drop_last": self.drop_last and train,
@@ -501,14 +481,14 @@ class Data:
 
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""
-        self._labels = replace(self._labels, classes=self.spec.num_classes)
+        self.labels = replace(self.labels, classes=self.spec.num_classes)
         for stage, part in self._parts.items():
             if not isinstance(part, Tensors):
                 continue
-            wrong = self._labels.first_wrong(target_in(by_name(part.entries, self._form.names)))
+            wrong = self.labels.first_wrong(target_in(by_name(part.entries, self.form.names)))
             if wrong is not None:
                 index, label = wrong
-                raise ConfigError([self._labels.fault(label, of=sample_name(part, index, stage=stage))])
+                raise ConfigError([self.labels.fault(label, of=sample_name(part, index, stage=stage))])
 
     def _spec(self, declared: DeclaredSpec) -> DataSpec:
         stage, part = next(iter(self._parts.items()))
@@ -517,7 +497,7 @@ class Data:
             return declared.whole
         with preserve_generators():
             raw = self._first(stage, part)
-        self.rounded, batch = self._form.rounded(raw), self._form(raw)
+        self.rounded, batch = self.form.rounded(raw), self.form(raw)
         outputs = [number for part in self._parts.values() if (number := stated(part, "num_outputs")) is not None]
         return read_spec(
             declared,
@@ -528,11 +508,11 @@ class Data:
 
     def _first(self, stage: Stage, part: Any) -> object:
         """A batch of one sample, in the dtypes that it comes in."""
-        if self._by_index(stage):
+        if self.is_indexed(stage):
             return gathered(part, torch.zeros(1, dtype=torch.int64), stage=stage)
         if not isinstance(part, IterableDataset):
             source = self._source(stage)
-            assembly = replace(self._assembly(source.named), form=replace(self._form, keeps_doubles=True))
+            assembly = replace(self._assembly(source.named), form=replace(self.form, keeps_doubles=True))
             return received(assembly([source[0, 0]]))
         transforms = self._transforms_of(stage)
         sample = next(open_stream(part, epoch=0), None)

@@ -103,7 +103,9 @@ class Row:
     def _no_number(self, column: str, key: str) -> SampleError:
         value = self.record[column]
         told = show(value) if is_single(value) else f"a {type(value).__name__}"
-        return record_error(key, f"{told} in {column} of {self.place}", "numbers, or lists of them of one length", TEXT_CURE)
+        return record_error(
+            key, f"{told} in {column} of {self.place}", "numbers, or lists of them of one length", TEXT_CURE
+        )
 
 
 class Fields:
@@ -273,7 +275,9 @@ class Fields:
             if label in self.classes:
                 return torch.tensor(self.classes.index(label))
             expected = f"one of the classes {among(self.classes, word=label)}"
-            raise record_error("target", f"{row.place} of the class {label}", expected, did_you_mean(label, self.classes))
+            raise record_error(
+                "target", f"{row.place} of the class {label}", expected, did_you_mean(label, self.classes)
+            )
         if not is_single(value):
             array = row.array(name, "target")
             if array.dtype.kind in "iub":

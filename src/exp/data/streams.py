@@ -21,7 +21,6 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.faults import SampleError
-from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import samples_in
 from exp.data.joint_transforms import Transform
 from exp.data.loader import Epochs, Loader, batch_count, share
@@ -77,7 +76,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     epoch: int = 0
     start: int = 0
     shift: int = 0
-    fingerprint: Callable[[object], Fingerprint | None] | None = None
+    fingerprint: Callable[[object], object] | None = None
 
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()

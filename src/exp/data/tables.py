@@ -48,7 +48,7 @@ class Words:
 class TableRows(Tensors):
     """Rows of numbers, words and targets as a file has them. See Table for the parameters.
 
-    The parts of a table share its columns, and hold the numbers of their rows.
+    The parts of a table share its columns, in the attribute `shared`, and hold the numbers of their rows.
 
     notes: an attribute, notes on the file, a line each. dates: an attribute, the forms of the dates that became
     numbers, by column.
@@ -56,7 +56,7 @@ class TableRows(Tensors):
 
     notes: tuple[str, ...] = ()
     dates: Mapping[str, str | None] = MappingProxyType({})
-    entries: dict[str, Tensor]
+    shared: dict[str, Tensor]
     _rows: Tensor | None = None
 
     def __init__(
@@ -84,14 +84,25 @@ class TableRows(Tensors):
         classes = len(self.classes[only]) if only in self.classes else None
         super().__init__(entries=entries, num_classes=classes)
 
+    @property
+    def entries(self) -> Entries:
+        """The columns of these rows."""
+        return {name: self._values(name) for name in self.shared}
+
+    @entries.setter
+    def entries(self, entries: Entries) -> None:
+        assert isinstance(entries, dict)
+        self.shared = entries
+
     def __len__(self) -> int:
-        return super().__len__() if self._rows is None else len(self._rows)
+        return len(next(iter(self.shared.values()))) if self._rows is None else len(self._rows)
 
     def __getitem__(self, index: int) -> Entries:
         return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
     def gather(self, indices: Tensor) -> Entries:
-        return super().gather(indices if self._rows is None else self._rows[indices])
+        rows = indices if self._rows is None else self._rows[indices]
+        return mapped(self.shared, lambda tensor: tensor.index_select(0, rows))
 
     def select(self, indices: Tensor) -> Self:
         part = copy.copy(self)
@@ -108,12 +119,12 @@ class TableRows(Tensors):
     def each_target(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each target of one column and its values `[N]`: numbers float64, and codes of classes."""
         for name in self.targets:
-            if self.entries[f"target.{name}"][:1].numel() == 1:
+            if self.shared[f"target.{name}"][:1].numel() == 1:
                 yield name, self._values(f"target.{name}").flatten().numpy()
 
     def _values(self, entry: str, place: int | None = None) -> Tensor:
         """Return the values of an entry, or of one column of it."""
-        values = self.entries[entry] if place is None else self.entries[entry][:, place]
+        values = self.shared[entry] if place is None else self.shared[entry][:, place]
         return values if self._rows is None else values[self._rows]
 
     def _counts(self, entry: str, size: int, place: int | None = None) -> np.ndarray:
@@ -228,7 +239,7 @@ class Table(TableRows):
     def sizes(self, told: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The classes of a sample's one target, and how many numbers a model gives for all of them."""
         classes = [len(told["classes"][name]) if name in self.classes else None for name in self.targets]
-        values = [self.entries[f"target.{name}"] for name in self.targets]
+        values = [self.shared[f"target.{name}"] for name in self.targets]
         widths = [count or value.shape[1] for count, value in zip(classes, values, strict=True)]
         return classes[0] if len(classes) == 1 else None, sum(widths) or None  # rows without answers
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from exp.data.collate import Collate
 from exp.data.entries import BatchForm, target_in
 from exp.data.faults import SampleError, data_fault
-from exp.data.fingerprints import Fingerprint
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import SampleTransform, Transform, apply_to_input
 from exp.data.labels import Labels
@@ -73,7 +72,7 @@ class Sample:
 
     index: int
     data: object
-    fingerprint: Fingerprint | None = None
+    fingerprint: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +203,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
         transforms: Sequence[Transform],
         seed: int,
         stage: Stage,
-        fingerprint: Callable[[object], Fingerprint | None] | None = None,
+        fingerprint: Callable[[object], object] | None = None,
     ) -> None:
         self.dataset = dataset
         self.fingerprint = fingerprint

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from exp.data.data import Data
-from exp.data.fingerprints import Comparison, Repeats
 from exp.data.in_memory import samples_in
 from exp.data.labels import is_whole
 from exp.data.loader import batch_count
 from exp.data.randomness import preserve_generators
-from exp.data.read_once import entries_of
 from exp.data.streams import declared_length
 from exp.data.tables import Table
 from exp.data.value_names import ValueNames, value_names
+from exp.extras.survey.fingerprints import Comparison, Repeats
+from exp.extras.survey.read_once import entries_of, read_once
 from exp.extras.survey.tallies import Numbers, combined, moments, statistics, whole
 from exp.shared_types import Stage, dtype_name
 
@@ -207,7 +207,7 @@ class _Reader:
     def read(self, comparison: Comparison) -> None:
         """Fill `part` and `shown`."""
         part, data, stage = self.part, self._data, self._stage
-        for read in data.read_once(stage, count=self._count, targets=sorted(self._targets)):
+        for read in read_once(data, stage, count=self._count, targets=sorted(self._targets)):
             comparison.add(stage, read.first, read.prints)
             values = entries_of(read.data)
             part.batch = part.batch or {name: _described(value) for name, value in values.items()}

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exp.data.fingerprints import Repeats
+from exp.extras.survey.fingerprints import Repeats
 from exp.extras.survey.survey import Part, Survey
 from exp.shared_types import Stage
 from exp.spelling import among

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from exp.data.collate import Pad
-from exp.data.entries import TARGET, BatchForm, by_name
-from exp.data.fingerprints import Fingerprint
-from exp.data.in_memory import Entries, Indexed, Tensors, gathered, sample_name
-from exp.data.labels import Labels
-from exp.data.loader import Loader
+from exp.data.data import Data
+from exp.data.entries import TARGET, by_name
+from exp.data.in_memory import Entries, Tensors, gathered, sample_name, samples_in
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
+from exp.extras.survey.fingerprints import Fingerprint, fingerprint
 from exp.shared_types import Stage
 
 # Of a sample as the data set gives it.
@@ -55,7 +55,7 @@ class ReadAssembly(Assembly):
             data=as_batch(batch),
             first=read[0].index,
             count=len(read),
-            prints=[sample.fingerprint for sample in read],
+            prints=[cast(Fingerprint | None, sample.fingerprint) for sample in read],
             # What a collate function of the user's own takes need not have the names of the batch.
             sizes=_unequal([entries_of(sample.data, self.inputs) for sample in read])
             if isinstance(self.collate, Pad)
@@ -63,32 +63,41 @@ class ReadAssembly(Assembly):
         )
 
 
-def read_indexed(
-    dataset: Indexed, *, stage: Stage, count: int, size: int, form: BatchForm, labels: Labels, fingerprint: Print
-) -> Iterator[Read]:
-    """The first `count` samples of data in memory. size: of a batch.
+def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
+    """Yield the first samples of a stage in the order of its part, each once, with the transforms of epoch 0.
 
-    Raises: UserCodeError where they cannot be gathered; SampleError for a label outside the classes.
+    The last batch makes them `count` or more.
+
+    targets: the entries of a sample that are targets. Samples with the same inputs are the same.
+    Raises: as the loader of the stage does; UserCodeError for samples that cannot be gathered; SampleError for a label
+        outside the classes.
     """
-    for first in range(0, count, size):
-        indices = torch.arange(first, min(first + size, count))
-        raw = gathered(dataset, indices, stage=stage)
-        data = form(raw)
-        if not isinstance(dataset, Tensors):
-            named = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
-            labels.refuse(data, named.__getitem__)
-        yield Read(data=data, first=first, count=len(indices), prints=[fingerprint(row) for row in rows_of(raw)])
-
-
-def read_from(loader: Loader, *, count: int) -> Iterator[Read]:
-    """What a loader that assembles a Read gives, until it has given `count` samples."""
+    inputs = data.held
+    taken = partial(fingerprint, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(inputs))
+    if data.is_indexed(stage):
+        yield from _read_indexed(data, stage, count=min(count, samples_in(data.part(stage))), taken=taken)
+        return
     seen = 0
-    for batch in loader:
+    for batch in data.ordered_loader(
+        stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=inputs)
+    ):
         assert isinstance(batch.data, Read)
         yield batch.data
         seen += batch.data.count
         if seen >= count:
             return
+
+
+def _read_indexed(data: Data, stage: Stage, *, count: int, taken: Print) -> Iterator[Read]:
+    dataset, size = data.part(stage), data.batch_size
+    for first in range(0, count, size):
+        indices = torch.arange(first, min(first + size, count))
+        raw = gathered(dataset, indices, stage=stage)
+        batch = data.form(raw)
+        if not isinstance(dataset, Tensors):
+            named = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
+            data.labels.refuse(batch, named.__getitem__)
+        yield Read(data=batch, first=first, count=len(indices), prints=[taken(row) for row in rows_of(raw)])
 
 
 def rows_of(entries: Entries) -> Iterator[Entries]:

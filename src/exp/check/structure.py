@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.check.keys import PRESENT, SCHEMA, VALUES, Node, Repeats
+from exp.check.keys import SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
 from exp.config.annotations import EMPTY
 from exp.config.freeze import COMPOSITION, OWN_GROUPS
@@ -17,7 +17,9 @@ from exp.config.habits import cure_of_key, cure_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import UNKNOWN, Values
+from exp.config.search_path import OWN_CONF
 from exp.config.slots import COLLECTIONS, NODES, PHASES
+from exp.config.yaml_files import read_yaml
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, number_meant, show
 
@@ -28,6 +30,8 @@ KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
 MAX_LAYERS = 100_000
 # So many keys nobody forgets one by one.
 FORGOTTEN = 8
+# Keys of train.yaml that the classes of nodes read, with a default of the class.
+OPTIONAL = ("num_workers", "drop_last")
 # No library counts further.
 MAX_INTEGER = 2**63
 
@@ -222,18 +226,19 @@ def _phases(plain: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _present(plain: dict[str, Any]) -> Iterator[Fault]:
+    """The keys that train.yaml declares below nodes whose other keys are their target's, and that exp reads."""
+    declared = {**read_yaml(OWN_CONF / "train.yaml"), "strategy": {"name": "ddp"}}
     owned = ("data",) if brings_data(plain) else ()
-    for key, example in PRESENT.items():
-        node, _, name = key.partition(".")
-        if node in owned:
-            continue
-        if is_node(plain.get(node)) and name not in plain[node]:
-            yield Fault(
-                key=key,
-                got="no such key",
-                expected="a value, because exp reads this key",
-                cure=f"Write {key}={example}",
-            )
+    for node in (name for name in NODES if name in declared and name not in owned and is_node(plain.get(name))):
+        for name, default in declared[node].items():
+            if name not in (*plain[node], *OPTIONAL):
+                example = default if isinstance(default, str) else show(default)
+                yield Fault(
+                    key=f"{node}.{name}",
+                    got="no such key",
+                    expected="a value, because exp reads this key",
+                    cure=f"Write {node}.{name}={example}",
+                )
 
 
 # By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.

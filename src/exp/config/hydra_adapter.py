@@ -47,14 +47,15 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import HydraContext, RunMode
-from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.copying import copied
 from exp.config.group_kinds import ONE, package_of_flat
 from exp.config.habits import cure_of_key
+from exp.config.plain_tree import leaves
 from exp.config.reading import secrets_kept
-from exp.config.resolvers import use_resolvers
+from exp.config.resolvers import held, use_resolvers
 from exp.config.search_path import Place, own_groups, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import read_yaml
@@ -325,7 +326,8 @@ class Loader(ConfigLoaderImpl):
         place = default.package or ""
         is_moved = group in ONE and place not in ("", "_global_", group) and not place.startswith(f"{group}/")
         if is_moved and loaded.header["package"] is None:
-            _lead(loaded.config, rf"\$\{{{group}\.", f"${{{place}.")
+            plain = OmegaConf.to_container(loaded.config, resolve=False)
+            loaded.config = OmegaConf.create(_moved(plain, rf"\$\{{{group}\.", f"${{{place}."))
         return loaded
 
     def _layer(self, default: ResultDefault, repo: IConfigRepository) -> Layer:
@@ -419,30 +421,24 @@ class Loader(ConfigLoaderImpl):
             return self.repository.config_exists(f"{group}/{option}")
 
 
-def _lead(node: Any, reference: str, place: str) -> None:
-    """Write another place into the interpolations of a config. reference: a pattern of what they begin with."""
-    for key in list(range(len(node)) if isinstance(node, ListConfig) else node):
-        raw = node._get_node(key)
-        if _is_held(raw):
-            _lead(raw, reference, place)
-        elif raw is not None and isinstance(raw._value(), str):
-            node[key] = re.sub(reference, lambda _: place, raw._value())
+def _moved(plain: Any, reference: str, place: str) -> Any:
+    """Return plain values with another place in their interpolations. reference: a pattern of what they begin with."""
+    if isinstance(plain, dict):
+        return {name: _moved(value, reference, place) for name, value in plain.items()}
+    if isinstance(plain, list):
+        return [_moved(value, reference, place) for value in plain]
+    return re.sub(reference, lambda _: place, plain) if isinstance(plain, str) else plain
 
 
-def _is_held(node: Any) -> bool:
-    """Return whether a node is a mapping or a list with entries of its own, which may be none."""
-    return isinstance(node, Container) and not (node._is_none() or node._is_missing() or node._is_interpolation())
-
-
-def _empty(node: Container, given: Any) -> bool:
+def _empty(node: DictConfig, given: Any) -> bool:
     """Set to null each list of a node for which `given` has a mapping, and each mapping for which it has a list.
 
     OmegaConf merges neither into the other. Return whether there was any.
     """
     is_any = False
     for name, value in given.items():
-        there = None if name == "hydra" else node._get_node(name, validate_access=False)
-        if not _is_held(there) or not isinstance(value, dict | list):
+        there = None if name == "hydra" else held(node, name)
+        if there is None or not isinstance(value, dict | list):
             continue
         if isinstance(there, DictConfig) is not isinstance(value, dict):
             node[name] = None
@@ -477,9 +473,9 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
     is_phase = parent.startswith("phases.") and parent.count(".") == 1
     if not isinstance(node, DictConfig) or name in node or not (is_phase or "_target_" in node):
         return
-    key, target = override.key_or_group, None if is_phase else node._get_node("_target_")
+    key, target = override.key_or_group, "" if is_phase else str(node["_target_"])
     # No class of exp or torch has a parameter of such a name; what others have, the check knows.
-    is_habit = cure_of_key(key, "") is not None and str(target).partition(".")[0] in ("exp", "torch")
+    is_habit = cure_of_key(key, "") is not None and target.partition(".")[0] in ("exp", "torch")
     if not is_habit and not is_slip(name, map(str, node)):
         with open_dict(node):
             node[name] = ""  # not null: Hydra takes a null that is to be deleted for nothing
@@ -487,7 +483,7 @@ def declare_parameter(config: DictConfig, override: Override) -> None:
 
 def whole_number(config: DictConfig, override: Override) -> Any:
     """The value of an override; of `1e3`, which Hydra takes for 1000.0, the whole number where one stands, or null."""
-    value = override._value
+    value = override.value()
     text = (override.input_line or "").partition("=")[2]
     if not isinstance(value, float) or not value.is_integer() or abs(value) > MOST_EXACT:
         return value
@@ -800,25 +796,18 @@ def _short(error: BaseException) -> str:
 
 
 def dotted_keys(config: DictConfig) -> list[str]:
-    """Every key of a composed config, at any depth of mappings, but for the hydra node."""
-    return [key for key, _ in _nodes(config, "")]
+    """Return every key of a composed config, at any depth, except those of the hydra node."""
+    return [key for key, _ in _written(config)]
 
 
 def text_values(config: DictConfig) -> list[tuple[str, str]]:
-    """Key and raw text of every value that is text, interpolations among them, but for the hydra node."""
-    found = [(key, node._value()) for key, node in _nodes(config, "") if node is not None]
-    return [(key, value) for key, value in found if isinstance(value, str)]
+    """Return key and text of every text and interpolation of a composed config, except those of the hydra node."""
+    return [(key, value) for key, value in _written(config) if isinstance(value, str)]
 
 
-def _nodes(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    keys = range(len(node)) if isinstance(node, ListConfig) else node
-    for key in keys:
-        if prefix == "" and key == "hydra":
-            continue
-        raw = node._get_node(key)
-        yield f"{prefix}{key}", raw
-        if _is_held(raw):
-            yield from _nodes(raw, f"{prefix}{key}.")
+def _written(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
+    return leaves({name: value for name, value in plain.items() if name != "hydra"})
 
 
 def _circle_fault(files: Sequence[Path]) -> Fault:

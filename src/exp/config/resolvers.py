@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
 from exp.config.targets import TargetError, resolve_resolver
@@ -86,10 +86,18 @@ def is_of_a_target(error: BaseException) -> bool:
     return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
 
+def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
+    """Return the mapping or list of a config under a name. None for another value, `???` and interpolations."""
+    if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
+        return None
+    value = config[name]
+    return value if isinstance(value, DictConfig | ListConfig) else None
+
+
 def _named(config: DictConfig) -> dict[str, str]:
     """Each resolver with the function that it names, where both can be names."""
-    node = config._get_node(NODE) if NODE in config else None
-    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+    node = held(config, NODE)
+    if not isinstance(node, DictConfig):
         return {}
     named = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))
     return {

@@ -192,6 +192,8 @@ ENDLESS = [
     "y = round(5, -10 ** 9)",
     "y = math.exp(10 ** 6)",
     "y = int(math.inf)",
+    "for i in range(3000):\n    for j in range(3000):\n        y = [*3, ~'a']",
+    "y = range(9000)\nfor i in range(9000):\n    y = tuple(enumerate(y))",
     "\n".join("    " * depth + f"for i{depth} in range(2):" for depth in range(25)) + "\n" + "    " * 25 + "pass",
 ]
 

@@ -25,6 +25,8 @@ from exp.models.stand_ins import COMPUTABLE, LIMITS, UNKNOWN, Function, Layer, L
 from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError, joined
 
 MAX_STEPS = 200_000
+# A refusal takes 0.2 ms, and a loop may repeat it.
+STEPS_OF_A_REFUSAL = 1_000
 MAX_ARGUMENT_DEPTH = 20
 MAX_LENGTH = 10_000
 MAX_INTEGER = 2**63
@@ -114,9 +116,10 @@ def _collect_refusals(
             assert frame is not None
             place = _position(frame.f_code, frame.f_lasti)
             found.setdefault(place[:2], _placed(program, error, place))
+            guards.steps += STEPS_OF_A_REFUSAL
             if guards.steps > MAX_STEPS:
                 raise
-        return () if guard.__name__ in ("rounds", "spread") else UNKNOWN
+        return () if guard.__name__ == "rounds" else UNKNOWN
 
     return guarded
 
@@ -345,7 +348,7 @@ class Guards:
         if name == "sum":
             return self._sum(*args, **kwargs)
         for one in args if name in ("enumerate", "list", "reversed", "tuple", "zip") else ():
-            self._count(1 + _size(one) // 100)
+            self._count(1 + _size(one) // 10)
         if name == "reversed":
             return list(self._sequence(args[0]))[::-1]
         found = getattr(builtins, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks cores, disks and shared memory, and asks NVIDIA's driver for its GPUs. Does not use torch."""
+"""Checks cores, disks and shared memory, and lists NVIDIA's GPUs. Does not use torch."""
 
 from __future__ import annotations
 
@@ -88,16 +88,11 @@ def file_system(place: Path) -> tuple[str, str]:
     return ("a file system of unknown kind", "/") if deepest is None else (deepest.fstype, deepest.mountpoint)
 
 
-def nvidia() -> tuple[int, str | None]:
-    """Return the number of NVIDIA GPUs, and the driver's version or None, as the system reports them without torch."""
-    nodes = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return len(nodes), None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_drivers() -> list[str]:
+    """Return the version of NVIDIA's driver for each GPU that nvidia-smi lists."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return len(nodes), None
-    listed = re.findall(r"^\s*(\d+\.[\d.]+)\s*$", output, flags=re.MULTILINE)
-    return max(len(nodes), len(listed)), next(iter(listed), None)
+        return []
+    return re.findall(r"^\s*(\d+\.[\d.]+)\s*$", output, flags=re.MULTILINE)

@@ -1,6 +1,6 @@
 """python -m exp.extras.doctor.probe FILE WHAT...: tries what may fail, crash or hang.
 
-WHAT is torch, import:MODULE, group:BACKEND or run:DEVICE:PRECISION. The result of each is one line of
+WHAT is torch, import, group:BACKEND or run:DEVICE:PRECISION. The result of each is one line of
 JSON in FILE, so that a crash loses only the try that caused it.
 """
 
@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 RUN = ("name=doctor", "model=mlp", "data=digits", "hooks=[]", "trainer.max_steps=3", "test=false", "launch.devices=1")
@@ -98,9 +99,9 @@ def _run(device: str, precision: str) -> dict[str, Any]:
     return {"loss": loss, "seconds": report.wall_seconds}
 
 
-def _import(module: str) -> dict[str, Any]:
-    importlib.import_module(module)
-    return {"imported": True}
+def _import() -> dict[str, Any]:
+    names = ["exp.run", *(["torchvision"] if find_spec("torchvision") else [])]
+    return {"imported": [importlib.import_module(name).__name__ for name in names]}
 
 
 TRIES: dict[str, Callable[..., dict[str, Any]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -17,12 +17,6 @@ REQUIREMENT = torch_requirement()
 AGAIN = f"pip uninstall -y torch, then pip install --no-cache-dir {REQUIREMENT}"
 BUILD = "install the build of torch for your GPU with the command that pytorch.org shows for it"
 HIDDEN = "CUDA_VISIBLE_DEVICES"
-RESTART = "Check that nvidia-smi works; restart the machine after an update of the driver"
-# Errors of `torch.cuda.init`, and the fix of each.
-CUDA_FIXES = {
-    r"too old|insufficient": f"Update NVIDIA's driver, or {BUILD}",
-    r"no NVIDIA driver": "Install NVIDIA's driver; start a container with --gpus all and NVIDIA's container toolkit",
-}
 # Errors of `import torch`, and the fix of each.
 IMPORT_FIXES = {
     r"libgomp\S*: cannot open": "Install the system's package libgomp1: apt-get install libgomp1",
@@ -51,29 +45,33 @@ def broken(error: str, spec: ModuleSpec | None) -> Finding:
     return Finding("error", "torch", found, fix)
 
 
-def gpu_findings(torch: Facts, *, gpus: int, driver: str | None, environment: Mapping[str, str]) -> Iterator[Finding]:
+def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
     """Say whether torch can use the GPUs of this machine, and why not.
 
     Args:
         torch: What the probe found.
-        gpus: The number of NVIDIA GPUs that the system reports.
-        driver: The version of NVIDIA's driver; None without one.
+        drivers: The version of NVIDIA's driver for each GPU that the system lists.
         environment: The environment variables.
     """
-    visible = environment.get(HIDDEN)
-    machine = f"{gpus} NVIDIA GPUs, driver {driver or 'unknown'}"
+    hidden = f", {HIDDEN}={environment[HIDDEN]!r}" if HIDDEN in environment else ""
+    machine = f"{len(drivers)} NVIDIA GPUs, driver {', '.join({*drivers}) or 'unknown'}{hidden}"
     if torch["gpus"]:
-        hidden = "" if visible is None else f", {HIDDEN}={visible!r}"
-        yield Finding("ok", "CUDA", f"torch for CUDA {torch['cuda']} sees {len(torch['gpus'])} of {machine}{hidden}")
+        yield Finding("ok", "CUDA", f"torch for CUDA {torch['cuda']} sees {len(torch['gpus'])} of {machine}")
         yield from _each_gpu(torch)
-        return
-    if not gpus and driver is None:
-        yield Finding("note" if torch["cuda"] else "ok", "CUDA", "this machine has no NVIDIA GPU: runs use the CPU")
+    elif not drivers:
+        fix = "If there is one, install its driver; start a container with --gpus all" if torch["cuda"] else ""
+        yield Finding("note" if fix else "ok", "CUDA", "nvidia-smi finds no NVIDIA GPU: runs use the CPU", fix)
     elif torch["cuda"] is None:
-        fix = f"pip uninstall -y torch, then {BUILD}"
-        yield Finding("error", "CUDA", f"this machine has {machine}, and torch is built for the CPU only", fix)
+        found = f"this machine has {machine}, and torch is built for the CPU only"
+        yield Finding("error", "CUDA", found, f"pip uninstall -y torch, then {BUILD}")
     else:
-        yield _unseen(torch["cuda_error"], machine, visible)
+        fix = "Check that nvidia-smi works; restart the machine after an update of the driver"
+        if hidden:
+            fix = f"unset {HIDDEN}, or write {HIDDEN}=0"
+        elif "too old" in torch["cuda_error"] or "insufficient" in torch["cuda_error"]:
+            fix = f"Update NVIDIA's driver, or {BUILD}"
+        found = f"torch sees none of {machine}: {shortened(torch['cuda_error'], most=200)}"
+        yield Finding("error", "CUDA", found, fix)
 
 
 def _each_gpu(torch: Facts) -> Iterator[Finding]:
@@ -86,15 +84,6 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
             yield Finding("note", part, found, "Other programs hold its memory: nvidia-smi lists them")
         else:
             yield Finding("ok", part, found)
-
-
-def _unseen(error: str, machine: str, visible: str | None) -> Finding:
-    """Return why a build for CUDA does not see the GPUs of the machine."""
-    found = f"torch sees none of {machine}: {shortened(error, most=200)}"
-    if visible is not None:
-        return Finding("error", "CUDA", f"{HIDDEN}={visible!r}: {found}", f"unset {HIDDEN}, or write {HIDDEN}=0")
-    fix = next((fix for words, fix in CUDA_FIXES.items() if re.search(words, error)), RESTART)
-    return Finding("error", "CUDA", found, fix)
 
 
 def group_findings(trials: Mapping[str, Facts]) -> Iterator[Finding]:
@@ -112,15 +101,14 @@ def group_findings(trials: Mapping[str, Facts]) -> Iterator[Finding]:
             yield Finding("error", backend, f"a process group of one rank fails: {error}", fixes[backend])
 
 
-def import_findings(trials: Mapping[str, Facts], distributions: Mapping[str, str]) -> Iterator[Finding]:
-    """Say which packages cannot be imported, by the trials `import:MODULE`."""
-    for module, name in distributions.items():
-        trial = trials[f"import:{module}"]
-        if "error" in trial:
-            fix = f"pip install --force-reinstall --no-deps {name}"
-            if module == "torchvision":
-                fix = "Install torch and torchvision of one build, such as +cpu for both, or uninstall torchvision"
-            yield Finding("error", name, f"importing {module} fails: {shortened(trial['error'], most=200)}", fix)
+def import_finding(trial: Facts) -> Finding:
+    """Say whether the packages of a run can be imported."""
+    if "error" not in trial:
+        return Finding("ok", "imports", "all that a run needs")
+    fix = "pip install --force-reinstall --no-deps the package that the error names"
+    if "torchvision" in trial["error"]:
+        fix = "Install torch and torchvision of one build, such as +cpu for both, or uninstall torchvision"
+    return Finding("error", "imports", shortened(trial["error"], most=200), fix)
 
 
 def run_findings(device: str, trials: Mapping[str, Facts]) -> Iterator[Finding]:

@@ -376,6 +376,8 @@ def test_runs_with_different_monitors_have_no_best(folder, write_run):
     assert status == 0
     assert "so none is the best: accuracy/val (max), loss/val (min). Compare them by --metric TAG" in shown
     assert "\nbest " not in shown
+    for picture in ("values against keys", "parallel coordinates", "importance", "Pareto front"):
+        assert f"no {picture}: the runs are not compared by one tag" in shown
     shown = run("runs", "--output", "here", "--metric", "accuracy/val:max")[1]
     assert "best    a, accuracy/val 0.95" in shown
 

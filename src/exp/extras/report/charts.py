@@ -248,7 +248,8 @@ class Scale:
 
 def _against_keys(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
     if comparison.tag is None or not any(map(math.isfinite, comparison.values)):
-        notes.append("no values against keys: no run has a value by which all are compared")
+        why = "the runs are not compared by one tag" if comparison.tag is None else "no run has a value"
+        notes.append(f"no values against keys: {why}")
         return
     keys = comparison.keys if len(comparison.rows) > 1 else []
     if not keys:
@@ -296,7 +297,9 @@ def _parallel(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
     keys = list(comparison.keys)[:MOST_AXES]
     done = [row for row in comparison.rows if row.has_value and all(key in row.swept for key in keys)]
     if not keys or len(done) < 2 or comparison.tag is None:
-        notes.append("no parallel coordinates: they need two completed runs that differ in a key")
+        needed = "they need two completed runs that differ in a key"
+        why = "the runs are not compared by one tag" if comparison.tag is None else needed
+        notes.append(f"no parallel coordinates: {why}")
         return
     if len(comparison.keys) > MOST_AXES:
         left = ", ".join(comparison.keys[MOST_AXES:])
@@ -341,9 +344,11 @@ def _write_beside(axes: Any, place: int, heights: np.ndarray, texts: Sequence[st
 
 def _importance(comparison: Comparison, notes: list[str]) -> Iterator[Chart]:
     done = sum(row.has_value for row in comparison.rows)
-    if comparison.tag is None or done < LEAST_RUNS:
-        needed = f"it needs {LEAST_RUNS} completed runs that are compared by one tag; completed are {done}"
-        notes.append(f"no importance: {needed}")
+    if comparison.tag is None:
+        notes.append("no importance: the runs are not compared by one tag")
+        return
+    if done < LEAST_RUNS:
+        notes.append(f"no importance: it needs {LEAST_RUNS} completed runs, and {done} completed")
         return
     shares = {}
     for key in comparison.keys:

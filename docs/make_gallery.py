@@ -32,7 +32,7 @@ tests/gallery by `python docs/make_gallery.py`; a test holds it up to date.
     python -m exp.train experiment=lenet debug=few_batches
 
 Each is one YAML, which says model, wiring, data, losses, hooks and strategy itself or by an option, and needs no Python
-and no download. A test of each in tests/gallery holds a number against a reference: a loop in plain PyTorch, NumPy,
+and no download; `tokenized_text` needs the extra `tokenizers`. A test of each in tests/gallery holds a number against a reference: a loop in plain PyTorch, NumPy,
 another library, a count or a formula. Copy a YAML into your own `conf/experiment/` and change it.
 """
 FAMILIES = {

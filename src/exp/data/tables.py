@@ -333,9 +333,10 @@ class Table(TableRows):
 
         Raises: ConfigError for a column without a single number.
         """
-        fills = []
+        is_known = ~np.isnan(numbers)
+        fills, is_whole = [], is_known.all()
         for place, name in enumerate(self.columns):
-            known = numbers[~np.isnan(numbers[:, place]), place]
+            known = numbers[:, place] if is_whole else numbers[is_known[:, place], place]
             if not len(known):
                 raise data_fault(
                     "dataset.ignore",

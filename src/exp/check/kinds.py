@@ -30,6 +30,8 @@ SEQUENCES = (
 )
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+# What a parameter without an annotation takes, by the type of its default.
+LIKE = {bool: bool, int: float, float: float, str: str, list: list | float | bool, tuple: list | float | bool}
 # Of torch's own classes, what a config may say in their place.
 TORCHS = {"torch.dtype": "a dtype, such as torch.float64", "torch.Tensor": "numbers, or lists of them"}
 # What annotated_types declares of a value, by its names there.
@@ -166,17 +168,8 @@ def words_of(annotation: Any) -> list[str]:
 
 
 def _like_default(value: Any, default: Any) -> bool:
-    if default is EMPTY or default is None or value is None:
-        return True
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, int | float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, str):
-        return isinstance(value, str)
-    if isinstance(default, list | tuple):
-        return isinstance(value, list | int | float)
-    return True
+    kind = next((kind for base, kind in LIKE.items() if isinstance(default, base)), Any)
+    return value is None or _is(value, kind)
 
 
 def _is(value: Any, annotation: Any) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from exp.check.optimizer_steps import step_faults
-from exp.check.rates import rate_faults
+from exp.check.optimizer_steps import rate_faults, step_faults
 from exp.errors import ConfigError, Fault
 from exp.models.containers import ProgramModel, forward_names
 from exp.optim.parameter_groups import pattern_faults, trained_parameters, unmatched_parameters

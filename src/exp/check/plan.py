@@ -751,9 +751,8 @@ class _Findings:
 
     def _look_at_the_optimizers(self, known: Iterable[Fault], network: nn.Module) -> list[Optimizer]:
         """What optimizer and schedule refuse, and patterns that match no parameter; gives those that can be made."""
-        from exp.check.optimizer_steps import step_faults
+        from exp.check.optimizer_steps import rate_faults, step_faults
         from exp.check.phases import phase_faults
-        from exp.check.rates import rate_faults
         from exp.construct import build_optimization
 
         made: list[Optimizer] = []

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.check.module_rules import module_stands_alone
 from exp.check.phase_rules import (
     phases_are_readable,
     phases_are_simultaneous_with_others,
@@ -23,7 +22,7 @@ from exp.check.phase_rules import (
 from exp.config.freeze import COMPOSITION
 from exp.config.habits import cure_of_value
 from exp.config.hydra_adapter import packages_allowed_by
-from exp.config.module_key import brings_data, has_module
+from exp.config.module_key import brings_data, has_module, module_stands_alone
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from exp.cli.commands import COMMANDS, HYDRA_FLAGS, PATH, Command
-from exp.config.group_kinds import MANY, ONE
 from exp.config.plain_tree import leaves
+from exp.config.slots import MANY, ONE
 from exp.files import write_whole
 from exp.output import exit_status
 

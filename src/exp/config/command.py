@@ -13,12 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
-from exp.config.group_kinds import AXIS, MANY, ONE
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.habits import cure_of_flag
 from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
 from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
 from exp.config.reading import secrets_kept
+from exp.config.slots import AXIS, MANY, ONE
 from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"

@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.group_kinds import AXIS, MANY
 from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
 from exp.config.hydra_node import USED_GROUPS
 from exp.config.search_path import search_places
+from exp.config.slots import AXIS, MANY
 from exp.errors import ConfigError
 
 COMMAND_LINE = "command line"

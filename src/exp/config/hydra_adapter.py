@@ -51,13 +51,12 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.copying import copied
-from exp.config.group_kinds import ONE, package_of_flat
 from exp.config.habits import cure_of_key
 from exp.config.plain_tree import leaves
 from exp.config.reading import secrets_kept
 from exp.config.resolvers import held, use_resolvers
 from exp.config.search_path import Place, own_groups, shown
-from exp.config.slots import nodes_in
+from exp.config.slots import ONE, nodes_in, package_of_flat
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, Fault, chain_of, one_line
 from exp.files import can_be_a_path

@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import Layer, parse_override
-from exp.config.reading import Values
+from exp.config.reading import UNKNOWN, Values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.sources import Setting, setters_of
 from exp.config.yaml_files import read_yaml
 from exp.errors import Fault
+from exp.spelling import show
 
 MODULE_KEY = "module"
 # What is left of each node, and where its words belong in a run of a module.
@@ -40,6 +41,26 @@ REFUSED_KEYS = "refused"
 REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
 # Chosen by somebody else than the run: a data set of another task brings an objective along.
 OTHERS = ("data", *REPLACED)
+_NETWORK = "the network is the module's own, and so is what is done to it: do it in its __init__, or in configure_model"
+_STEP = "the step is the module's own, and Lightning's Trainer runs it"
+# By key: what it is in a run of a module, and why.
+FIXED: Mapping[str, tuple[Any, str]] = {
+    "weights.from": (None, "the module loads what it starts from; resume goes on from a checkpoint of exp"),
+    "initialisation": ({}, _NETWORK),
+    "freeze.parameters": ([], _NETWORK),
+    "freeze.unfreeze": ({}, _NETWORK),
+    "lora.layers": ([], _NETWORK),
+    "metric_stages": (["val", "test"], "the module gives its metrics to self.log, in the steps that it likes"),
+    "precision.keep": ({}, "which layers the module calls, and how, nobody knows before its step"),
+    "precision.report": (False, "it compares losses of exp's objective"),
+    "runtime.steps_per_execution": (None, _STEP),
+    "runtime.compile": (False, "the module compiles what it likes: self.net = torch.compile(self.net) in setup"),
+    "runtime.channels_last": (False, _NETWORK),
+    "runtime.out_of_memory": ("stop", _STEP),
+    "runtime.non_finite": ("stop", _STEP),
+}
+# Words of precision that change layers one by one, or are none of Lightning's.
+WORDS = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64")
 
 
 def leave_out(config: DictConfig) -> None:
@@ -140,3 +161,17 @@ def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
     """Whether a key has the value that a file of exp's gave it."""
     setter = setters.get(key)
     return setter is not None and setter.file is not None and not _is_users(setter.file)
+
+
+def module_stands_alone(values: Values) -> Iterator[Fault]:
+    """Yield an error for each choice of exp's own model, objective, optimizer and so on, which a module ignores."""
+    yield from chosen_faults(values.plain)
+    named = f"with module, {target_of(values.plain)}"
+    for key, (without, why) in FIXED.items():
+        value = values[key]
+        if value is not UNKNOWN and value != without:
+            yield Fault(key=key, got=f"{show(value)} {named}", expected=f"{show(without)}: {why}")
+    word = values["precision.word"]
+    if isinstance(word, str) and word == "fp8":
+        expected = f"one of {', '.join(WORDS)}: fp8 puts other layers in the place of the network's"
+        yield Fault(key="precision.word", got=f"fp8 {named}", expected=expected, cure="Write precision=bf16")

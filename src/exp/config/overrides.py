@@ -15,7 +15,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.copying import copied
-from exp.config.group_kinds import AXIS, MANY, OF_CLASSES
 from exp.config.groups import COMMAND_LINE, Vocabulary
 from exp.config.habits import cure_of_key, cure_of_option, known_keys
 from exp.config.hydra_adapter import (
@@ -28,6 +27,7 @@ from exp.config.hydra_adapter import (
     parse_override,
 )
 from exp.config.hydra_node import USED_GROUPS, hydra_key_fault, swept_fault
+from exp.config.slots import AXIS, MANY, OF_CLASSES
 from exp.errors import ConfigError, Fault
 from exp.redaction import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest

@@ -37,7 +37,7 @@ MODULES = (
     "exp.check.continuation",
     "exp.check.first_samples",
     "exp.check.phases",
-    "exp.check.rates",
+    "exp.check.optimizer_steps",
     "exp.check.runtime_switches",
     "exp.check.shapes",
     "exp.check.step_flops",

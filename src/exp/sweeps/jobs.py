@@ -18,12 +18,12 @@ from exp.check.stages import early_faults, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
-from exp.config.group_kinds import MANY
 from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
 from exp.config.module_key import has_module
 from exp.config.overrides import IS_THERE, NO_SUCH_KEY
 from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Unknown, Values, plain_values, read
+from exp.config.slots import MANY
 from exp.config.sources import source_of
 from exp.errors import ConfigError, Fault
 from exp.spelling import show

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.config.group_kinds import AXIS, MANY, ONE
 from exp.config.search_path import search_places
-from exp.config.slots import nodes_in
+from exp.config.slots import AXIS, MANY, ONE, nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, RunError
 from exp.files import write_whole

@@ -11,10 +11,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from exp.extras.report.run_comparison import compare
 from exp.files import holding
 from exp.run_report import read_report
 from exp.sweeps.ledger import held
-from exp.sweeps.run_records import find_runs, read_run, signature
+from exp.sweeps.run_records import find_runs, read_run
 
 
 class Parsed(HTMLParser):
@@ -273,9 +271,7 @@ def test_a_job_of_a_running_sweep_is_running(folder, write_sweep):
     (sweep / "0" / "report.json").unlink()
     with held(sweep):
         assert read_run(sweep / "0").status == "running"
-        ongoing = signature(sweep / "0")
     assert read_run(sweep / "0").status == "no report"
-    assert signature(sweep / "0") != ongoing, "--watch would not notice the kill"
 
 
 # Drawn without the files: the lengths of event files differ between runs, which Hypothesis reports as flaky.
@@ -320,9 +316,7 @@ def test_a_directory_that_disappears_is_a_row(sweep):
     record = read_run(found.runs[3])
     assert record.status == "no report"
     assert "report.json is not there: the directory has gone" in record.problems
-    written = report.RunsReport(report.parser().parse_args([str(sweep)]))
-    written.write(found)
-    assert len(written.comparison.rows) == 12
+    assert len(report.comparison_of(found, report.parser().parse_args([str(sweep)])).rows) == 12
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
@@ -438,33 +432,3 @@ sys.exit(status or (str(heavy) if heavy else 0))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_watch_writes_the_report_after_each_change(folder, write_run, commands):
-    (folder / "sweep").mkdir()
-    started = commands.start("sweep", "--output", "here", "--watch", "0.1", module="exp.report", cwd=folder)
-
-    def wait_for(words: str) -> None:
-        limit = time.monotonic() + 120
-        while words not in started.streams[0].read_text():
-            assert started.process.is_alive(), started.end()
-            assert time.monotonic() < limit, started.streams[0].read_text()
-            time.sleep(0.02)
-
-    while not started.streams[0].exists():
-        assert started.process.is_alive()
-    wait_for("no runs yet in sweep\n")
-    write_run(folder / "new", "seed=0", value=0.5)
-    (folder / "new").rename(folder / "sweep" / "0")
-    wait_for("report  here/report.html\n")
-    write_run(folder / "new", "seed=1", value=0.25)
-    (folder / "new").rename(folder / "sweep" / "1")
-    wait_for("  2 completed; best ")
-    assert ">1</th>" in (folder / "here" / "report.html").read_text()
-    with holding(folder / "sweep" / "0" / "config.yaml"):
-        (folder / "sweep" / "0" / "report.json").unlink()
-        wait_for("  1 running, 1 completed; ")
-    wait_for("  1 no report, 1 completed; ")
-    os.kill(started.process.pid, signal.SIGINT)
-    done = started.end(seconds=60)
-    assert (done.returncode, done.stderr) == (0, "")

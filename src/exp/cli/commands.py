@@ -74,7 +74,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
                            "--page=scalars|custom_scalars|hparams|images|pr_curves|histograms|text|graphs", "--port=",
                            "--host=", "--no-browser", words=PATH),
         "report": _tool("extras.report.report", "compare runs and sweeps in one HTML page", "--output=path",
-                        "--repeat-over=", "--metric=", "--watch", words=PATH),
+                        "--repeat-over=", "--metric=", words=PATH),
         "diff": _tool("extras.diff.diff", "compare config, code and results of two runs", "--all", words=PATH),
         "evaluate": Command("cli.evaluate", "evaluate a saved run", True, (),
                             {**OF_A_RUN, "stage": "test|val|all"}),

@@ -129,21 +129,8 @@ def is_sweep(directory: Path) -> bool:
     return os.path.isfile(directory / "table.csv") and not os.path.isfile(directory / "config.yaml")
 
 
-def signature(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """What changes when a run writes or ends: names, times and sizes of its files, and whether a process holds it."""
-    is_held = not os.path.lexists(directory / "report.json") and _is_held(directory)
-    found = [("held", int(is_held), 0)]
-    for path in [*(directory / name for name in MARKS), *_event_files(directory)]:
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # not there yet, or no more
-        found.append((path.name, status.st_mtime_ns, status.st_size))
-    return tuple(found)
-
-
 def _event_files(directory: Path) -> list[Path]:
-    """None of a run that has none, or whose cannot be looked into, which `read_run` tells."""
+    """Return the event files of a run; none if there are none or they cannot be listed, which `read_run` reports."""
     try:
         return event_files(directory / EVENTS)
     except OSError:

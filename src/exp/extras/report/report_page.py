@@ -143,12 +143,6 @@ def _notes(notes: Sequence[str]) -> Iterator[str]:
         yield "</ul>"
 
 
-def progress_line(comparison: Comparison) -> str:
-    """Return the count of each status, and the best run, in one line."""
-    best = best_line(comparison.rows, repeat_over=comparison.repeat_over, names=comparison.names)
-    return f"{_statuses(comparison)}{f'; best {best}' if best else ''}"
-
-
 def _statuses(comparison: Comparison) -> str:
     counts = Counter(row.status for row in comparison.rows)
     return ", ".join(f"{count} {status}" for status, count in counts.items())

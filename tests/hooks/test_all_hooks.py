@@ -19,7 +19,13 @@ from exp.check.signature import signature_of
 from exp.config import targets
 
 CONF = Path(exp.__file__).parent / "conf" / "hooks"
-CLASSES = {path.stem: targets.resolve(OmegaConf.load(path)[path.stem]._target_) for path in sorted(CONF.glob("*.yaml"))}
+TARGETS = {path.stem: OmegaConf.load(path)[path.stem]._target_ for path in sorted(CONF.glob("*.yaml"))}
+# Folders of src/exp/extras may be removed.
+CLASSES = {
+    name: targets.resolve(target)
+    for name, target in TARGETS.items()
+    if Path(exp.__file__).parent.joinpath(*target.split(".")[1:-2]).is_dir()
+}
 OBSERVING = [name for name, kind in CLASSES.items() if not kind.transforms]
 # Refuses layers that mix the samples of a batch.
 WITHOUT_NORM = "per_sample_gradients"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from exp.check.input_faults import described
 from exp.check.metric_faults import fit_faults
 from exp.check.shapes import objectives_by_forward
-from exp.config.slots import nodes_in
 from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.faults import SampleError
@@ -33,19 +32,12 @@ from exp.shared_types import DataSpec, Stage
 from exp.spelling import among, did_you_mean, show
 
 SECONDS = 5.0  # of reading, for each part
-# Whose samples are right by themselves: no file of the user's, no class, no transform.
-SHIPPED = tuple(f"exp.data.{module}." for module in ("data", "digits", "tables", "text"))
 # Samples of in-memory data with which a loss is called; their values are looked at whole.
 CALLED = 64
 # Numbers of an output that are made for that, such as of a text's tokens over a vocabulary: 64 MiB.
 MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
 BOTH = "which both network and batch give"
-
-
-def is_shipped(data: Mapping[str, object]) -> bool:
-    """Whether a data node holds nothing of the user's own."""
-    return all(str(node["_target_"]).startswith(SHIPPED) for _, node in nodes_in(data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,30 +65,22 @@ class Findings:
     entries: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def look_at_samples(subject: Subject, stages: Sequence[Stage], *, are_shipped: bool = False) -> Findings:
+def look_at_samples(subject: Subject, stages: Sequence[Stage]) -> Findings:
     """Return what the first samples of these stages show.
 
     An exception of the user's code is left to the run, which names its place and writes the report.
-
-    Args:
-        subject: The run.
-        stages: The stages whose data is read.
-        are_shipped: Whether the data is exp's own, which is right: only names and metrics are checked, on one stage.
     """
     data, found = subject.data, Findings()
-    if data.rounded and not are_shipped:
+    if data.rounded:
         found.notes.append(
             f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
             "precision=fp64 keeps them, with a network in float64"
         )
-    if are_shipped:
-        measured = [stage for stage in data.stages if subject.measures and stage in subject.metric_stages]
-        stages = [*measured, *data.stages][:1]
     for stage in stages:
         try:
             batch = data.first_samples(stage, seconds=SECONDS)
             if batch is not None:
-                _look_at_batch(subject, batch, stage, found, are_shipped=are_shipped)
+                _look_at_batch(subject, batch, stage, found)
         except SampleError as error:
             found.faults.append(error.fault)
         except ConfigError as error:
@@ -107,9 +91,9 @@ def look_at_samples(subject: Subject, stages: Sequence[Stage], *, are_shipped: b
     return found
 
 
-def _look_at_batch(subject: Subject, batch: object, stage: Stage, found: Findings, *, are_shipped: bool) -> None:
+def _look_at_batch(subject: Subject, batch: object, stage: Stage, found: Findings) -> None:
     spec = subject.data.spec
-    for name, value in inputs_in(batch).items() if not are_shipped else ():
+    for name, value in inputs_in(batch).items():
         if (place := _not_finite(value)) is not None:
             found.notes.append(
                 f"sample {place} of {stage} has an {name} that is not finite: unless the network removes it, the loss "
@@ -120,11 +104,9 @@ def _look_at_batch(subject: Subject, batch: object, stage: Stage, found: Finding
         if trace is None:
             continue
         unnamed = list(name_faults(term_names(part), trace, batch, spec))
-        if not unnamed and not are_shipped:
-            found.faults += _term_faults(part, trace, batch, spec, stage)
+        found.faults += unnamed or _term_faults(part, trace, batch, spec, stage)
         if not unnamed and subject.accumulates:
             part.known_divisors(named_values(batch))
-        found.faults += unnamed
     trace = subject.traces.get(None)  # metrics read the output of the network's own forward
     if trace is None or stage not in subject.metric_stages:
         return

@@ -38,7 +38,7 @@ from exp.config.resolvers import use_resolvers
 from exp.config.targets import resolve as resolve_target
 from exp.data.faults import SampleError
 from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
-from exp.shared_types import INPUT, DataSpec, Stage
+from exp.shared_types import DataSpec, Stage
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -82,9 +82,6 @@ STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precis
 HOOK_KEYS = ("hooks", "security")
 # What a hook may have to refuse.
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
-OWN_METRICS = "exp.objectives.metrics"
-# Of an average: each class by itself.
-NONE = (None, "none")
 ANY_LENGTH = 1_000_000_000
 # What null means in Lightning's Trainer.
 LENGTHS = {
@@ -398,19 +395,15 @@ def validate(config: DictConfig) -> None:
 
 
 def validated(config: DictConfig) -> Plan:
-    """The plan of a config, held against the samples of its data, where these are the user's own.
+    """Return the plan of a config that agrees with the first samples of its data.
 
-    Raises: ConfigError with all faults.
+    Raises:
+        ConfigError: With all errors.
     """
-    from exp.check.first_samples import is_shipped
-
     decided = plan(resolve(config))
-    # exp's own data are what they say, and a sweep checks many jobs.
-    is_other = not is_shipped(decided.plain["data"])
-    if is_other or (decided.own is None and (_reads_other_names(decided) or _measures_otherwise(decided))):
-        faults, _ = compare_with_data(decided)
-        if faults:
-            raise ConfigError(faults)
+    faults, _ = compare_with_data(decided)
+    if faults:
+        raise ConfigError(faults)
     return decided
 
 
@@ -444,13 +437,9 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
 
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
     """Whether nothing but the optimizer, the schedule and random draws follows from what has changed."""
-    from exp.check.first_samples import is_shipped
-
     decided = before.decided
     if decided.own is not None or decided.network is None or decided.plain["phases"]:
         return False
-    if ("seed",) in changed and not is_shipped(decided.plain["data"]):
-        return False  # which samples come first follows from it
     kept = {path: value for path, value in changed.items() if path[0] != FREE}
     return not are_referred(changed, raw) and all(
         path == ("seed",) or (path[0] in NUMBERS and _are_numbers(value)) for path, value in kept.items()
@@ -523,7 +512,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
     Returns: what to say of its first samples that is no fault.
     """
-    from exp.check.first_samples import Subject, is_shipped, look_at_samples
+    from exp.check.first_samples import Subject, look_at_samples
     from exp.check.metric_faults import mode_faults, monitor_faults
 
     plain = decided.plain
@@ -540,7 +529,6 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             "test": plain["test"],
         }
         stages = [stage for stage in data.stages if at_work[stage]]
-        accumulates = plain["trainer"]["accumulate_grad_batches"] > 1
         subject = Subject(
             data=data,
             traces=decided.shapes.traces,
@@ -548,14 +536,9 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             objective=decided.objective,
             measures=decided.metrics,
             metric_stages=[stage for stage in stages if stage in plain["metric_stages"]],
-            accumulates=accumulates,
+            accumulates=plain["trainer"]["accumulate_grad_batches"] > 1,
         )
-        if not is_shipped(plain["data"]):
-            found = look_at_samples(subject, stages)
-        elif decided.metrics or _reads_other_names(decided) or (accumulates and decided.objective.weighed):
-            found = look_at_samples(subject, stages, are_shipped=True)
-        else:
-            return data.notes
+        found = look_at_samples(subject, stages)
     except ConfigError as error:
         raise ConfigError(located(decided.resolved.config, error.faults)) from error
     except SampleError as error:
@@ -569,21 +552,6 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     if faults:
         raise ConfigError(located(decided.resolved.config, once(faults)))
     return (*data.notes, *found.notes)
-
-
-def _reads_other_names(decided: Plan) -> bool:
-    """Whether a term or a metric reads a value that not every batch and every network gives."""
-    named = [term.names for term in decided.objective.terms.values()]
-    named += [measure.names for measure in decided.metrics.values()]
-    return not {name for names in named for name in names.values()} <= {*INPUT, "output", "target"}
-
-
-def _measures_otherwise(decided: Plan) -> bool:
-    """Whether a metric is not one of exp's own that gives one number, and so fits by what a rule knows of it."""
-    return not all(
-        type(measure.metric).__module__ == OWN_METRICS and getattr(measure.metric, "average", "macro") not in NONE
-        for measure in decided.metrics.values()
-    )
 
 
 def place(

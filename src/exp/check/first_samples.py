@@ -31,10 +31,11 @@ from exp.optim.phase import Phase
 from exp.shared_types import DataSpec, Stage
 from exp.spelling import among, did_you_mean, show
 
-SECONDS = 5.0  # of reading, for each part
-# Samples of in-memory data with which a loss is called; their values are looked at whole.
+# Of reading, for each split.
+SECONDS = 5.0
+# Samples of data in memory with which a loss is called. The values of all samples are checked.
 CALLED = 64
-# Numbers of an output that are made for that, such as of a text's tokens over a vocabulary: 64 MiB.
+# Numbers of a stand-in output, such as of a text's tokens over a vocabulary: 64 MiB.
 MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
 BOTH = "which both network and batch give"
@@ -120,7 +121,7 @@ def _look_at_batch(subject: Subject, batch: object, stage: Stage, found: Finding
 
 
 def term_names(objective: Objective) -> dict[str, str]:
-    """Which values the terms read: the key where each stands, to its name."""
+    """Return the names of the values that the terms read, by the key of each name."""
     return {
         f"objective.{name}.{place}": wanted
         for name, term in objective.terms.items()
@@ -129,7 +130,7 @@ def term_names(objective: Objective) -> dict[str, str]:
 
 
 def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
-    """Of values that are read, and that neither network nor batch gives, or both. names: by the keys of these."""
+    """Return the errors of names that neither the network nor the batch gives, or both. names: by their keys."""
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     parts = named_parts(trace.output)
     known, held = {**values, **parts}, batch if isinstance(batch, Mapping) else {}

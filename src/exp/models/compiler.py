@@ -30,10 +30,10 @@ from exp.models.trial import GUARDS, Scalar, Shape, try_out
 
 FILE_PREFIX = "<forward program "
 
-# Names that no program can write, for what the two functions need beside the program's own.
+# Names that no program can write, for functions that the compiler adds.
 MODE, _LISTED, _TABLE, _VALUE = "network.training", "builtins.list", "network.modules", "the value"
 
-# Where functions that the config lists are from; no module.
+# The home of functions that the config lists. It is not a module.
 GIVEN = "functions"
 
 _HOMES = {
@@ -58,15 +58,18 @@ def compile_forward(
     functions: Mapping[str, Callable[..., object]],
     asserts: bool = True,
 ) -> FunctionType:
-    """The function `forward(self, <inputs>)` that a program is, once it has passed its trial.
+    """Return the function `forward(self, <inputs>)` of a program, after its trial.
 
-    held: the network's layers and parameters, by the names that the program and the state dict know.
-    layers_as: what the name `layers` stands for unless a layer has it: "list", or "dict" by name.
-    constants: values that the config gives the program.
-    functions: those that the config lists, by the names that the program knows.
-    asserts: false leaves the assertions out, for a graph, which cannot hold them.
+    Args:
+        program: The program.
+        held: The network's layers and parameters, by their names in the program and in the state dict.
+        layers_as: The value of the name `layers`, unless a layer has that name: "list", or "dict" by name.
+        constants: The values that the config gives the program.
+        functions: The functions that the config lists, by their names in the program.
+        asserts: False leaves out the assertions, for a graph, which cannot hold them.
 
-    Raises: ProgramError, with the line and column of the program.
+    Raises:
+        ProgramError: With the line and column of the program.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
     guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
@@ -79,7 +82,7 @@ def compile_forward(
 
 
 def mode_of(network: nn.Module) -> bool:
-    """What a program's `training` is."""
+    """Return the value of `training` in a program."""
     return network.training
 
 
@@ -89,13 +92,13 @@ def _code(program: Program, body: list[ast.stmt]) -> CodeType:
     function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
     try:
         module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
-    except SyntaxError as fault:  # what Python bounds itself: loops in loops
+    except SyntaxError as fault:  # Python bounds the depth of nested loops
         raise program.source.error(fault.lineno or 1, (fault.offset or 1) - 1, fault.msg, "Python syntax") from None
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
 
 def _registered(program: Program) -> str:
-    """The file name under which a traceback finds the program's text in linecache."""
+    """Return the file name under which a traceback finds the program's text in linecache."""
     text = program.source.text
     name = f"{FILE_PREFIX}{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}>"
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in program.source.lines], name)
@@ -105,7 +108,7 @@ def _registered(program: Program) -> str:
 def _prologue(
     program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
 ) -> list[ast.stmt]:
-    """A line for each name that the program finds when it starts, and uses."""
+    """Return a statement for each layer and constant that the program uses."""
     found = {name: _read(name, one) for name, one in held.items()}
     values = {**found, **{name: _literal(value) for name, value in constants.items()}}
     every: ast.expr = ast.List(list(found.values()), ast.Load())
@@ -126,7 +129,7 @@ def _prologue(
 def _read(name: str, held: nn.Module | Tensor) -> ast.expr:
     if isinstance(held, nn.Module):
         return ast.Subscript(_load(_TABLE), ast.Constant(name), ast.Load())
-    # As an attribute, for a parametrisation makes a property of it.
+    # As an attribute, because a parametrization turns it into a property.
     return ast.Attribute(_load("self"), name, ast.Load())
 
 
@@ -149,7 +152,7 @@ class _Compiled(ast.NodeTransformer):
         self.functions: dict[str, object] = {}
 
     def body(self) -> list[ast.stmt]:
-        """The statements of the program in this form; the program's own tree stays as it is."""
+        """Return the statements of the program in this form. The program's tree does not change."""
         tree = self.visit(ast.parse(self.program.source.text))
         assert isinstance(tree, ast.Module)
         return tree.body
@@ -171,7 +174,7 @@ class _Compiled(ast.NodeTransformer):
         return self.listed(node.id, home, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        # An input, or a tensor that another name still holds, keeps its values.
+        # An input, or a tensor that another name holds, keeps its values.
         assert isinstance(node.target, ast.Name)
         both = ast.BinOp(ast.copy_location(_load(node.target.id), node.target), node.op, node.value)
         whole = ast.Assign([node.target], ast.copy_location(both, node))
@@ -338,15 +341,15 @@ def _leaves(node: ast.expr) -> list[ast.expr]:
 
 
 def _shape(target: ast.expr) -> Shape:
-    """How the variables of an assignment nest."""
+    """Return how the variables of an assignment nest."""
     return tuple(map(_shape, target.elts)) if isinstance(target, ast.Tuple | ast.List) else ""
 
 
-# -- what the listed functions are in a run --
+# -- the listed functions in a run --
 
 
 def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
-    """What runs under a listed name: torch's function, Python's, or the config's."""
+    """Return the function or value of a listed name: torch's, Python's, or the config's."""
     if not isinstance(found, Function):
         return found
     if found.home == GIVEN:
@@ -372,7 +375,7 @@ def _reversed(values: Iterable[object]) -> list[object]:
     return list(values)[::-1]
 
 
-# Python's own give iterators, which are empty when they are read again.
+# Python's functions of these names return iterators, which can be read only once.
 _LISTS: dict[str, Callable[..., object]] = {
     "range": _range,
     "enumerate": _enumerate,
@@ -382,7 +385,7 @@ _LISTS: dict[str, Callable[..., object]] = {
 
 
 def _either(on_tensors: Callable[..., object], on_numbers: Callable[..., object]) -> Callable[..., object]:
-    """torch's function where the first argument is a tensor, Python's otherwise."""
+    """Return torch's function if the first argument is a tensor, else Python's."""
 
     def apply(*args: object, **kwargs: object) -> object:
         return (on_tensors if isinstance(args[0], Tensor) else on_numbers)(*args, **kwargs)

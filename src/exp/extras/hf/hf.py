@@ -7,8 +7,7 @@ Arrow tables, and pictures that are named by a path from there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -86,11 +85,10 @@ class HuggingFace(Dataset[object]):
         if len(named := [f"data.dataset.{name}" for name, one in given.items() if one is not None]) != 1:
             expected = "one of data.dataset.path, data.dataset.files and data.dataset.source"
             raise data_fault("dataset", got=" and ".join(named) or "no data set", expected=expected)
-        with _quiet():
-            if path is not None:
-                found = _saved(data_folder(path, directory=directory))
-            else:
-                found = _checked(source) if files is None else _of_files(files, directory=directory)
+        if path is not None:
+            found = _saved(data_folder(path, directory=directory))
+        else:
+            found = _checked(source) if files is None else _of_files(files, directory=directory)
         self.held = _one_split(found, split)
         self.rows: datasets.Dataset | None = next(iter(self.held.values())) if len(self.held) == 1 else None
         self.parts_seed = parts_seed
@@ -206,13 +204,7 @@ class HuggingFace(Dataset[object]):
         return part
 
     def _row(self, index: int) -> dict[str, object]:
-        rows = self._rows()
-        if rows.format["type"] == "custom":  # a transform of the user's own, set by with_transform
-            row = dict(rows[index])
-        else:
-            table = rows.with_format("arrow")[index]
-            names = [name for name in self.fields.columns if name in table.column_names]
-            row = {name: arrow_value(table.column(name), 0) for name in names}
+        row = _values(self._rows(), index, names=self.fields.columns)
         if self._target is not None and row.get(self._target) is not None:
             row[self._target] = self._label(row[self._target])
         return row
@@ -228,17 +220,28 @@ class HuggingFace(Dataset[object]):
         rows = next(iter(self.held.values()))
         if not len(rows):
             raise data_fault("dataset", got="a data set without a row", expected="at least one")
-        is_own = rows.format["type"] == "custom"
-        names = list(rows[0]) if is_own else rows.column_names
-        wanted = self.fields.wanted(names, where="the data set")
-        for name in () if is_own else wanted:
+        first = _values(rows, 0)
+        wanted = self.fields.wanted(list(first), where="the data set")
+        for name in () if _is_transformed(rows) else wanted:
             _refuse_other_features(name, rows.features[name], key="target" if name in self.fields.targets else "inputs")
-        table = None if is_own else rows.with_format("arrow")[0]
-        first = dict(rows[0]) if table is None else {name: arrow_value(table.column(name), 0) for name in wanted}
         try:
             self.fields = self.fields.settled({name: first[name] for name in wanted}, where="the first row")
         except SampleError as error:
             raise ConfigError([error.fault]) from error
+
+
+def _is_transformed(rows: datasets.Dataset) -> bool:
+    """Return whether rows go through a transform of the user, set by with_transform."""
+    return bool(rows.format["type"] == "custom")
+
+
+def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None = None) -> dict[str, object]:
+    """Return the values of a row by column; those of `names` that are there, or all."""
+    if _is_transformed(rows):
+        return dict(rows[index])
+    table = rows.with_format("arrow")[index]
+    there: list[str] = table.column_names
+    return {name: arrow_value(table.column(name), 0) for name in (there if names is None else names) if name in there}
 
 
 def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
@@ -249,6 +252,7 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     import datasets
     from pyarrow import ArrowException
 
+    datasets.disable_progress_bars()
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         scripts = [file.name for file in folder.glob("*.py")]
         told = f", a loading script, {scripts[0]}, which is never run," if scripts else ""
@@ -282,6 +286,7 @@ def _read(files: Sequence[Path], *, key: str) -> datasets.Dataset:
     import datasets
     from pyarrow import ArrowException
 
+    datasets.disable_progress_bars()
     kinds = {READERS.get(file.suffix.lower()) for file in files}
     if len(kinds) > 1 or None in kinds:
         expected = f"files of one kind, that end in {', '.join(READERS)}"
@@ -369,20 +374,6 @@ def _whole(sizes: Mapping[Stage, int | float]) -> dict[Stage, int | float]:
         total = sum(sizes.values())
         return {stage: size / total for stage, size in sizes.items()} if total > 0 else dict(sizes)
     return dict(sizes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of the package's."""
-    import datasets
-
-    were_shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
 
 
 def _kind(value: object) -> str:

@@ -223,9 +223,8 @@ def are_numbers(names: Sequence[str]) -> bool:
 def unreadable(file: Path, error: Exception, line: int) -> ConfigError:
     """Return the error of a file that is no CSV. line: the last line that could be read."""
     if isinstance(error, UnicodeDecodeError):
-        # The error counts from the beginning of a block.
-        lines = file.read_bytes().splitlines()
-        line = next((number for number, content in enumerate(lines) if not _is_text(content)), line)
+        # The error counts from the beginning of a block, and bytes that are no text become U+FFFD.
+        line = file.read_bytes().decode(errors="replace").partition("\ufffd")[0].count("\n")
     return data_fault("dataset.path", got=f"{file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
 
 
@@ -266,14 +265,6 @@ def _append(held: Array, rows: Array) -> None:
     count = len(held)
     held.resize((count + len(rows), held.shape[1]), refcheck=False)
     held[count:] = rows
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _zero(text: str) -> float:

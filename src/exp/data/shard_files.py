@@ -15,7 +15,7 @@ import tarfile
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -189,19 +189,6 @@ class JsonLines(ShardFile):
         return _chosen(held, wanted)
 
 
-class Chunk:
-    """Columns that are read together, once one of them is asked for, and kept as long as a record refers to them."""
-
-    def __init__(self, load: Callable[[str], Any]) -> None:
-        self._load = load
-        self._columns: dict[str, Any] = {}
-
-    def column(self, name: str) -> Any:
-        if name not in self._columns:
-            self._columns[name] = self._load(name)
-        return self._columns[name]
-
-
 class ParquetShard(ShardFile):
     """Rows of columns with types. A record holds its row group, which is read whole where a sample of it is made."""
 
@@ -225,7 +212,7 @@ class ParquetShard(ShardFile):
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         number = 0
         for group, rows in enumerate(self._groups):
-            chunk = Chunk(functools.partial(self._read, group))
+            chunk = functools.cache(functools.partial(self._read, group))
             for row in range(rows):
                 yield Record(self, number, (chunk, row))
                 number += 1
@@ -235,7 +222,7 @@ class ParquetShard(ShardFile):
 
         chunk, row = record.held
         try:
-            return {name: arrow_value(chunk.column(name), row) for name in _there(self.names, wanted)}
+            return {name: arrow_value(chunk(name), row) for name in _there(self.names, wanted)}
         except (ArrowException, OSError) as error:
             raise self.damaged(record.number, error) from error
 
@@ -276,13 +263,13 @@ class NpzShard(ShardFile):
 
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         assert self.length is not None
-        chunk = Chunk(self._read)
+        chunk = functools.cache(self._read)
         for row in range(self.length):
             yield Record(self, row, chunk)
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         try:
-            return {name: record.held.column(name)[record.number] for name in _there(self.names, wanted)}
+            return {name: record.held(name)[record.number] for name in _there(self.names, wanted)}
         except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise self.damaged(record.number, error) from error
 

@@ -36,7 +36,8 @@ TEXTS = ("txt", "text", "transcript")
 READ = (*PICTURES, *NUMBERS, *TEXTS, "npy", "json")
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which takes as long as reading the record.
+@dataclass(slots=True)
 class Record:
     """One record of a file, of which no value is read yet.
 
@@ -143,6 +144,14 @@ class CsvShard(ShardFile):
 
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         number, end, line = start.number, start.offset, start.line
+
+        def lines(raw: BinaryIO) -> Iterator[str]:
+            nonlocal end
+            for content in raw:
+                text = content.decode("utf-8" if end else "utf-8-sig")
+                end += len(content)
+                yield text
+
         with self.file.open("rb") as raw:
             raw.seek(end)
             rows = rows_of(

@@ -65,7 +65,7 @@ import functions_of_jobs
 from exp.launch.job_process import JobProcess, start_server, wait
 
 if __name__ == "__main__":
-    start_server([])
+    start_server("exp.errors")
     process = JobProcess(functions_of_jobs.hangs)
     wait([process], 60)
     print(*process.values[0], flush=True)

@@ -79,6 +79,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from exp.sweeps.job import JobProcesses
 
     processes = JobProcesses(fit_job, validate)
+    processes.start()  # imports torch while this process composes the jobs
     with contextlib.closing(executor_of(master.config, processes, prepare=prepare)) as executor:
         return sweep(master, executor=executor, check=processes.check)
 

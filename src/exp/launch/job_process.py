@@ -127,14 +127,14 @@ def _detached(duplicate: Any) -> int:
     return number
 
 
-def start_server(modules: Sequence[str]) -> None:
-    """Start the server that imports `modules` unless it runs. Return before the imports are done.
+def start_server(module: str) -> None:
+    """Start the server, which imports a module, unless it runs. Return before the import is done.
 
     A cluster signals all processes of a job. The server blocks these signals, so that the jobs can save their state.
     """
     if sys.platform != "linux":
         return
-    CONTEXT.set_forkserver_preload([*modules, "exp.launch.server_exit"])
+    CONTEXT.set_forkserver_preload([module])
     # Otherwise the server starts the tracker, which unblocks signals (Python 3.11).
     resource_tracker.ensure_running()
     variables = {"PYTHONPATH": os.pathsep.join(import_path()), "PYTHONSAFEPATH": "1"}
@@ -150,20 +150,11 @@ def start_server(modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def wait(processes: Sequence[JobProcess[Any]], timeout: float, *, beside: Sequence[int] = ()) -> bool:
-    """Wait at most `timeout` seconds for a result or the end of a process, and receive all results.
-
-    Args:
-        beside: Descriptors that also end the waiting when they can be read.
-
-    Returns:
-        True if one of these descriptors can be read.
-    """
-    handles = [handle for process in processes for handle in process.handles]
-    ready = wait_for([*handles, *beside], timeout)
+def wait(processes: Sequence[JobProcess[Any]], timeout: float) -> None:
+    """Wait at most `timeout` seconds for a result or the end of a process, and receive all results."""
+    wait_for([handle for process in processes for handle in process.handles], timeout)
     for process in processes:
         process.receive()
-    return any(one in ready for one in beside)
 
 
 def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tuple[list[Result], Died]:

@@ -171,7 +171,7 @@ class JobProcesses:
 
     def start(self) -> None:
         """Start the server that jobs are forked from. It imports what they need while this process continues."""
-        start_server(MODULES)
+        start_server("exp.sweeps.job_server")
 
     def begin(
         self,

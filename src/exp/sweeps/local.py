@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +25,8 @@ from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_ba
 if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.strategies.placement import Machine
+# A signal may have arrived: the caller looks for it so often.
+SIGNAL_SECONDS = 0.1
 
 
 def outcomes(
@@ -85,10 +85,6 @@ class LocalExecutor:
         self._devices: Devices | None = None
         self._signals: list[int] = []
 
-    def warm_up(self) -> None:
-        """Start the process that jobs are forked from: it imports torch while this one composes them."""
-        self._processes.start()
-
     @property
     def stacks(self) -> bool:
         """Jobs may be trained together."""
@@ -136,17 +132,14 @@ class LocalExecutor:
         )
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait until a job has ended, a signal has come or `timeout` seconds are over; see Executor."""
-        deadline = time.monotonic() + timeout
-        with _woken_by_signals() as wakes:
-            while True:
-                self._take_in()
-                left = deadline - time.monotonic()
-                if self._ended or left <= 0:
-                    break
-                if wait([one.process for one in self._running], left, beside=wakes):
-                    self._take_in()
-                    break
+        """Wait at most `timeout` seconds until a job has ended, and at most SIGNAL_SECONDS; see Executor."""
+        limit = time.monotonic() + min(timeout, SIGNAL_SECONDS)
+        while True:
+            self._take_in()
+            left = limit - time.monotonic()
+            if self._ended or left <= 0:
+                break
+            wait([one.process for one in self._running], left)
         found, self._ended = self._ended, []
         return found
 
@@ -217,20 +210,3 @@ def _begin_outputs(work: Work, directories: Sequence[Path]) -> None:
         path.write_text(
             f"trained together with job {work.jobs[0]}, whose output is theirs: {shown}\n", encoding="utf-8"
         )
-
-
-@contextmanager
-def _woken_by_signals() -> Iterator[list[int]]:
-    """A descriptor that can be read once a signal with a handler of Python's has come; none beside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield []
-        return
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    try:
-        yield [reads]
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reads)
-        os.close(writes)

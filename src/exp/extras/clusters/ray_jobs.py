@@ -81,8 +81,6 @@ class RayExecutor(ClusterExecutor):
         import ray
 
         self._settings, self._ray = settings, ray
-        # A process that has Ray's threads cannot be forked.
-        processes.start()
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import math
 import time
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.construct import construct
+from exp.construct import build_objective, construct
 from exp.engine.buffer import EpochValues, on_host_values
 from exp.engine.checkpoint import (
     CHECKPOINTS,
@@ -54,15 +53,14 @@ from exp.files import holding
 from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
+from exp.objectives.objective import Objective
 from exp.run_report import Ongoing, Report, Status, best_of, write_report
 from exp.shared_types import EPOCH_LOSS, Stage, best_scalars
 from exp.spelling import among
 
-log = logging.getLogger(__name__)
-
 # Of values that lie on this process's one device.
 HERE = SingleDeviceStrategy(device="cpu")
-LEVELS = {logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
+LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,12 @@ class Shared:
 class Member:
     """A job of a stack.
 
-    place: among the configs that the stack was given.
-    network, optimizer, schedule: its own; the network's tensors are rows of the stack.
-    latest, metrics: as Recording has them: the last point of each tag, and what callbacks compare.
-    best: as Checkpointing has it.
+    Attributes:
+        place: Index of its config among the configs of the stack.
+        network: Its network, whose tensors are rows of the stack.
+        latest: Last value of each tag, as in `Recording`.
+        metrics: Values that callbacks compare, as in `Recording`.
+        best: As in `Checkpointing`.
     """
 
     def __init__(
@@ -100,6 +100,8 @@ class Member:
     ) -> None:
         self.place, self.plain, self.text, self.overrides = place, plain, text, overrides
         self.directory, self.ongoing, self.network = directory, ongoing, network
+        self.objective: Objective = build_objective(plain)
+        self.seed: int = plain["seed"]
         self.optimizer: Optimizer
         self.schedule: LRScheduler | None = None
         self.interval: str = "step"
@@ -194,11 +196,9 @@ class Member:
                 logger.log_panels(shown, index)
 
     def write_step(self, values: Mapping[str, Any], index: int) -> None:
-        """Write a step, of whose values some may be panels, and tensors."""
-        if all(type(value) is float for value in values.values()):
-            self.write(values, index)
-        else:
-            self.write(*_by_kind(values, index))
+        """Write the values of a step, which may be floats, tensors and panels."""
+        numbers, panels = on_host_values(values)
+        self.write(numbers, index, panels)
 
     def write_stage(self, stage: Stage, values: Mapping[str, float], index: int) -> None:
         """Write what a stage gave, once an optimizer step."""
@@ -212,11 +212,9 @@ class Member:
         for logger in self._loggers:
             logger.finalize("")
 
-    def say(self, message: str, *, level: int = logging.INFO, name: str = __name__) -> None:
-        """A line of its train.log, written with the next checkpoint or at the end."""
-        now = datetime.datetime.now()
-        stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
-        self._lines.append(f"{stamp} {LEVELS[level]:<7} {name}: {message}")
+    def say(self, message: str, *, level: int = logging.INFO) -> None:
+        """Add a line to its train.log, which is written with the next checkpoint or at the end."""
+        self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
 
     def say_epoch(self, epoch: int, epochs: int) -> None:
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.latest.items() if is_shown(tag))
@@ -410,8 +408,3 @@ def _no_trace() -> tuple[None, Sequence[str]]:
 
 def _as_known(error: BaseException) -> ExpError:
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")
-
-
-def _by_kind(values: Mapping[str, Any], index: int) -> tuple[dict[str, float], int, dict[str, Panel]]:
-    numbers, panels = on_host_values(values)
-    return numbers, index, panels

@@ -32,13 +32,13 @@ from exp.config.plain_tree import are_referred, changes, with_changes
 from exp.config.yaml_files import yaml_text
 from exp.construct import (
     build_network,
-    build_objective,
     build_optimization,
     build_run_precision,
     build_starting_network,
 )
 from exp.data.in_memory import EpochDependent, IndexedLoader
 from exp.data.loader import GlobalBatches, ShareSampler
+from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import AtomicCheckpointIO, State, read_checkpoint
 from exp.engine.checkpointing import POSITION, note_metrics
 from exp.engine.datamodule import RunData
@@ -277,33 +277,23 @@ class Stack:
         self._epochs: int = trainer["max_epochs"]
         self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
         self._log_every: int = trainer["log_every_n_steps"] or 50
-        self._seeds = [member.plain["seed"] for member in members]
         self._precision = build_run_precision(plain, device_type="cpu")
         self._loader = self._loader_of(decided.data.seed)
         steps = len(self._loader) * self._epochs
         self._total_steps = min(steps, self._max_steps) if self._max_steps else steps
         self._is_shuffled = decided.data.shuffle
-        self._objectives = objectives = [build_objective(member.plain) for member in members]
-        self._module = self._represented(members, objectives)
+        self._module = self._represented()
         self._objective: Objective = self._module.objective
         self._run = forward_by_name(members[0].network, tuple(decided.spec.inputs))
         self._network = StackedNetwork(
-            [member.network for member in members],
-            run=self._run,
-            objectives=objectives,
-            autocast=self._precision.forward_context,
-            seeds=self._seeds,
-            compiled=_compiled(plain),
+            members, run=self._run, autocast=self._precision.forward_context, compiled=_compiled(plain)
         )
         self._learn()
         self._hooks = StackedHooks(
             decided.hooks,
-            networks=[member.network for member in members],
-            optimizers=[member.optimizer for member in members],
+            members,
             run=self._run,
-            objective=self._objective,
             autocast=self._precision.forward_context,
-            clips=[bool(member.plain["trainer"]["gradient_clip_val"]) for member in members],
             total_steps=self._total_steps,
         )
         fitted = decided.data.fitted
@@ -326,12 +316,13 @@ class Stack:
         self._failed: dict[int, ExpError] = {}
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
 
-    def _represented(self, members: Sequence[Member], objectives: Sequence[Objective]) -> TrainingModule:
-        """The first member's training module, in the precision's dtypes, as all networks are."""
+    def _represented(self) -> TrainingModule:
+        """Return the training module of the first member. Convert all networks to the dtypes of the precision."""
         plain = self._decided.plain
+        first, *others = self._members
         module = TrainingModule(
-            network=members[0].network,
-            objective=objectives[0],
+            network=first.network,
+            objective=first.objective,
             optimization=build_optimization(plain),
             metrics=self._decided.metrics,
             metric_stages=plain["metric_stages"],
@@ -339,27 +330,22 @@ class Stack:
             inputs=tuple(self._decided.spec.inputs),
         )
         self._precision.represent(module)
-        for member, objective in zip(members[1:], objectives[1:], strict=True):
+        for member in others:
             self._precision.represent(member.network)
-            self._precision.represent(objective)
+            self._precision.represent(member.objective)
         return module
 
     def _learn(self) -> None:
-        """Make each member's optimizer and schedule, of its own network, whose tensors are rows of the stack."""
+        """Make the optimizer and the schedule of each member. The tensors of its network are rows of the stack."""
         for member in self._members:
             optimization = build_optimization(member.plain)
             member.learn(*optimization.make(member.network, total_steps=self._total_steps, total_epochs=self._epochs))
             member.interval, member.plateau = optimization.interval, optimization.monitor
             if self._objective.weighed:
-                member.train_values = self._new_train_values()
+                member.train_values = EpochValues(stage="train", terms=self._objective.terms, measures=[])
         self._optimizers = DirectSteps(
             [member.optimizer for member in self._members], [member.parameters for member in self._members]
         )
-
-    def _new_train_values(self) -> Any:
-        from exp.engine.buffer import EpochValues
-
-        return EpochValues(stage="train", terms=self._objective.terms, measures=[])
 
     # --- the run ---
 
@@ -522,10 +508,9 @@ class Stack:
             batches=self._batches_done,
         )
         self._hold_best(place)
-        loops = self._loops(place)
         for member in self._members:
             member.pause()
-            self._try(member, functools.partial(member.save, place, loops, self._shared))
+        self._save(place)
         yield from self._drop_failed()
 
     # --- a step ---
@@ -652,14 +637,12 @@ class Stack:
             yield member.place, member.end("failed", error=failed[member.place])
 
     def _keep(self, stay: Sequence[int]) -> None:
-        """Go on with these members alone, by their numbers in the stack."""
+        """Keep these members, given by their places in the stack, and drop the others."""
         self._members = [self._members[place] for place in stay]
         if stay:
             self._network.keep(stay)
             self._hooks.keep(stay)
             self._optimizers.keep(stay)
-            self._objectives = [self._objectives[place] for place in stay]
-            self._seeds = [self._seeds[place] for place in stay]
 
     def _loops(self, place: Position) -> dict[str, Any]:
         """The states of Lightning's loops, which a run that goes on makes anew from the position."""
@@ -677,23 +660,24 @@ class Stack:
             self._try(member, functools.partial(member.hold_best, place, loops, self._shared))
 
     def _save_sometimes(self, place: Position) -> None:
-        """Save all members where the last time is long enough ago."""
+        """Save all members if the last save is long enough ago."""
         now = time.monotonic()
         if now - self._saved_at < max(SAVE_SECONDS, SAVE_SHARE * self._save_seconds):
             return
+        self._save(place)
+        self._saved_at, self._save_seconds = time.monotonic(), time.monotonic() - now
+
+    def _save(self, place: Position) -> None:
         loops = self._loops(place)
         for member in self._members:
             self._try(member, functools.partial(member.save, place, loops, self._shared))
-        self._saved_at, self._save_seconds = time.monotonic(), time.monotonic() - now
 
     def _interrupted(self, place: Position) -> Iterator[Outcome]:
-        """Save each member where it stands, and leave."""
+        """Save each member at this position, and end the stack."""
         signum = self._flag.received
         assert signum is not None
-        loops = self._loops(place)
-        for member in self._members:
-            if place.step:
-                self._try(member, functools.partial(member.save, place, loops, self._shared))
+        if place.step:
+            self._save(place)
         yield from self._drop_failed()
         for member in self._members:
             saved = last_checkpoint(member.directory)
@@ -712,36 +696,35 @@ class Stack:
         return loader
 
     def _batches(self, epoch: int, start: int) -> Iterator[tuple[Batch, bool]]:
-        """The batches of an epoch from one on: with the data of each member `[M, B, ...]`, or one that all share."""
-        distinct = list(dict.fromkeys(self._seeds))
+        """Yield the batches of an epoch from batch `start`, and whether all members share the data.
+
+        Shared data is `[B, ...]`, other data is `[M, B, ...]`.
+        """
+        distinct = list(dict.fromkeys(member.seed for member in self._members))
         is_random = self._is_shuffled or isinstance(self._loader.dataset, EpochDependent)
         if len(distinct) == 1 or not is_random:
             loader = self._loader_of(distinct[0])
             loader.set_position(epoch, start)
             for batch in loader:
-                yield self._precision_batch(batch), True
+                yield self._precision.convert_input(batch), True
             return
         loaders = [self._loader_of(seed) for seed in distinct]
         for loader in loaders:
             loader.set_position(epoch, start)
         for found in zip(*loaders, strict=True):
             rows = {seed: place for place, seed in enumerate(distinct)}
-            index = torch.tensor([rows[seed] for seed in self._seeds])
-            each = [self._precision_batch(batch) for batch in found]
+            index = torch.tensor([rows[member.seed] for member in self._members])
+            each = [self._precision.convert_input(batch) for batch in found]
             yield each[0]._replace(data=_stacked([batch.data for batch in each], index)), False
-
-    def _precision_batch(self, batch: Batch) -> Batch:
-        converted: Batch = self._precision.convert_input(batch)
-        return converted
 
     # --- evaluation ---
 
     def _evaluate(self, stage: Stage) -> list[dict[str, float]]:
-        evaluation = StackedEvaluation(
-            stage=stage, objectives=self._objectives, measures=self._module.values_of(stage).measures
-        )
+        objectives = [member.objective for member in self._members]
+        measures = self._module.values_of(stage).measures
+        evaluation = StackedEvaluation(stage=stage, objectives=objectives, measures=measures)
         for batch in self._decided.data.loader(stage):
-            batch = self._precision_batch(batch)
+            batch = self._precision.convert_input(batch)
             values = self._network.evaluate(batch)
             with torch.no_grad(), self._precision.forward_context():
                 evaluation.add(values, batch)

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import psutil
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from exp.engine.forward import Forward
 from exp.functions.at_least_float32 import at_least_float32
@@ -27,47 +26,46 @@ from exp.hooks.saved_tensors import kept_by
 from exp.hooks.step import Step
 from exp.hooks.throughput import Throughput
 from exp.nested import tensors_in
-from exp.objectives.objective import Objective
 from exp.shared_types import Batch
+from exp.sweeps.member import Member
 
 CPU = torch.device("cpu")
 Found = list[dict[str, Any]]
 
 
 class StackedHooks:
-    """The hooks of M members, told of their steps in the order in which a run alone tells them.
+    """The hooks of M members, called in the order in which a single run calls them.
 
-    hooks: by name, not attached to anything. networks, optimizers: of each member. run, objective, autocast: of a
-    forward. clips: whether each member's gradients are clipped. total_steps: of the whole run.
+    Args:
+        hooks: Hooks by name, not attached.
+        members: Members with their optimizers.
+        run: Result of `forward_by_name` for the network of the first member.
+        autocast: Returns the context of a forward.
+        total_steps: Optimizer steps of the whole run.
     """
 
     def __init__(
         self,
         hooks: Mapping[str, Hook],
+        members: Sequence[Member],
         *,
-        networks: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
         run: Forward,
-        objective: Objective,
         autocast: Callable[[], AbstractContextManager[object]],
-        clips: Sequence[bool],
         total_steps: int,
     ) -> None:
-        self._networks, self._optimizers = list(networks), list(optimizers)
-        self._run, self._objective, self._autocast = run, objective, autocast
-        self._clips = list(clips)
+        self._members, self._run, self._autocast = list(members), run, autocast
         self._gradients: list[list[Gradients]] = []
         self._throughput: list[Throughput] = []
         self._memory: list[Memory] = []
         for name, hook in hooks.items():
             hook.fit_periods(total_steps)
             if isinstance(hook, Gradients):
-                each = [copy.deepcopy(hook) for _ in networks]
-                for one, network in zip(each, networks, strict=True):
-                    one.attach(network, name=name)
+                each = [copy.deepcopy(hook) for _ in members]
+                for one, member in zip(each, members, strict=True):
+                    one.attach(member.network, name=name)
                 self._gradients.append(each)
             elif isinstance(hook, Throughput):
-                hook.attach(networks[0], name=name)
+                hook.attach(members[0].network, name=name)
                 self._throughput.append(hook)
             else:
                 self._memory.append(cast(Memory, hook))
@@ -80,13 +78,11 @@ class StackedHooks:
         self.seconds_waited = 0.0
 
     def keep(self, places: Sequence[int]) -> None:
-        """Go on with these members alone."""
-        for place in {*range(len(self._networks))} - {*places}:
+        """Keep the members at these places."""
+        for place in {*range(len(self._members))} - {*places}:
             for each in self._gradients:
                 each[place].detach()
-        self._networks = [self._networks[place] for place in places]
-        self._optimizers = [self._optimizers[place] for place in places]
-        self._clips = [self._clips[place] for place in places]
+        self._members = [self._members[place] for place in places]
         self._gradients = [[each[place] for place in places] for each in self._gradients]
 
     def detach(self) -> None:
@@ -126,13 +122,13 @@ class StackedHooks:
         """Whether a hook looks for them at the parameters of this step."""
         index = self._index
         return any(
-            each[0].due(index) and (any(self._clips) or not each[0].norms_alone(index)) for each in self._gradients
+            each[0].due(index) and (self._clips_any or not each[0].norms_alone(index)) for each in self._gradients
         )
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> Found:
         """What the hooks give for true gradients, of each member. gradients: by parameter, those of all `[M, ...]`."""
         index = self._index
-        found: Found = [{} for _ in self._networks]
+        found: Found = [{} for _ in self._members]
         for each in self._gradients:
             if not each[0].due(index):
                 continue
@@ -143,14 +139,14 @@ class StackedHooks:
             for place, hook in enumerate(each):
                 found[place] |= hook.after_backward(self._step_of(place)) or {}
         if self._is_measured:
-            size = sum(one.nbytes for one in self._networks[0].parameters() if one.requires_grad)
+            size = sum(one.nbytes for one in self._members[0].parameters)
             for values in found:
                 values["memory/gradients_mib"] = size / MIB
         return found
 
     def after_clipping(self, found: Found) -> None:
         """Add what they give for the gradients as the optimizers take them."""
-        for each in self._gradients if any(self._clips) else ():
+        for each in self._gradients if self._clips_any else ():
             if each[0].due(self._index):
                 for place, hook in enumerate(each):
                     found[place] |= hook.after_clipping(self._step_of(place)) or {}
@@ -178,6 +174,10 @@ class StackedHooks:
                     values |= given
         self._window = []
 
+    @property
+    def _clips_any(self) -> bool:
+        return any(member.clip_value for member in self._members)
+
     # --- memory ---
 
     @property
@@ -195,11 +195,11 @@ class StackedHooks:
 
     def _memory_parts(self) -> dict[str, float]:
         """The figures of one member, and of the process."""
-        network, optimizer = self._networks[0], self._optimizers[0]
+        first = self._members[0]
         peaks, self._peaks = self._peaks, {}
         return {
-            "memory/parameters_mib": sum(one.nbytes for one in network.parameters()) / MIB,
-            "memory/optimizer_mib": sum(one.nbytes for one in tensors_in([optimizer.state])) / MIB,
+            "memory/parameters_mib": sum(one.nbytes for one in first.network.parameters()) / MIB,
+            "memory/optimizer_mib": sum(one.nbytes for one in tensors_in([first.optimizer.state])) / MIB,
             "memory/activations_mib": max(self._kept(batch) for batch in self._window) / MIB,
             **({"memory/host_rss_mib": self._process.memory_info().rss / MIB} if self._is_detailed else {}),
             **peaks,
@@ -211,13 +211,13 @@ class StackedHooks:
         Members without a dropout keep less, and count as the first.
         """
         if batch.size not in self._activations:
-            network = self._networks[0]
+            network, objective = self._members[0].network, self._members[0].objective
             buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
             is_training = network.training
             network.train()
             with self._autocast():
                 kept = kept_by(
-                    lambda: self._objective(self._run(network, batch.data), batch), network=network, data=batch.data
+                    lambda: objective(self._run(network, batch.data), batch), network=network, data=batch.data
                 )
             network.train(is_training)
             with torch.no_grad():
@@ -233,15 +233,15 @@ class StackedHooks:
         if step is None:
             step = self._step = Step(
                 index=self._index,
-                network=self._networks[0],
+                network=self._members[0].network,
                 optimizers=[],
                 batch_size=0,
                 device=CPU,
                 accumulated=1,
             )
             self._bring_up(step)
-        step.network, step.optimizers = self._networks[place], [self._optimizers[place]]
-        step.clips = self._clips[place]
+        member = self._members[place]
+        step.network, step.optimizers, step.clips = member.network, [member.optimizer], bool(member.clip_value)
         return step
 
     def _bring_up(self, step: Step) -> None:

@@ -29,6 +29,7 @@ from exp.models.kept_state import KeptState
 from exp.nested import mapped
 from exp.objectives.objective import Objective, Term
 from exp.shared_types import Batch
+from exp.sweeps.member import Member
 
 Tensors = dict[str, Tensor]
 Step = Callable[..., Any]
@@ -132,29 +133,28 @@ class Losses:
 
 
 class StackedNetwork:
-    """M networks that are one.
+    """The networks of M members, computed as one.
 
-    networks: of one architecture, each with its own numbers. run: of `forward_by_name` for the first of them.
-    objectives: of each member, alike but for weights and label smoothing.
-    autocast: the context of a step's forward.
-    seeds: of each member's run.
-    compiled: makes of a step's function one that computes the same, as torch.compile does; None leaves it as it is.
+    Args:
+        members: Members with networks of one architecture. Their objectives differ only in weights and label smoothing.
+        run: Result of `forward_by_name` for the network of the first member.
+        autocast: Returns the context of a forward.
+        compiled: Compiles the function of a step. None runs it uncompiled.
     """
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        members: Sequence[Member],
         *,
         run: Forward,
-        objectives: Sequence[Objective],
         autocast: Callable[[], Any],
-        seeds: Sequence[int],
         compiled: Callable[[Step], Step] | None = None,
     ) -> None:
-        self.networks, self.seeds, self._compiled = list(networks), list(seeds), compiled
+        self._members, self._compiled = list(members), compiled
+        objectives = [member.objective for member in members]
         # By what is no tensor in a batch: one function each, or torch would compile each step's anew.
         self._steps: dict[tuple[Batch, bool], Step] = {}
-        self._template, self._run, self._autocast = networks[0], run, autocast
+        self._template, self._run, self._autocast = members[0].network, run, autocast
         self._objective = objectives[0]
         self._weights = {
             name: torch.tensor([one.terms[name].weight for one in objectives], dtype=torch.float64)
@@ -162,12 +162,13 @@ class StackedNetwork:
         }
         self._has_weights = any(bool((weights != 1.0).any()) for weights in self._weights.values())
         self._smoothing = _differing_smoothing(objectives)
-        self._trained = [name for name, one in self._template.named_parameters() if one.requires_grad]
+        # The names of the parameters that learn, in the order of the network.
+        self.trained = [name for name, one in self._template.named_parameters() if one.requires_grad]
         self._tensors: Tensors = {}
         # Of each member the rates of the dropouts in the order of a forward; by batch size what they draw.
         self._rates: list[list[float]] | None = None
         self._draws: dict[int, list[Drawn]] = {}
-        own = [_tensors_of(network) for network in networks]
+        own = [_tensors_of(member.network) for member in members]
         for name, first in own[0].items():
             rows = [one[name] for one in own]
             if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
@@ -175,29 +176,20 @@ class StackedNetwork:
             self._tensors[name] = torch.stack(rows)
         self._bind()
 
-    def __len__(self) -> int:
-        return len(self.networks)
-
-    @property
-    def trained(self) -> Sequence[str]:
-        """The names of the parameters that learn, in the network's order."""
-        return self._trained
-
     def keep(self, places: Sequence[int]) -> None:
-        """Go on with these members alone; the networks of the others keep the numbers that they have."""
+        """Keep the members at these places. The networks of the others keep their numbers."""
         index = torch.tensor(places, dtype=torch.int64)
         self._tensors = {name: tensor.index_select(0, index) for name, tensor in self._tensors.items()}
         self._weights = {name: weights.index_select(0, index) for name, weights in self._weights.items()}
         self._smoothing = {name: one.index_select(0, index) for name, one in self._smoothing.items()}
-        self.networks = [self.networks[place] for place in places]
-        self.seeds = [self.seeds[place] for place in places]
+        self._members = [self._members[place] for place in places]
         self._rates = self._rates and [self._rates[place] for place in places]
         self._bind()
 
     def _bind(self) -> None:
-        """Let each member's network have rows of the stack for its tensors."""
+        """Make the tensors of each member's network rows of the stack."""
         rows = {name: tensor.unbind(0) for name, tensor in self._tensors.items()}
-        for place, network in enumerate(self.networks):
+        for place, network in enumerate(member.network for member in self._members):
             for name, parameter in network.named_parameters():
                 parameter.data = rows[name][place]
             for name, _ in list(network.named_buffers()):
@@ -214,13 +206,13 @@ class StackedNetwork:
         """
         self._template.train()
         tensors = dict(self._tensors)
-        trained = {name: tensors.pop(name) for name in self._trained}
+        trained = {name: tensors.pop(name) for name in self.trained}
         masks = self._masks(batch, is_shared=is_shared, epoch=epoch, index=index)
         given = (masks, self._weights_as(trained), self._smoothing)
         step = self._step(batch._replace(data=None), is_shared=is_shared)
         with self._autocast(), sdpa_kernel(SDPBackend.MATH):
             gradients, losses = step(trained, tensors, given, batch.data)
-        return {name: _like(gradients[name], trained[name]) for name in self._trained}, losses
+        return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses
 
     def _step(self, sizes: Batch, *, is_shared: bool) -> Step:
         """The function of a step: of trained and other tensors, what each member is given, and the data.
@@ -270,8 +262,10 @@ class StackedNetwork:
 
         with torch.no_grad(), self._autocast(), sdpa_kernel(SDPBackend.MATH):
             stacked = vmap(forward)(self._tensors)
-        rows = {name: _rows(value, len(self)) for name, value in stacked.items()}
-        return [{**shared, **{name: each[place] for name, each in rows.items()}} for place in range(len(self))]
+        return [
+            {**shared, **{name: mapped(value, operator.itemgetter(place)) for name, value in stacked.items()}}
+            for place in range(len(self._members))
+        ]
 
     def _losses(
         self, values: Values, batch: Batch, weights: Tensors, smoothing: Tensors
@@ -310,20 +304,20 @@ class StackedNetwork:
             first = batch if is_shared else batch._replace(data=mapped(batch.data, operator.itemgetter(0)))
             draws = self._draws[batch.size] = self._watched(self._template, first)
             if self._rates is None:
-                self._rates = self._rates_of_all(first) if draws else [[] for _ in self.networks]
+                self._rates = self._rates_of_all(first) if draws else [[] for _ in self._members]
         if not draws:
             return []
         assert self._rates is not None
         drawn = []
-        for seed, rates in zip(self.seeds, self._rates, strict=True):
-            torch.default_generator.manual_seed(step_seed(seed=seed, rank=0, epoch=epoch, batch=index))
+        for member, rates in zip(self._members, self._rates, strict=True):
+            torch.default_generator.manual_seed(step_seed(seed=member.seed, rank=0, epoch=epoch, batch=index))
             drawn.append([draw.mask(rate) for draw, rate in zip(draws, rates, strict=True)])
         return [torch.stack(masks) for masks in zip(*drawn, strict=True)]
 
     def _rates_of_all(self, batch: Batch) -> list[list[float]]:
         """Of each member the rates of its dropouts, in the order of a forward."""
         found = []
-        for network in self.networks:
+        for network in (member.network for member in self._members):
             network.train()
             found.append([one.rate for one in self._watched(network, batch)])
         return found
@@ -408,10 +402,3 @@ def _smoothed(term: Any, values: Values, batch: Batch, share: Tensor) -> tuple[T
     (none, divisor), (whole, _) = ends
     share = share.to(none.dtype)
     return none * (1 - share) + whole * share, divisor
-
-
-def _rows(value: Any, members: int) -> list[Any]:
-    """Of tensors `[M, ...]`, nested as they are, those of each member."""
-    if isinstance(value, Tensor):
-        return list(value.unbind(0))
-    return [mapped(value, operator.itemgetter(place)) for place in range(members)]

@@ -1,4 +1,4 @@
-"""Tell samples that are the same: by a hash of what they hold, before any transform."""
+"""Finds samples that are the same by a hash of their values before transforms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from exp.nested import is_record
 from exp.shared_types import Stage
 
-# Bytes of a hash: two samples that differ have the same one by chance in 1 of 10^38 pairs.
+# Bytes of a hash: two different samples have the same one by chance in 1 of 10^38 pairs.
 SIZE = 16
-# Of the pairs of samples that are the same, those that are told.
-TOLD = 100
+# Pairs of the same samples that are kept.
+MOST_PAIRS = 100
 
 
 class Fingerprint(NamedTuple):
-    """Hashes of what a network is given of a sample, and of its targets."""
+    """Hashes of the inputs and of the targets of a sample."""
 
     inputs: bytes
     targets: bytes
@@ -30,31 +30,29 @@ class Fingerprint(NamedTuple):
 def fingerprint(
     sample: object, *, inputs: Sequence[str], targets: Sequence[str], values: int = 0
 ) -> Fingerprint | None:
-    """That of one sample; None where it holds an object of which nobody knows when two are the same.
+    """Return the fingerprint of a sample; None if it holds an object without bytes to compare.
 
-    inputs, targets: which entries of a mapping a network may be given, and which are targets: a number or a path of the
-        sample, which no other one has, is neither. Where none of the inputs is there, before transforms, all but the
-        targets count.
-    values: how many values of a tuple are inputs, with the target behind them; 0 where nobody knows.
+    Args:
+        sample: The sample.
+        inputs: The entries of a mapping that are inputs; if the sample has none of them, all but the targets are. Other
+            entries, such as a path, are left out because no two samples share them.
+        targets: The entries of a mapping that are targets.
+        values: How many values of a tuple are inputs, before one target; 0 if unknown.
     """
-    given, wanted = _divided(sample, inputs, targets, values)
+    given: object = sample
+    wanted: object = None
+    if isinstance(sample, Mapping):
+        rest = {name: value for name, value in sample.items() if name not in targets}
+        given = {name: value for name, value in rest.items() if name in inputs} or rest
+        wanted = {name: value for name, value in sample.items() if name in targets}
+    elif isinstance(sample, tuple | list) and len(sample) == 2:
+        given, wanted = sample
+    elif isinstance(sample, tuple | list) and values and len(sample) == values + 1:
+        given, wanted = sample[:-1], sample[-1]
     try:
         return Fingerprint(_hash(given), _hash(wanted))
     except (TypeError, ValueError, RuntimeError):
         return None
-
-
-def _divided(sample: object, inputs: Sequence[str], targets: Sequence[str], values: int) -> tuple[object, object]:
-    """What a sample holds for the network, and its target; all of it is for the network where nobody can tell."""
-    if isinstance(sample, Mapping):
-        rest = {name: value for name, value in sample.items() if name not in targets}
-        given = {name: value for name, value in rest.items() if name in inputs}
-        return given or rest, {name: value for name, value in sample.items() if name in targets}
-    if isinstance(sample, tuple | list) and len(sample) == 2:
-        return sample[0], sample[1]
-    if isinstance(sample, tuple | list) and values and len(sample) == values + 1:
-        return sample[:-1], sample[-1]
-    return sample, None
 
 
 def _hash(value: object) -> bytes:
@@ -65,21 +63,16 @@ def _hash(value: object) -> bytes:
 
 
 def _bytes_of(value: object) -> Iterator[bytes]:
-    """Raises: TypeError, ValueError, RuntimeError for an object that is neither numbers nor text, nor made of them."""
+    """Yield the bytes of numbers, text, and containers of them.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: Another object.
+    """
     if isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
-        # As bytes, for NumPy does not know all of torch's dtypes.
-        yield (
-            value.detach()
-            .cpu()
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
+        # NumPy lacks some of torch's dtypes.
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, str | bytes | int | float | complex | None):
         yield f"{type(value).__name__} {value!r};".encode(errors="backslashreplace")
     elif isinstance(value, Mapping | list | tuple):
@@ -98,11 +91,13 @@ def _bytes_of(value: object) -> Iterator[bytes]:
 
 @dataclass(kw_only=True)
 class Repeats:
-    """Samples of a part that are in another one, or are in it twice.
+    """Samples of a part that are also in another part, or several times in their own.
 
-    part, within: the sample's part, and that in which it is found; the same for those that are there twice.
-    count: how many samples of `part`. other_target: how many of them have another target there.
-    pairs: the first of them, a sample's number in `part` and one in `within`.
+    Args:
+        part, within: The part of the samples, and the part in which they are found.
+        count: How many samples of `part`.
+        other_target: How many of them have another target there.
+        pairs: The first of them: the number in `part` and the number in `within`.
     """
 
     part: Stage
@@ -111,15 +106,13 @@ class Repeats:
     other_target: int = 0
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, index: int, found: int, *, has_other_target: bool) -> None:
-        self.count += 1
-        self.other_target += has_other_target
-        if len(self.pairs) < TOLD:
-            self.pairs.append((index, found))
-
 
 class Comparison:
-    """Finds the samples that are the same, part by part. incomparable: how many cannot be compared, by part."""
+    """Finds repeated samples, part by part.
+
+    `leaks` are samples that are in an earlier part too, `duplicates` the second and later ones within a part.
+    `incomparable` counts samples without a fingerprint, by part.
+    """
 
     def __init__(self) -> None:
         self._first: dict[Stage, dict[bytes, tuple[int, bytes]]] = {}
@@ -127,7 +120,7 @@ class Comparison:
         self.incomparable: dict[Stage, int] = {}
 
     def add(self, stage: Stage, first: int, prints: Sequence[Fingerprint | None]) -> None:
-        """Takes the samples of a part from number `first` on, in their order."""
+        """Add the next samples of a part. first: the number of the first one."""
         own = self._first.setdefault(stage, {})
         for index, one in enumerate(prints, first):
             if one is None:
@@ -137,15 +130,15 @@ class Comparison:
                 if one.inputs in known:
                     found, targets = known[one.inputs]
                     repeats = self._found.setdefault((stage, within), Repeats(part=stage, within=within))
-                    repeats.add(index, found, has_other_target=targets != one.targets)
+                    repeats.count += 1
+                    repeats.other_target += targets != one.targets
+                    repeats.pairs += [(index, found)] if repeats.count <= MOST_PAIRS else []
             own.setdefault(one.inputs, (index, one.targets))
 
     @property
     def leaks(self) -> list[Repeats]:
-        """Samples of a part that are in an earlier one, too."""
         return [one for one in self._found.values() if one.part != one.within]
 
     @property
     def duplicates(self) -> list[Repeats]:
-        """Samples that a part has twice or more often: all of them but the first."""
         return [one for one in self._found.values() if one.part == one.within]

@@ -1,4 +1,4 @@
-"""Each sample of a part once and in its order, as batches that know of which samples they were made."""
+"""Reads each sample of a part once and in order, as batches that know the numbers of their samples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,18 +20,18 @@ from exp.errors import ExpError
 from exp.extras.survey.fingerprints import Fingerprint, fingerprint
 from exp.shared_types import Stage
 
-# Of a sample as the data set gives it.
 Print = Callable[[object], Fingerprint | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Some samples of a part that follow each other.
+    """Consecutive samples of a part.
 
-    data: their batch, as a rank gets it, before batch transforms.
-    first, count: the number of the first one in its part, and how many there are.
-    prints: one each, of what the data set gave.
-    sizes: of the entries of a batch that were made of tensors of several sizes, each sample's own, by name.
+    Args:
+        data: Their batch, before batch transforms.
+        first, count: The number of the first sample, and how many there are.
+        prints: The fingerprint of each sample, before transforms.
+        sizes: By the name of a padded entry, the shape of each sample.
     """
 
     data: object
@@ -42,7 +43,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAssembly(Assembly):
-    """Makes a Read of samples. inputs: the names of a sample's values."""
+    """Makes a Read from samples. inputs: the names of a sample's values."""
 
     inputs: Sequence[str]
 
@@ -51,26 +52,26 @@ class ReadAssembly(Assembly):
         if isinstance(batch, ExpError):
             return batch
         read = [sample for sample in samples if isinstance(sample, Sample)]
-        return Read(
-            data=as_batch(batch),
-            first=read[0].index,
-            count=len(read),
-            prints=[cast(Fingerprint | None, sample.fingerprint) for sample in read],
-            # What a collate function of the user's own takes need not have the names of the batch.
-            sizes=_unequal([entries_of(sample.data, self.inputs) for sample in read])
-            if isinstance(self.collate, Pad)
-            else {},
-        )
+        prints = [cast(Fingerprint | None, sample.fingerprint) for sample in read]
+        sizes: dict[str, list[tuple[int, ...]]] = {}
+        if isinstance(self.collate, Pad):
+            named = [entries_of(sample.data, self.inputs) for sample in read]
+            shapes = {name: [tuple(np.shape(one[name])) for one in named] for name in named[0]}
+            sizes = {name: own for name, own in shapes.items() if len({*own}) > 1}
+        return Read(data=as_batch(batch), first=read[0].index, count=len(read), prints=prints, sizes=sizes)
 
 
 def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
-    """Yield the first samples of a stage in the order of its part, each once, with the transforms of epoch 0.
+    """Yield the first samples of a part in order, each once, with the transforms of epoch 0.
 
-    The last batch makes them `count` or more.
+    Args:
+        data: The data.
+        stage: The stage of the part.
+        count: The number of samples; the last batch may exceed it.
+        targets: The entries of a sample that are targets. Fingerprints keep inputs and targets apart.
 
-    targets: the entries of a sample that are targets. Samples with the same inputs are the same.
-    Raises: as the loader of the stage does; UserCodeError for samples that cannot be gathered; SampleError for a label
-        outside the classes.
+    Raises:
+        ExpError: A sample cannot be read, or a label is not a class.
     """
     inputs = data.held
     taken = partial(fingerprint, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(inputs))
@@ -97,11 +98,11 @@ def _read_indexed(data: Data, stage: Stage, *, count: int, taken: Print) -> Iter
         if not isinstance(dataset, Tensors):
             named = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
             data.labels.refuse(batch, named.__getitem__)
-        yield Read(data=batch, first=first, count=len(indices), prints=[taken(row) for row in rows_of(raw)])
+        yield Read(data=batch, first=first, count=len(indices), prints=[taken(row) for row in _rows(raw)])
 
 
-def rows_of(entries: Entries) -> Iterator[Entries]:
-    """The samples of a batch."""
+def _rows(entries: Entries) -> Iterator[Entries]:
+    """Yield each sample of a batch."""
     if isinstance(entries, Mapping):
         for row in zip(*entries.values(), strict=True):
             yield dict(zip(entries, row, strict=True))
@@ -110,9 +111,11 @@ def rows_of(entries: Entries) -> Iterator[Entries]:
 
 
 def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a sample or batch by name, `input` and `target` of a pair; those within a value as `boxes.corners`.
+    """Return the values of a sample or batch by name: `input` and `target` of a pair, `boxes.corners` of nested ones.
 
-    inputs: the names of a tuple's values.
+    Args:
+        data: The sample or batch.
+        inputs: The names of the values of a tuple.
     """
     named = by_name(data, inputs)
     if not isinstance(named, Mapping):
@@ -131,22 +134,3 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, value
     for key, one in inside:
         yield from _flat(f"{name}.{key}" if name else str(key), one)
-
-
-def _unequal(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, ...]]]:
-    """The sizes of those entries of samples that have several."""
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for name in samples[0]:
-        sizes = [_size(sample[name]) for sample in samples if name in sample]
-        known = [size for size in sizes if size is not None]
-        if len(known) == len(samples) and len(set(known)) > 1:
-            found[name] = known
-    return found
-
-
-def _size(value: object) -> tuple[int, ...] | None:
-    """Of a tensor, an array, a list of numbers or a text."""
-    if isinstance(value, list | tuple | str):
-        return (len(value),)
-    shape = getattr(value, "shape", None)
-    return None if shape is None else tuple(shape)

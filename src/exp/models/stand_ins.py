@@ -116,13 +116,10 @@ class Layer:
         return {name: stand_in(f"{self.path}.{name}", one) for name, one in self.module.items()}
 
     def attribute(self, name: str) -> object:
-        """Return the stand-in of a sublayer, parameter or buffer; raise Refusal for any other attribute."""
-        held = {**self.module._buffers, **self.module._parameters, **self.module._modules}
-        if name in held:
-            return stand_in(f"{self.path}.{name}", held[name])
-        # A parametrized weight is a property of the layer's class, so it is not in these tables.
-        if name in PARAMETER_ATTRIBUTES and isinstance(getattr(self.module, name, None), Tensor):
-            return UNKNOWN
+        """Return the stand-in of a sublayer or tensor; raise Refusal for any other attribute."""
+        held = getattr(self.module, name, self)
+        if isinstance(held, nn.Module | Tensor) or (held is None and name in PARAMETER_ATTRIBUTES):
+            return stand_in(f"{self.path}.{name}", held)
         raise Refusal(f"`{self.path}` ({self.kind}) has no layer or parameter `{name}`")
 
 

@@ -74,8 +74,8 @@ def test_an_ignored_hangup_stays_ignored():
     assert signal.SIGHUP in heeded()
 
 
-@pytest.mark.parametrize("module", ["train", pytest.param("check.__main__", marks=pytest.mark.slow)])
-def test_ctrl_c_during_an_import_prints_one_line(module):
+@pytest.mark.parametrize("command", ["train", pytest.param("check", marks=pytest.mark.slow)])
+def test_ctrl_c_during_an_import_prints_one_line(command):
     program = f"""
         import importlib.abc, os, signal, sys
 
@@ -85,7 +85,7 @@ def test_ctrl_c_during_an_import_prints_one_line(module):
                     os.kill(os.getpid(), signal.SIGINT)
 
         sys.meta_path.insert(0, Pressed())
-        from exp.{module} import main
+        from exp.cli.{command} import main
         sys.exit(main(["debug=one_batch"]))
     """
     done = subprocess.run(

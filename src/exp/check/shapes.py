@@ -1,4 +1,4 @@
-"""Hold the layers against the data and each other, by one forward on the meta device."""
+"""Check layers against the data and each other, by one forward on the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from exp.precision.words import WORDS
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 
-# What torch says where an operator cannot run without numbers. Such a network is not judged.
+# Words in torch's errors about operators that cannot run without numbers. Such a network is not checked.
 UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
 CLASSES_LAST = (CrossEntropy, NLL)
 CLASSES_ON_AXIS_1 = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -38,12 +38,13 @@ WIDTHS = ("out_features", "out_channels")
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeExamination:
-    """What one forward on the meta device showed.
+    """The result of one forward on the meta device.
 
-    faults: of the config, each at the key of the layer that fails.
-    notes: why nothing could be said, where that is so. Not faults.
-    network: on the meta device, every layer sized; None where it could not be built.
-    traces: of its own forward, by None, and of each that phases name, by that name; without those that could not run.
+    faults: Errors of the config, each at the key of the layer that fails.
+    notes: Reasons why the network could not be checked.
+    network: The network on the meta device, with the sizes of all layers; None if it cannot be built.
+    traces: The trace of the network's own forward, by None, and of each forward that phases name, by that name. A
+        forward that could not run has no trace.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -53,7 +54,7 @@ class ShapeExamination:
 
     @property
     def parameters(self) -> int | None:
-        """Numbers that the network holds, P; None where it could not be built."""
+        """The number of parameters, P; None if the network cannot be built."""
         return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
 
 
@@ -66,22 +67,23 @@ def examine_shapes(
     prepare: Callable[[nn.Module], None] = lambda network: None,
     arithmetic: Arithmetic = SINGLE,
 ) -> ShapeExamination:
-    """Build the network on the meta device, feed it a batch of the data's shape, and look at what comes out.
+    """Build the network on the meta device, run it with a batch of the data's shape, and check its output.
 
-    The forward that is looked at gives lazy layers their sizes, too, so that there is one.
+    The same forward gives lazy layers their sizes.
 
-    network_factory: builds the network under torch.device("meta").
-    spec: the shape and dtype that the data declares, and how many outputs it asks for.
-    objective: what the outputs are compared by; without it the last axis alone is held against the data.
-    phases: whose forwards are run, too, each held against its own terms.
-    prepare: what is done to the network, before its forward and again once every parameter has its shape.
-    arithmetic: which dtypes the run computes in.
+    Args:
+        network_factory: Builds the network under torch.device("meta").
+        spec: The shape and dtype that the data declares, and the number of outputs that it needs.
+        objective: Compares the outputs. Without it only the last axis is compared with the data.
+        phases: Their forwards run, too, each compared with its own terms.
+        prepare: Changes the network, before its forward and again when every parameter has its shape.
+        arithmetic: The dtypes of the run.
     """
     traces: dict[str | None, ForwardTrace] = {}
     with Recorder(arithmetic=arithmetic) as recorder, torch.device("meta"):
         try:
             network = _begun(network_factory, prepare)
-        except (Exception, SystemExit) as error:  # a layer of one's own may raise anything; each is told by its key
+        except (Exception, SystemExit) as error:  # a user's layer may raise anything
             return _failure(error, recorder, recorder.root, built=None, traces=traces)
         terms: Mapping[str | None, Objective | None]
         terms = {None: None} if objective is None else objectives_by_forward(phases, objective)
@@ -99,7 +101,7 @@ def examine_shapes(
             materialise(network, inputs)
             prepare(network)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
-                for name in (None, *named):  # the branches that training does not take
+                for name in (None, *named):  # for branches that only evaluation takes
                     seen = network if name is None else with_forward(network, name)
                     recorder.trace(seen.eval(), inputs)
                 network.train()
@@ -115,14 +117,15 @@ def examine_shapes(
 
 
 def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
-    """The network with what learns known before its forward, for hooks ask where gradients flow.
+    """Return the network with frozen parameters, because hooks ask before its forward where gradients flow.
 
-    Raises: ConfigError where `prepare` does; of a network without its shapes its caller hears it later.
+    Raises:
+        ConfigError: `prepare` raises it. For a network without its shapes the caller raises it later.
     """
     network = network_factory()
     for module in network.modules():
         if isinstance(module, ProgramModel):
-            with contextlib.suppress(ConfigError):  # which materialise tells, at its key
+            with contextlib.suppress(ConfigError):  # materialise raises it with its key
                 module.apply_freeze()
     try:
         prepare(network)
@@ -133,7 +136,7 @@ def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Modul
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
-    """The terms that look at what each forward gives: all at the network's own where there are no phases."""
+    """Return the terms that read the output of each forward. Without phases all read that of the network's own."""
     if not phases:
         return {None: objective}
     names: dict[str | None, list[str]] = {}
@@ -143,7 +146,7 @@ def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict
 
 
 def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-    """Raises: ConfigError where the network's forward needs an input that the data does not have."""
+    """Trace the network; raise ConfigError if its forward needs an input that the data does not have."""
     parameters = inspect.signature(network.forward).parameters.values()
     needed = [
         one.name
@@ -152,7 +155,7 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
     ]
     missing = [name for name in needed if name not in inputs]
     is_alone = len(inputs) == 1 or "input" in inputs
-    # A network of one input takes the only one by any name.
+    # The only input of the data may have any name.
     if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
@@ -171,7 +174,7 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the class of a module says what it computes."""
+    """Return whether the class of a module has a forward."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -217,7 +220,7 @@ def _failure(
 
 
 def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> Fault | None:
-    """The fault of a float64 input of the data that reaches a layer of float32."""
+    """Return the error of a float64 input of the data that reaches a layer of float32."""
     has_double = any(one.dtype == "float64" for one in spec.inputs.values())
     found = set() if refused is None else {one.dtype for one in refused.sources}
     if not has_double or not {torch.float64, torch.float32} <= found:
@@ -233,9 +236,14 @@ def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call)
 def output_faults(
     network: nn.Module, output: object, calls: Sequence[Call], spec: DataSpec, objective: Objective | None
 ) -> list[Fault]:
-    """The faults of the network's output: a name that no term finds, a head that does not fit the data.
+    """Return the errors of the network's output: a container that a term compares, a head that does not fit the data.
 
-    output: what the network returned for a batch. calls: of all its modules, in the order in which they returned.
+    Args:
+        network: The network.
+        output: Its output for a batch.
+        calls: The calls of all its modules, in the order in which they returned.
+        spec: The shapes that the data declares.
+        objective: Compares the outputs.
     """
     parts = named_parts(output)
     named = {"output": output, **parts}
@@ -258,7 +266,7 @@ def output_faults(
 
 
 def _number_fault(network: nn.Module, name: str, loss: nn.Module | None, value: Tensor) -> Fault | None:
-    """Of an output that has no gradient, for it is whole numbers or true and false."""
+    """Return the error of an output without a gradient: whole numbers or booleans."""
     is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
     if not is_known or value.is_floating_point() or value.is_complex():
         return None
@@ -268,18 +276,18 @@ def _number_fault(network: nn.Module, name: str, loss: nn.Module | None, value: 
 
 
 def _returning(network: nn.Module) -> tuple[str, ...]:
-    """The key of the program that says what a network returns."""
+    """Return the key of the program that returns the network's output."""
     return ("model.forward",) if isinstance(network, ProgramModel) else ()
 
 
 def _cure_of_likeness(value: object) -> str | None:
-    """Of what torch's functions take for a tensor without its being one, as torch's notes on extending it have it."""
+    """Return the fix of an output that only acts as a tensor, see torch's notes on extending it."""
     is_like = inspect.getattr_static(type(value), "__torch_function__", None) is not None
     return "Return the tensor in it, or derive its class from torch.Tensor" if is_like else None
 
 
 def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
-    """Name, loss and output of every term that compares with the data's target."""
+    """Return name, loss and output of every term that compares an output with the data's target."""
     if objective is None:
         return [("", None, "output")]
     compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
@@ -317,7 +325,7 @@ def _width_fault(
 
 
 def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
-    """How wide the output has to be for a loss, and why; None where the loss does not say."""
+    """Return the width of the output that a loss needs, and the reason; None if the loss takes any."""
     classes = "the data has that many classes"
     if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):
         return spec.num_classes, classes
@@ -327,7 +335,7 @@ def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
 
 
 def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, str] | None:
-    """The layer that made the output as wide as it is: the one that gave this tensor, else the last of that width."""
+    """Return the layer that decides the width of the output: the layer that made it, else the last of that width."""
     sized = [
         (call, name)
         for call in calls
@@ -339,9 +347,9 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
 
 
 def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[Fault]:
-    """Parts of the network that are not there, gradients of whole numbers, full precision of half parameters.
+    """Return the errors of terms: unknown parts of the network, gradients of whole numbers, parameters of losses.
 
-    word: the config's precision.word.
+    word: precision.word of the config.
     """
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
@@ -396,11 +404,11 @@ def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | 
 
 
 def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:
-    """The fault of a layer whose backward cannot be differentiated, where a term differentiates it."""
+    """Return the error of a layer whose backward cannot be differentiated, if a term differentiates it."""
     terms = objective.differentiated_twice
     if not terms or not _is_once_differentiable(trace, trace.output):
         return
-    # A layer returns before what holds it.
+    # A layer returns before the module that holds it.
     call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
     path = Recorder().path_of(trace.network, call.module)
     yield Fault(
@@ -412,7 +420,7 @@ def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterato
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
-    """Whether a gradient of the output, with respect to inputs and parameters, refuses to be differentiated."""
+    """Return whether a gradient of the output with respect to inputs and parameters cannot be differentiated."""
     sources = [one for one in (*trace.inputs.values(), *trace.network.parameters()) if one.requires_grad]
     ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
     if not ends or not sources:

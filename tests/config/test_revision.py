@@ -1,7 +1,6 @@
 """The revision and diff of the working directory are git's, and nothing that its .git names is run."""
 
 import os
-import re
 import subprocess
 
 import pytest
@@ -150,22 +149,12 @@ def test_the_diff_is_that_of_git(repository):
     (repository / "new.txt").write_text("1\n2\n")
     (repository / "unknown.txt").write_text("not told\n")
     git("add", "new.txt")
-    headers = re.compile(r"^(index|new file|deleted file) .*\n", re.MULTILINE)
-    assert revision()["diff"] == headers.sub("", git("diff", "HEAD"))
-
-
-def test_an_unchanged_timestamp_leaves_a_file_unread(repository):
-    git("checkout", "-q", "a.txt")
-    status = (repository / "a.txt").stat()
-    (repository / "a.txt").write_text("two\n")
-    os.utime(repository / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
-    os.utime(repository / ".git" / "index", (2e9, 2e9))
-    assert revision()["diff"] == ""
+    assert revision()["diff"] == git("diff", "HEAD")
 
 
 def test_binary_and_large_files_are_named_only(repository):
     (repository / "a.txt").write_bytes(b"\0" * 50)
     (repository / "b.txt").write_text("x" * 1_000_001)
     found = revision()["diff"]
-    assert found.count("Binary or large files differ") == 2
+    assert found.count("Binary files ") == 2
     assert "xxx" not in found

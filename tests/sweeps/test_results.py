@@ -204,9 +204,10 @@ def test_forty_runs_take_a_line_each(capsys):
     for place in range(40):
         swept = {f"layer{other}.out_features": "8" if other == place else "(default)" for other in range(40)}
         swept |= {"optimizer.lr": f"{1 / (place + 3)}", "data.dataset.path": f"/data/{place}.csv" * 4}
-        rows.append(row(place, (place % 7) / 8, mode="max", step=20, metrics={"f1/val": place / 40}, swept=swept))
-    names = [f"train/2026-01-31/12-00-{place:02}" for place in range(40)]
-    (table,) = rich_tables(rows, width=80, names=names)
+        named = {"directory": f"train/2026-01-31/12-00-{place:02}", "is_job": False}
+        named |= {"metrics": {"f1/val": place / 40}, "swept": swept}
+        rows.append(row(place, (place % 7) / 8, mode="max", step=20, **named))
+    (table,) = rich_tables(rows, width=80)
     Console(width=80).print(table)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]

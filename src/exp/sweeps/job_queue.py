@@ -1,16 +1,16 @@
-"""The jobs of a sweep that are still to come, and those that run."""
+"""The queue of the jobs of a sweep, and the jobs that run."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import signal
+import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from exp.sweeps.executor import End, Executor
 from exp.sweeps.jobs import Job
@@ -21,56 +21,44 @@ from exp.sweeps.space import Combination
 WAIT_SECONDS = 0.5
 
 
-class Queue(Protocol):
-    """The jobs that are still to come, and who waits for their ends."""
+class Queue:
+    """Groups of jobs that are all known in advance. One process runs each group.
 
-    total: int | None
-
-    def next(self) -> Sequence[Job]:
-        """The jobs that one process starts now; empty where there are none, or none yet."""
-        ...
-
-    def again(self, job: Job) -> None:
-        """Take back a job that is to be run alone."""
-        ...
-
-    def end(self, row: Row) -> None:
-        """Hear how a job has ended."""
-        ...
-
-    def rest(self) -> Sequence[Job]:
-        """The known jobs that were not started."""
-        ...
-
-
-class Listed:
-    """Jobs that are all known, in groups of which each has a process."""
+    Attributes:
+        total: Number of jobs.
+    """
 
     def __init__(self, groups: Iterable[Sequence[Job]]) -> None:
         self._groups = deque(groups)
-        self.total: int | None = sum(map(len, self._groups))
+        self.total = sum(map(len, self._groups))
 
     def next(self) -> Sequence[Job]:
+        """Return the jobs that one process starts now. Return none if no job is left or known yet."""
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
+        """Take back a job that has to run alone."""
         self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
-        """Nothing follows from it."""
+        """Take the result of a job."""
 
     def rest(self) -> Sequence[Job]:
+        """Return the known jobs that were not started."""
         return [job for group in self._groups for job in group]
 
 
-class Searched:
-    """Jobs that a search proposes, one a trial, or several that repeat it with other values of one key.
+class Searched(Queue):
+    """Jobs that a search proposes. A trial has one job, or several jobs that repeat it with other values of one key.
 
-    Grouped are those that are known together whatever ends first: of a search that waits for no result all, of any
-    other the repeats of a trial.
+    Jobs are grouped if they are known at the same time, in whatever order jobs end. If proposals do not depend on
+    results, these are all jobs. Otherwise they are the repeats of a trial.
 
-    make: the job of a number, a trial and the values of its axes. repeats: the values of the key, the key's name.
-    group: checks jobs, and puts those together that one process trains together.
+    Args:
+        search: Proposes trials.
+        make: Returns a job, from its number, its trial and the values of its axes.
+        repeats: Values of the repeated key.
+        group: Checks jobs and groups those that one process trains together.
     """
 
     def __init__(
@@ -81,17 +69,17 @@ class Searched:
         repeats: Sequence[Combination],
         group: Callable[[Sequence[Job]], Iterable[Sequence[Job]]],
     ) -> None:
+        super().__init__(())
         self._search, self._make, self._repeats, self._group = search, make, repeats, group
-        self.total: int | None = search.trials * len(repeats)
-        self._waiting: deque[Sequence[Job]] = deque()
+        self.total = search.trials * len(repeats)
         self._rows: dict[int, list[Row]] = {}
 
     def next(self) -> Sequence[Job]:
-        if not self._waiting:
+        if not self._groups:
             asked = itertools.islice(iter(self._search.ask, None), None if self._search.is_blind else 1)
             jobs = [job for proposal in asked for job in self._jobs(proposal)]
-            self._waiting.extend(self._group(jobs) if jobs else ())
-        return self._waiting.popleft() if self._waiting else ()
+            self._groups.extend(self._group(jobs) if jobs else ())
+        return super().next()
 
     def _jobs(self, proposal: Proposal) -> Iterable[Job]:
         self._rows[proposal.number] = []
@@ -99,15 +87,12 @@ class Searched:
             number = proposal.number * len(self._repeats) + place
             yield self._make(number, proposal.number, {**proposal.values, **repeat})
 
-    def again(self, job: Job) -> None:
-        self._waiting.append([replace(job, is_known=True, is_stacked=False)])
-
     def end(self, row: Row) -> None:
         trial = row.job // len(self._repeats)
         self._rows[trial].append(row)
         if len(self._rows[trial]) == len(self._repeats):
             rows = self._rows.pop(trial)
-            values = [_mean(_objective(row, tag) for row in rows) for tag in self._search.objectives]
+            values = [statistics.fmean(_objective(row, tag) for row in rows) for tag in self._search.objectives]
             statuses = {row.status for row in rows}
             missing = [tag for tag, value in zip(self._search.objectives, values, strict=True) if math.isnan(value)]
             if statuses == {"completed"} and missing:
@@ -117,12 +102,9 @@ class Searched:
             elif "interrupted" not in statuses:  # that one goes on another time
                 self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
 
-    def rest(self) -> Sequence[Job]:
-        return [job for group in self._waiting for job in group]
-
 
 class Running:
-    """The jobs that run, and the works that they are of. received: signals to this process, which are passed on."""
+    """The jobs that run. received: the signals that this process got, which are passed on to the jobs."""
 
     def __init__(self, executor: Executor, received: Sequence[int]) -> None:
         self.received = received
@@ -162,11 +144,6 @@ class Running:
         while self.jobs:
             found += self.ends()
         return found
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.fsum(found) / len(found)
 
 
 def _objective(row: Row, tag: str) -> float:

@@ -30,12 +30,9 @@ class _Running:
 
 
 class Progress:
-    """Shows a sweep.
+    """Shows a sweep. total: the number of its jobs."""
 
-    total: how many jobs there will be; None where a search does not know.
-    """
-
-    def __init__(self, *, total: int | None = None) -> None:
+    def __init__(self, *, total: int) -> None:
         self._total, self._done, self._failed = total, 0, 0
         self._running: dict[int, _Running] = {}
         self._live: Any = None
@@ -92,8 +89,7 @@ class Progress:
         from rich.table import Table
         from rich.text import Text
 
-        total = "" if self._total is None else f" of {self._total}"
-        facts = [f"{self._done}{total} done", f"{self._failed} failed" if self._failed else "", self._best]
+        facts = [f"{self._done} of {self._total} done", f"{self._failed} failed" if self._failed else "", self._best]
         title = Text("  ".join(filter(None, facts)))
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("job", "seconds", "swept", "now"):

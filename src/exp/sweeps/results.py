@@ -1,7 +1,7 @@
-"""The table of a sweep: one row a job, rewritten whole after each, and printed at the end with the best job.
+"""The table of a sweep: one row per job, rewritten after each job, and printed at the end with the best job.
 
-Where jobs repeat each other over a key such as the seed, what they share is a line of a second table, with mean,
-deviation and number, and the best is the one of the best mean.
+If jobs are repeats over a key such as the seed, a second table has one row per group of repeats, with mean, deviation
+and number. The best group is the group with the best mean.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ FINISHED = ("completed", "pruned")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one job.
+    """The result of one job, or of one run that is compared with other runs.
 
-    swept: key to value as text, of what differs from job to job. status: the report's, or that it was not started.
-    value: the monitored one, nan where there is none. step: of the optimizer, at which it was.
-    seconds: of the job from start to end, nan where nobody knows. peak_memory_mib: None where nobody has measured it.
-    directory: relative to the sweep's.
+    Attributes:
+        swept: Values of the swept keys as text.
+        status: Status of the report, or `NOT_STARTED`.
+        value: Monitored value. nan without one.
+        step: Optimizer step of the value.
+        seconds: Time from start to end. nan if it is unknown.
+        peak_memory_mib: None if it was not measured.
+        directory: Run directory, relative to the directory of the sweep.
+        is_job: Whether tables name the row by its number. Other runs are named by their directories.
     """
 
     job: int
@@ -67,11 +72,16 @@ class Row:
     peak_memory_mib: float | None = None
     directory: str = ""
     error: str = ""
+    is_job: bool = True
 
     @property
     def has_value(self) -> bool:
-        """Whether the job counts among those that are compared."""
+        """Whether the value is compared with the values of other rows."""
         return self.status == "completed" and math.isfinite(self.value)
+
+    @property
+    def name(self) -> str:
+        return f"job {self.job}" if self.is_job else self.directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +175,7 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     writer.writerow(header)
     writer.writerows(cells)
     write_whole(directory / "table.csv", text.getvalue())
-    write_whole(directory / "table.md", markdown(rows, repeat_over=repeat_over, directory=directory))
+    write_whole(directory / "table.md", _markdown(rows, directory, repeat_over))
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
@@ -195,20 +205,20 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     say(f"dashboard  python -m exp.dashboard {shown}")
 
 
-def best_line(rows: Sequence[Row], *, repeat_over: str | None = None, names: Sequence[str] | None = None) -> str:
-    """The best job, or the best repeats, in a line; nothing where there is none. names: as of `table_cells`."""
+def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
+    """Return the best job, or the best group of repeats, in one line. Return "" if no row has a value."""
     shown = differing(rows)
     if repeat_over is None:
         best = best_row(rows)
         if best is None:
             return ""
         swept = _typed(best.swept, shown)
-        return f"{_called(rows, best, names)}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
+        return f"{best.name}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
     group = best_repeats(rows, over=repeat_over)
     if group is None:
         return ""
     swept = _typed(group.swept, shown)
-    called = ", ".join(_called(rows, row, names) for row in group.rows if row.has_value)
+    called = ", ".join(row.name for row in group.rows if row.has_value)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
     return f"{called}: {mean}  {swept}".rstrip()
@@ -218,38 +228,44 @@ def _typed(swept: Mapping[str, str], shown: Sequence[str]) -> str:
     return " ".join(f"{key}={value}" for key, value in swept.items() if key in shown and value != DEFAULT)
 
 
-def _called(rows: Sequence[Row], row: Row, names: Sequence[str] | None) -> str:
-    return f"job {row.job}" if names is None else names[[one is row for one in rows].index(True)]
+def _counted(rows: Sequence[Row]) -> str:
+    return f"{len(rows)} {_kind(rows)}{'s' if len(rows) != 1 else ''}"
 
 
-def rich_tables(
-    rows: Sequence[Row], *, width: int, repeat_over: str | None = None, names: Sequence[str] | None = None
-) -> list[Table]:
-    """For a screen of so many columns, the best in bold: the jobs, and the repeats where there are any.
+def _kind(rows: Sequence[Row]) -> str:
+    return "job" if all(row.is_job for row in rows) else "run"
 
-    names: as of `table_cells`. Jobs are listed by their numbers; named runs with the best first, in few columns.
+
+def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = None) -> list[Table]:
+    """Return the table of jobs and, if there are repeats, the table of repeats, with the best in bold.
+
+    Jobs are sorted by number. Other runs are sorted by value, the best first, and have few columns.
+
+    Args:
+        rows: Rows of jobs, or of other runs.
+        width: Columns of the screen.
+        repeat_over: As of `write_table`.
     """
-    if names is not None:
-        places = _ranked(rows, [row.value if row.has_value else math.nan for row in rows])
-        rows, names = [rows[place] for place in places], [names[place] for place in places]
+    are_jobs = _kind(rows) == "job"
+    if not are_jobs:
+        rows = [rows[place] for place in _ranked(rows, [row.value if row.has_value else math.nan for row in rows])]
     best = best_row(rows)
-    header, cells = table_cells(rows, brief=True, names=names)
-    what = "job" if names is None else "run"
-    title = f"{len(rows)} {what}{'s' if len(rows) != 1 else ''}"
+    header, cells = table_cells(rows, brief=True)
+    title = _counted(rows)
     columns = dict(zip(header, zip(*cells, strict=True), strict=True))
     keys = sorted(differing(rows), key=lambda key: -_variety(columns[key]))
     first = [header[0], *(name for name in header if name.startswith("best "))]
     others = ["status", *keys, *(name for name in header if name.endswith("/val")), *reversed(LEAST)]
     others = [name for name in dict.fromkeys(others) if name in header and name not in first]
     most = len(header)
-    if names is not None and len(rows) > 1:
+    if not are_jobs and len(rows) > 1:
         most, least = MOST_COLUMNS, {"status": 0.0}
         others = [name for name in others if _variety(columns[name]) > least.get(name, LEAST_VARIETY)]
     bold = [row is best for row in rows]
     tables = [_rich(title, header, cells, first=first, others=others, bold=bold, width=width, most=most)]
     if repeat_over is not None:
         groups = repeats_of(rows, over=repeat_over)
-        if names is not None:
+        if not are_jobs:
             groups = [groups[place] for place in _ranked(rows, [group.mean for group in groups])]
         top = best_repeats(rows, over=repeat_over)
         bold = [top is not None and group.rows == top.rows for group in groups]
@@ -354,12 +370,14 @@ def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[lis
 
 
 def table_cells(
-    rows: Sequence[Row], *, results: bool = False, brief: bool = False, names: Sequence[str] | None = None
+    rows: Sequence[Row], *, results: bool = False, brief: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """The header and the cells of the table of jobs.
+    """Return the header and the cells of the table of jobs, or of other runs.
 
-    results: losses and metrics alone. brief: those of validation, for a screen, and no column that is empty.
-    names: what the runs are called, where they are no jobs of one sweep.
+    Args:
+        rows: Rows of the table.
+        results: Whether to leave out all tags except losses and metrics.
+        brief: Whether to leave out all tags except those of validation, and empty columns.
     """
     swept, monitors = differing(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
@@ -369,13 +387,13 @@ def table_cells(
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     if brief:
         metrics = [tag for tag in metrics if tag.endswith("/val") and tag not in monitors]
-    first = "job" if names is None else "run"
-    header = [first, "status", *swept, *(f"best {name}" for name in monitors), "step", *metrics, "seconds", "peak_mib"]
+    best = [f"best {name}" for name in monitors]
+    header = [_kind(rows), "status", *swept, *best, "step", *metrics, "seconds", "peak_mib"]
     cells = []
-    for place, row in enumerate(rows):
-        called = str(row.job) if names is None else names[place]
+    for row in rows:
         values = (row.swept.get(key, "") for key in swept)
-        line = [called, row.status, *(map(_shortened, values) if brief else values)]
+        name = str(row.job) if row.is_job else row.directory
+        line = [name, row.status, *(map(_shortened, values) if brief else values)]
         # A job that was not completed has no best.
         line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
         line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
@@ -389,23 +407,14 @@ def table_cells(
     return [header[place] for place in filled], [[line[place] for place in filled] for line in cells]
 
 
-def markdown(
-    rows: Sequence[Row],
-    *,
-    repeat_over: str | None = None,
-    names: Sequence[str] | None = None,
-    directory: Path | None = None,
-) -> str:
-    """The tables as a page. names: as of `table_cells`. directory: below which the rows' own are."""
-    what = "job" if names is None else "run"
-    lines = [f"# {len(rows)} {what}{'s' if len(rows) != 1 else ''}", ""]
-    best = best_line(rows, repeat_over=repeat_over, names=names)
+def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> str:
+    lines = [f"# {_counted(rows)}", ""]
+    best = best_line(rows, repeat_over=repeat_over)
     if best:
         lines += [f"Best: {best}", ""]
-        if directory is not None:
-            lines += ["Again, with what you change behind it:", ""]
-            lines += [f"    {again_command(directory, best_of(rows, repeat_over=repeat_over))}", ""]
-    lines += _markdown_table(*table_cells(rows, results=True, names=names))
+        lines += ["Again, with what you change behind it:", ""]
+        lines += [f"    {again_command(directory, best_of(rows, repeat_over=repeat_over))}", ""]
+    lines += _markdown_table(*table_cells(rows, results=True))
     if repeat_over is not None:
         lines += ["", f"## Over {repeat_over}", "", *_markdown_table(*repeat_cells(rows, over=repeat_over))]
     return "\n".join(lines) + "\n"

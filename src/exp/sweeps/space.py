@@ -8,7 +8,6 @@ asked for.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,14 +99,8 @@ class Space:
         )
 
     def grid(self) -> Iterator[Combination]:
-        """Every combination of lists, one after another: what is not there is not combined."""
-        ordered = self.by_condition()
-        ranks = {axis.key: place for place, axis in enumerate(self.axes)}
-        if all(axis.when is None for axis in self.axes):
-            for texts in itertools.product(*(axis.texts for axis in self.axes)):
-                yield dict(zip(ranks, texts, strict=True))
-            return
-        yield from self._combined(ordered, {})
+        """Yield every combination of lists. An axis whose condition does not hold is left out of a combination."""
+        yield from self._combined(self.by_condition(), {})
 
     def _combined(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
         if not axes:

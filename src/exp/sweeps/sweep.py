@@ -40,7 +40,7 @@ from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.signals import heeding
 from exp.spelling import among
 from exp.sweeps.executor import End, Executor, Unstacked, Work
-from exp.sweeps.job_queue import Listed, Queue, Running, Searched
+from exp.sweeps.job_queue import Queue, Running, Searched
 from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, is_of_sweep, job_faults, packed
 from exp.sweeps.ledger import (
     AUTO,
@@ -191,7 +191,7 @@ class Sweep:
             self.planned += jobs
             if not self.is_dry:
                 self._declare(jobs)
-                self._work_off(Listed(self._grouped(jobs)))
+                self._work_off(Queue(self._grouped(jobs)))
         return jobs
 
     def _grouped(self, jobs: Sequence[Job]) -> list[list[Job]]:
@@ -517,7 +517,7 @@ class Sweep:
                     self._record(replace(self._row(job, status=NOT_STARTED), directory="") if row is None else row)
                 self._write()
                 done = sum(row.status != NOT_STARTED for row in self.rows.values())
-                if not received and (why := self._why_it_ends(begun)) and queue.total and done < queue.total:
+                if not received and (why := self._why_it_ends(begun)) and done < queue.total:
                     self.ended_early = f"{why}: {done} of {queue.total} jobs were run"
             except Exception:
                 # The sweep itself has failed, as on a full disk. What runs saves and ends as at a signal.
@@ -697,7 +697,7 @@ class Sweep:
         if job.packed is not None:
             job = replace(job, directory=directory)
         try:
-            self._work_off(Listed([[job]]))
+            self._work_off(Queue([[job]]))
         except Interrupted as error:
             # A launcher takes any Exception for a job that failed, and starts the next one.
             raise KeyboardInterrupt from error

@@ -90,15 +90,15 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
     from rich.console import Console
 
     console = Console(highlight=False)
-    over, names = comparison.repeat_over, comparison.names
-    for table in rich_tables(comparison.rows, width=console.width, repeat_over=over, names=names):
+    over = comparison.repeat_over
+    for table in rich_tables(comparison.rows, width=console.width, repeat_over=over):
         console.print(table)
-    lines = [f"{name} {row.status}: {row.error}" for name, row in zip(names, comparison.rows, strict=True) if row.error]
+    lines = [f"{row.name} {row.status}: {row.error}" for row in comparison.rows if row.error]
     lines += notes
     if len(lines) > MOST_NOTES:
         lines = [*lines[: MOST_NOTES - 1], f"and {len(lines) - MOST_NOTES + 1} more notes, which the page has"]
     if comparison.best is not None:
-        lines.append(f"best    {best_line(comparison.rows, repeat_over=over, names=names)}")
+        lines.append(f"best    {best_line(comparison.rows, repeat_over=over)}")
         lines.append(f"again   {again_command(comparison.base, comparison.best)}")
     lines.append(f"report  {os.path.relpath(directory / PAGE)}")
     for line in lines:

@@ -89,7 +89,7 @@ def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str
 
 def _summary(comparison: Comparison) -> Iterator[str]:
     yield f"<p>{escape(_statuses(comparison))}</p>"
-    best = best_line(comparison.rows, repeat_over=comparison.repeat_over, names=comparison.names)
+    best = best_line(comparison.rows, repeat_over=comparison.repeat_over)
     if best:
         yield f"<p>Best: <strong>{escape(best)}</strong></p>"
         yield "<p>Start from its config, and type your changes after it:</p>"
@@ -111,7 +111,7 @@ def _pictures(charts: Sequence[Chart]) -> Iterator[str]:
 
 def _tables(comparison: Comparison) -> Iterator[str]:
     rows = comparison.rows
-    header, cells = table_cells(rows, results=True, names=comparison.names)
+    header, cells = table_cells(rows, results=True)
     best = comparison.best
     yield f"<h2>{len(rows)} run{'s' if len(rows) != 1 else ''}</h2>"
     yield from _table("The runs", header, cells, bold=[row is best for row in rows])

@@ -245,6 +245,7 @@ def _row(
         peak_memory_mib=record.peak_memory_mib,
         directory=os.path.relpath(record.directory, base),
         error=record.error,
+        is_job=False,
     )
 
 

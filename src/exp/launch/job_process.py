@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from exp.errors import INTERRUPTED_BY_KEY, Interrupted
+from exp.errors import INTERRUPTED_BY_KEY, Interrupted, RunError, words_of
 from exp.launch.failure import death
 from exp.launch.lifecycle import leave
 from exp.launch.spawn import import_path
@@ -33,6 +34,8 @@ from exp.launch.supervision import POLL_SECONDS, collected_signals
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
+# A socket's path has at most 107 bytes. multiprocessing adds 32 to the folder of temporary files (Python 3.11).
+MAX_FOLDER_BYTES = 70
 CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 
 
@@ -135,17 +138,24 @@ def start_server(module: str) -> None:
     if sys.platform != "linux":
         return
     CONTEXT.set_forkserver_preload([module])
-    # Otherwise the server starts the tracker, which unblocks signals (Python 3.11).
-    resource_tracker.ensure_running()
     variables = {"PYTHONPATH": os.pathsep.join(import_path()), "PYTHONSAFEPATH": "1"}
     before = {name: value for name, value in os.environ.items() if name in variables}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    os.environ.update(variables)
+    folder = tempfile.tempdir
     try:
+        if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
+            tempfile.tempdir = "/tmp"
+        # Otherwise the server starts the tracker, which unblocks signals (Python 3.11).
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        os.environ.update(variables)
         forkserver.ensure_running()
+    except OSError as error:
+        raise RunError(f"the process that starts the jobs cannot be started: {words_of(error)}") from error
     finally:
+        tempfile.tempdir = folder
         for name in variables:
-            del os.environ[name]
+            os.environ.pop(name, None)
         os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

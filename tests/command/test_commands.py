@@ -36,7 +36,7 @@ def test_the_help_lists_each_command(words, capsys):
     ("typed", "meant"),
     [
         ("trian model=lenet seed=1", "train model=lenet seed=1"),
-        ("find-lr model=mlp", "find_lr model=mlp"),
+        ("exp-train model=mlp", "train model=mlp"),
         ("sweep seed=0,1", "train -m seed=0,1"),
         # The command is left out or does not come first.
         ("+precision=bf16 'hooks=[a,b]'", "train +precision=bf16 'hooks=[a,b]'"),
@@ -110,11 +110,11 @@ def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
 
 
 def test_an_entry_point_adds_a_command(tmp_path, monkeypatch, capsys):
-    (tmp_path / "spirals.py").write_text("import sys\ndef main():\n    print(sys.argv[1:])\n    return 3\n")
+    (tmp_path / "spiral_command.py").write_text("import sys\ndef main():\n    print(sys.argv[1:])\n    return 3\n")
     metadata = tmp_path / "spirals-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: spirals\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[exp.commands]\nspirals = spirals:main\n")
+    (metadata / "entry_points.txt").write_text("[exp.commands]\nspirals = spiral_command:main\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["exp", "spirals", "a=1"])
     with pytest.raises(SystemExit, match="3"):

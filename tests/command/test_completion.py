@@ -26,8 +26,8 @@ def offered(line: str, after: str = "") -> list[str]:
 
 def test_commands_groups_and_their_flags_are_offered():
     assert set(COMMANDS) < set(offered("exp "))
-    assert offered("exp dashboard --page h") == ["hparams", "histograms"]
-    assert offered("exp export run=x quantize=") == ["quantize=int8"]
+    assert offered("exp train --cfg h") == ["hydra"]
+    assert offered("exp evaluate run=x stage=") == ["stage=test", "stage=val", "stage=all"]
     assert offered("exp gallery len") == ["lenet"]
     assert offered("exp train --cfg=") == ["--cfg=job", "--cfg=hydra", "--cfg=all"]
     assert offered("exp train --config-name x mo") == offered("exp train mo")
@@ -78,7 +78,7 @@ def test_files_are_offered_for_keys_that_are_paths(here):
     assert offered("exp train resume=") == ["resume=auto", "resume=a\\ folder/"]
     # Inside quotes nothing is escaped.
     assert answer("bash", "a fo", "exp train 'resume=a fo", "") == ["a folder/", "a folder/..."]
-    assert offered("exp export run=") == ["run=a\\ folder/"]
+    assert offered("exp evaluate run=") == ["run=a\\ folder/"]
 
 
 def test_user_configs_come_first_and_are_read_again(here):

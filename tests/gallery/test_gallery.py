@@ -38,7 +38,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
 
 
 def test_the_list_needs_neither_torch_nor_hydra() -> None:
-    heavy = "import sys, exp.gallery as g; g.main([]); print({'torch', 'hydra', 'lightning'} & set(sys.modules))"
+    heavy = "import sys, exp.cli.gallery as g; g.main([]); print({'torch', 'hydra', 'lightning'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
@@ -46,7 +46,7 @@ def test_the_list_needs_neither_torch_nor_hydra() -> None:
 def test_an_installed_package_names_the_repository_for_pictures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("exp.gallery.PAGES", tmp_path)
+    monkeypatch.setattr("exp.cli.gallery.PAGES", tmp_path)
     entry = Entry(name="lenet", title="", path=tmp_path)
     assert entry.picture == "docs/gallery/lenet.png of the repository"
 

@@ -359,49 +359,30 @@ class ShippedTable(Table):
 
     def __init__(
         self,
-        *,
         features: np.ndarray,
         targets: np.ndarray,
         columns: Sequence[str],
         classes: tuple[str, ...] | None,
         standardise: bool,
     ) -> None:
-        is_regression = classes is None
-        target = targets if classes is None else Words(codes=targets.astype(np.int64), names=classes)
-        super().__init__(
-            columns=columns,
-            numbers=features,
-            targets={TARGET: targets.reshape(-1, 1) if is_regression else target},
-            standardise=standardise,
-        )
+        target = targets[:, None] if classes is None else Words(codes=targets.astype(np.int64), names=classes)
+        super().__init__(columns=columns, numbers=features, targets={TARGET: target}, standardise=standardise)
 
 
 class BreastCancer(ShippedTable):
     """Breast cancer Wisconsin (diagnostic): 569 rows, 30 features, malignant (0) or benign (1)."""
 
     def __init__(self, *, standardise: bool = True) -> None:
-        features, targets = shipped_columns("load_breast_cancer", "breast_cancer.csv", skip_lines=1)
-        super().__init__(
-            features=features,
-            targets=targets,
-            columns=BREAST_CANCER_COLUMNS,
-            classes=("malignant", "benign"),
-            standardise=standardise,
-        )
+        values = shipped_columns("load_breast_cancer", "breast_cancer.csv", skip_lines=1)
+        super().__init__(*values, BREAST_CANCER_COLUMNS, ("malignant", "benign"), standardise)
 
 
 class Wine(ShippedTable):
     """Wine recognition: 178 rows, 13 features of a chemical analysis, three growers."""
 
     def __init__(self, *, standardise: bool = True) -> None:
-        features, targets = shipped_columns("load_wine", "wine_data.csv", skip_lines=1)
-        super().__init__(
-            features=features,
-            targets=targets,
-            columns=WINE_COLUMNS,
-            classes=("class_0", "class_1", "class_2"),
-            standardise=standardise,
-        )
+        values = shipped_columns("load_wine", "wine_data.csv", skip_lines=1)
+        super().__init__(*values, WINE_COLUMNS, ("class_0", "class_1", "class_2"), standardise)
 
 
 class Diabetes(ShippedTable):
@@ -409,10 +390,8 @@ class Diabetes(ShippedTable):
 
     def __init__(self, *, standardise: bool = True) -> None:
         files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
-        features, targets = shipped_columns("load_diabetes", *files, delimiter=None, scaled=False)
-        super().__init__(
-            features=features, targets=targets, columns=DIABETES_COLUMNS, classes=None, standardise=standardise
-        )
+        values = shipped_columns("load_diabetes", *files, delimiter=None, scaled=False)
+        super().__init__(*values, DIABETES_COLUMNS, None, standardise)
 
 
 _MEASURED = (

@@ -320,13 +320,12 @@ class UnlabelledArrays(Tensors):
     def __init__(
         self, *, path: str, inputs: Mapping[str, Mapping[str, Any]], is_final: bool = True, scale: float = 1.0
     ) -> None:
-        columns = read_columns(Path(path))
-        refuse_numbers_as_names(Path(path), list(columns))
-        is_rows = Path(path).suffix in (".csv", ".parquet")
-        if is_rows and len(inputs) == 1 and not (len(columns) == 1 and next(iter(columns)) in inputs):
-            columns = {next(iter(inputs)): _rows(Path(path), inputs=inputs, is_final=is_final)}
-        elif len(columns) == 1 and len(inputs) == 1:
-            columns = {next(iter(inputs)): next(iter(columns.values()))}
+        file, only = Path(path), next(iter(inputs)) if len(inputs) == 1 else None
+        columns = {} if only and file.suffix == ".csv" else read_columns(file)
+        if only and (file.suffix == ".csv" or (file.suffix == ".parquet" and len(columns) > 1)):
+            columns = {only: _rows(file, inputs=inputs, is_final=is_final)}
+        elif only and len(columns) == 1:
+            columns = {only: next(iter(columns.values()))}
         missing = [name for name in inputs if name not in columns]
         if missing:
             raise data_fault(
@@ -397,6 +396,7 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
 def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool) -> np.ndarray:
     """The columns of numbers as float64 `[N, F]`."""
     sheet = sheet_of(path)
+    refuse_numbers_as_names(path, sheet.names)
     (name,) = inputs
     size = math.prod(length for length in inputs[name]["shape"] if length is not None)
     if len(sheet.names) != size:

@@ -58,7 +58,7 @@ torch.set_num_threads(1)
 # as torch's compiler, which a run of one process must not find imported.
 OF_A_RUN = [
     *MODULES,
-    *("exp.cli.train", "exp.cli.worker", "exp.config.command", "exp.strategies.single", "hydra_plugins.exp.launcher"),
+    *("exp.cli.train", "exp.cli.worker", "exp.cli.command_line", "exp.strategies.single", "hydra_plugins.exp.launcher"),
     *("torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
     *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PpmImagePlugin"),
 ]

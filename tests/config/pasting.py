@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from exp.check.plan import compare_with_data, examine, resolve
 from exp.check.stages import compose, refuse_early
-from exp.config.command import answer_question, is_question, parse_arguments
+from exp.cli.command_line import answer_question, is_question, parse_arguments
 from exp.errors import ConfigError, ExpError, Fault
 from exp.sweeps.sweep import compose_sweep
 

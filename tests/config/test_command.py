@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import exp
+from exp.cli.command_line import help_text, parse_arguments, print_tree
 from exp.cli.train import main
-from exp.config.command import help_text, parse_arguments, print_tree
 from exp.config.groups import open_search_path
 from exp.config.search_path import OWN_CONF
 from exp.errors import ConfigError

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import exp
 from exp.check.plan import frozen, plan, resolve
 from exp.cli.check import main as check
-from exp.config.command import parse_arguments
+from exp.cli.command_line import parse_arguments
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION, freeze
 from exp.spelling import number_meant

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
-    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv, program=PROGRAM)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str]) -> int:
-    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
 
     own = [text for text in argv if text.partition("=")[0] in OWN and "=" in text]
     arguments = parse_arguments([text for text in argv if text not in own], program=PROGRAM)
@@ -196,7 +196,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
 def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None:
     with loading_torch():
         from exp.cli.check import summary
-        from exp.plan.printout import plain, text
+        from exp.cli.plan_printout import plain, text
         from exp.plan.savings import savings
 
     planner = Planner(arguments, words)
@@ -222,9 +222,9 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
     """Print the ways to run it, the fastest first, and its command. Raises: RunError where nothing fits."""
-    from exp.config.command import with_values
+    from exp.cli.command_line import with_values
+    from exp.cli.plan_printout import ways
     from exp.plan.fastest import search
-    from exp.plan.printout import ways
 
     if planner.device(plan) is None or plan.own is not None:
         cure = "device=H100, and a network of exp's, whose steps can be timed"

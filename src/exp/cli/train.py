@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
-    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv)
@@ -133,7 +133,7 @@ def validate(config: DictConfig, before: Checked | None) -> Checked:
 
 def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
-    from exp.config.command import print_tree
+    from exp.cli.command_line import print_tree
 
     # Said at once, for it is what the seconds before the first step are.
     with loading_torch():

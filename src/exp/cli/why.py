@@ -20,7 +20,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import allowed, compose
-from exp.config.command import answer_question, is_question, parse_arguments
+from exp.cli.command_line import answer_question, is_question, parse_arguments
 from exp.config.freeze import COMPOSITION, frozen_values, read_overrides
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key

@@ -23,9 +23,9 @@ import psutil
 
 from exp.errors import ConfigError, Fault, RunError
 from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
+from exp.extras.clusters.task import run_task
 from exp.launch.launcher import allowing
 from exp.launch.spawn import import_path
-from exp.launch.task import run_task
 from exp.sweeps.executor import Prepare
 from exp.sweeps.job import JobProcesses
 

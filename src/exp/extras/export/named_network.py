@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from exp.check.plan import Resolved
 from exp.errors import RunError
+from exp.extras.export.preprocessing import Preparation, Standardisation
 from exp.models.inference import network_call
 from exp.models.layers import Noise
 from exp.models.lora import is_adapted, merge
 from exp.nested import named_parts
-from exp.saved_runs.preprocessing import Preparation, Standardisation
 from exp.saved_runs.run_files import RunFiles
 from exp.shared_types import DataSpec, TensorSpec, dtype_name
 

@@ -28,6 +28,7 @@ from exp.errors import ConfigError, Fault, MissingExtraError, RunError, shortene
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, data_spec, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
+from exp.extras.export.preprocessing import preparations
 from exp.extras.export.quantization import quantized, scores
 from exp.extras.export.real_samples import RealSamples, resized, shortened_axes
 from exp.extras.export.served_tables import table_form
@@ -36,7 +37,6 @@ from exp.models.lora import is_adapted, merge
 from exp.output import unwritable
 from exp.saved_runs.answers import readings_of
 from exp.saved_runs.prediction import stated_classes
-from exp.saved_runs.preprocessing import preparations
 from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.spelling import among
 

@@ -14,8 +14,8 @@ from exp.data.entries import inputs_in, target_in
 from exp.data.randomness import preserve_generators
 from exp.errors import RunError
 from exp.extras.export.named_network import NamedNetwork
+from exp.extras.export.preprocessing import Preparation
 from exp.nested import mapped
-from exp.saved_runs.preprocessing import Preparation
 from exp.shared_types import Batch, Stage
 
 # Whose samples are seen without augmentation, first.

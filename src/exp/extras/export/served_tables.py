@@ -16,8 +16,8 @@ from exp.data.in_memory import Fitted
 from exp.data.record_files import sheet_of_columns
 from exp.data.tables import FITTED, Table
 from exp.data.unlabelled import trained_columns
+from exp.extras.export.preprocessing import TRANSFORMS
 from exp.saved_runs.prediction import unlabelled_node
-from exp.saved_runs.preprocessing import TRANSFORMS
 from exp.saved_runs.run_files import RunFiles
 
 # Of what training has seen of a table, what encodes its inputs; and of those what are tensors.

@@ -225,7 +225,7 @@ class Trials:
 
     def told(self, found: Trial, *, end: str) -> str:
         """What came of all trials, and the command to type. end: why no larger size was tried, where none failed."""
-        from exp.config.command import with_values
+        from exp.cli.command_line import with_values
 
         assert self.limit is not None
         assert found.peak is not None

@@ -132,7 +132,7 @@ def told(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str], *,
 
     factor: of --stop-factor. Raises: RunError where it suggests nothing.
     """
-    from exp.config.command import with_values
+    from exp.cli.command_line import with_values
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
 
     found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.config.command import key_of
+from exp.cli.command_line import key_of
 from exp.config.module_key import has_module, target_of
 from exp.errors import ConfigError, Fault, Interrupted
 from exp.output import loading_torch
@@ -64,8 +64,8 @@ def parse(
     parser: of the command's own flags alone. program: such as exp.find_lr.
     Raises: ConfigError.
     """
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.cli.train import refuse_ranks
-    from exp.config.command import answer_question, is_question, parse_arguments
 
     own, rest = parser.parse_known_args(argv)
     arguments = parse_arguments(rest, program=f"python -m {program}")

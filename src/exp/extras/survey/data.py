@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str]) -> int:
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
-    from exp.config.command import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
 
     arguments = parse_arguments(argv, program=PROGRAM)
     if is_question(arguments):

@@ -21,7 +21,7 @@ from exp.output import exit_status, loading_torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from exp.functions.derivatives import Subject, Verdict
+    from exp.cli.derivatives import Subject, Verdict
 
 RIGHT, WRONG = 0, 1
 SHAPE = re.compile(r"(\d+(?:x\d+)*)?(?::([1-9]\d*))?")
@@ -63,7 +63,7 @@ def gradcheck(
     Raises: ConfigError where the target, a value or a shape does not fit.
     """
     with loading_torch():
-        from exp.functions.derivatives import compared
+        from exp.cli.derivatives import compared
 
     tensors = [_tensor(text, seed=seed + index) for index, text in enumerate(inputs)]
     subject = _subject(target, values, tensors, allow=allow, seed=seed)
@@ -114,8 +114,8 @@ def _subject(
     from torch import nn
     from torch.autograd import Function
 
+    from exp.cli.derivatives import of_function, of_module, parameters_of
     from exp.config.targets import resolve
-    from exp.functions.derivatives import of_function, of_module, parameters_of
 
     found = resolve(target, returns=("builtins.object",), allow=allow)
     if inspect.isclass(found) and issubclass(found, nn.Module):

@@ -120,9 +120,7 @@ def _float(tag: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise RunError(
-            f"{tag} is {value!r}; a hook must give one number, or a panel of exp.hooks.panels, for a tag"
-        ) from error
+        raise RunError(f"{tag} is {value!r}; {EXPECTED}") from error
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:

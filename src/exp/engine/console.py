@@ -344,27 +344,18 @@ class Progress(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show("close")
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer)
+    on_test_start = on_predict_start = on_train_start
+    on_test_end = on_predict_end = on_train_end
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
         self._count(trainer, batch_idx)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show("close")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer)
-
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
         self._count(trainer, batch_idx)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show("close")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._show("close")

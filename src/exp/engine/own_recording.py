@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from exp.engine.observer import WHOLE_STEP, Turn
 from exp.engine.own_module import OwnModule, as_numbers
 from exp.engine.recording import LATEST, STATE, StepRecording
 from exp.engine.runtime import operator_at_most, set_threads, threads_of
-from exp.engine.step_hooks import Found
 from exp.errors import RunError
 from exp.hooks.hook import Hook
 from exp.nested import tensors_in
@@ -62,9 +61,6 @@ class OwnRecording(StepRecording):
         # The optimizer step of the weights that a test loaded.
         self._loaded_step: int | None = None
         self._module = module
-        self._values: Found | None = None
-        self._size = 0
-        self._rates: dict[str | None, list[float]] = {}
 
     def shown(self) -> dict[str, float]:
         """What the module gave to self.log with prog_bar=True."""
@@ -85,12 +81,6 @@ class OwnRecording(StepRecording):
         self._values, self._size, self._rates = None, 0, {}
         self._begin_writing(self._index)
         self._reseed(-1)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, self._module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, self._module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
@@ -128,16 +118,13 @@ class OwnRecording(StepRecording):
         if len(trainer.optimizers) > 1:
             turn = Turn(phase=str(trainer.optimizers.index(optimizer)))
         self._step_hooks.begin_turn(turn)
-        with _alone(pl_module, optimizer) if turn.phase is not None else _as_they_are():
+        with _alone(pl_module, optimizer) if turn.phase is not None else nullcontext():
             found = self._step_hooks.before_step()
         self._step_hooks.begin_turn(WHOLE_STEP)
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if rates != self._rates.get(turn.phase) or self._is_flush(self._index + 1):
-            self._rates[turn.phase] = rates
-            names = rate_names(optimizer)
-            if turn.phase is not None:
-                names = [f"{turn.phase}/{name}" for name in names] if len(names) > 1 else [turn.phase]
-            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+        names = rate_names(optimizer)
+        if turn.phase is not None:
+            names = [f"{turn.phase}/{name}" for name in names] if len(names) > 1 else [turn.phase]
+        self._add_rates(found, optimizer, names, phase=turn.phase)
         if self._values is None:
             # The same mapping: what hooks give after clipping comes into it, too.
             self._values = found
@@ -161,10 +148,6 @@ class OwnRecording(StepRecording):
             self.flush(trainer)
 
     def flush(self, trainer: Trainer) -> None:
-        """Write the steps that wait. Every rank must call it at the same step.
-
-        Raises: NonFiniteError at a loss that is not a number.
-        """
         if not len(self._buffer):
             return
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
@@ -196,12 +179,6 @@ class OwnRecording(StepRecording):
                     "nothing is trained: training_step of %s returned None, and no loss, in all %d batches", name, seen
                 )
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._step_hooks.attach(trainer, self._module)
-        self.flush(trainer)
-        self._step_hooks.pause()
-
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -212,14 +189,8 @@ class OwnRecording(StepRecording):
     ) -> None:
         self._module.reseed("test", epoch=dataloader_idx, batch=batch_idx)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish("val", trainer)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep(trainer)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish("test", trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep(trainer)
@@ -238,10 +209,7 @@ class OwnRecording(StepRecording):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        self.flush(trainer)
-        self._save_written()
-        self._step_hooks.pause()
-        checkpoint[LATEST] = dict(self.latest)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint[STATE] = {"index": self._index}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
@@ -274,8 +242,3 @@ def _alone(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
     finally:
         for parameter, gradient in hidden:
             parameter.grad = gradient
-
-
-@contextmanager
-def _as_they_are() -> Iterator[None]:
-    yield

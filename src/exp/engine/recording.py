@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -51,11 +52,15 @@ STATE = "exp_recording"
 LATEST = "exp_latest"
 
 
-class StepRecording(Callback):
-    """What every recording has: the hooks and their steps, the last point of each tag, and the way to the loggers.
+class StepRecording(Callback, ABC):
+    """Base class of the callbacks that run hooks and write to loggers.
 
-    hooks: by name. directory: of the run, where hooks write files.
-    latest: an attribute, the last point of each tag, of processes before this one too.
+    Args:
+        hooks: Hooks by name.
+        directory: Run directory, in which hooks write files.
+
+    Attributes:
+        latest: Last value of each tag, also of earlier processes of the run.
     """
 
     _trainer: RunTrainer
@@ -68,6 +73,11 @@ class StepRecording(Callback):
         self._step_hooks = StepHooks(self.hooks, directory=directory)
         self._buffer = StepBuffer()
         self._index = self._first = 0
+        # What the hooks gave for the step so far.
+        self._values: Found | None = None
+        self._size = 0
+        # The last learning rates of each optimizer, by phase.
+        self._rates: dict[str | None, list[float]] = {}
         # The index at which each stage was written last.
         self._stages: dict[Stage, int] = {}
         # The optimizer step of the weights that each stage's last values are of.
@@ -75,8 +85,44 @@ class StepRecording(Callback):
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
 
+    @abstractmethod
+    def flush(self, trainer: Trainer) -> None:
+        """Write the steps that wait. Every rank must call it at the same step.
+
+        Raises:
+            NonFiniteError: A loss is not finite.
+        """
+
+    @abstractmethod
+    def _finish(self, stage: Stage, trainer: Trainer) -> None:
+        """Write the values of an evaluation."""
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reseed(trainer.current_epoch)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._step_hooks.attach(trainer, self._module)
+        self.flush(trainer)
+        self._step_hooks.pause()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("val", trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, self._module)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish("test", trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_hooks.attach(trainer, self._module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        self.flush(trainer)
+        self._save_written()
+        self._step_hooks.pause()
+        checkpoint[LATEST] = dict(self.latest)
 
     def _reseed(self, epoch: int) -> None:
         """Set the generators for the hooks of an epoch's start; -1 is the start of training."""
@@ -100,10 +146,14 @@ class StepRecording(Callback):
             log.exception("the heat maps are not drawn to their end; the run ends by what came before")
 
     def _is_flush(self, index: int) -> bool:
-        """Return whether to write: every log_every_n_steps steps, early in a run oftener: at steps 1, 2, 4, 8 ..."""
-        done = index - self._first
-        every = self._trainer.log_every_n_steps or 50
-        return index % every == 0 or (done < every and done & (done - 1) == 0)
+        return is_written(index, first=self._first, every=self._trainer.log_every_n_steps or 50)
+
+    def _add_rates(self, found: Found, optimizer: Optimizer, names: Sequence[str], *, phase: str | None) -> None:
+        """Add the learning rates of an optimizer that changed, and all of them if the step is written."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
+            self._rates[phase] = rates
+            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
@@ -163,6 +213,21 @@ class StepRecording(Callback):
             self._write(values, self._index, panels)
 
 
+def is_written(index: int, *, first: int, every: int) -> bool:
+    """Return whether a step is written: every `every` steps, and 1, 2, 4, 8 ... steps after step `first`."""
+    done = index - first
+    return index % every == 0 or (done < every and done & (done - 1) == 0)
+
+
+def require_loss(values: Mapping[str, float], stage: Stage) -> None:
+    """Raise RunError if an evaluation gave no loss."""
+    if f"loss/{stage}" not in values:
+        raise RunError(
+            f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
+            "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
+        )
+
+
 def is_shown(tag: str) -> bool:
     """Return whether a tag is a stage's loss or metric, and not a term of the loss."""
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
@@ -192,16 +257,13 @@ class Recording(StepRecording):
 
     def _start_window(self) -> None:
         """Start a window: the batches of one optimizer step."""
-        self._values: Found | None = None
+        self._values, self._size, self._rates = None, 0, {}
         # The loss and terms that the gradients of the update come from; of phases None.
         self._result: StepResult | None = None
-        self._size = 0
         # What each phase behind the first gave.
         self._later: list[Found] = []
         self._losses: list[Tensor] = []
         self._micro_batches = 0
-        # What the learning rates of each phase's optimizer were last.
-        self._rates: dict[str | None, list[float]] = {}
 
     # --- the run ---
 
@@ -215,12 +277,6 @@ class Recording(StepRecording):
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, self._module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, self._module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -271,12 +327,7 @@ class Recording(StepRecording):
             self._values = found
         else:
             self._later.append(found)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        # A rate that stands still is one point a write, not one a step.
-        if rates != self._rates.get(turn.phase) or self._is_flush(self._index + 1):
-            self._rates[turn.phase] = rates
-            names = rate_names(optimizer, phase=turn.phase)
-            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+        self._add_rates(found, optimizer, rate_names(optimizer, phase=turn.phase), phase=turn.phase)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
@@ -312,10 +363,6 @@ class Recording(StepRecording):
     # --- what leaves the device ---
 
     def flush(self, trainer: Trainer) -> None:
-        """Write the steps that wait. Every rank must call it at the same step.
-
-        Raises: NonFiniteError at a loss that is not a number.
-        """
         if not len(self._buffer):
             return
         terms = self._module.values_of("train").terms
@@ -372,27 +419,11 @@ class Recording(StepRecording):
             metrics = {**metrics, "loss/train": metrics[EPOCH_LOSS]}
         self._publish(trainer, metrics)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "validate":
-            self._step_hooks.attach(trainer, self._module)
-        self.flush(trainer)
-        self._step_hooks.pause()
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish("val", trainer)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish("test", trainer)
-
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
         values = self._module.values_of(stage).finish(trainer.strategy)
         if trainer.sanity_checking:
             return
-        if f"loss/{stage}" not in values:
-            raise RunError(
-                f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
-                "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
-            )
+        require_loss(values, stage)
         found, panels = on_host_values(self._step_hooks.finish(stage, trainer))
         values |= found
         self._write_stage(stage, values, panels)
@@ -409,10 +440,7 @@ class Recording(StepRecording):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        self.flush(trainer)
-        self._save_written()
-        self._step_hooks.pause()
-        checkpoint[LATEST] = dict(self.latest)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint[STATE] = {
             "metrics": dict(self.metrics),
             "epoch_sum": self._epoch_sum,

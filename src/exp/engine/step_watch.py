@@ -62,26 +62,21 @@ class StepWatch(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat = time.monotonic()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("test", trainer)
-
     def on_test_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._beat = time.monotonic()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("test", trainer)
 
     def on_predict_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._beat = time.monotonic()
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.end()
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end()
+    on_test_end = on_predict_end = on_train_end
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin("test", trainer)
+
+    on_predict_start = on_test_start
 
     def _begin(self, stage: str, trainer: Trainer) -> None:
         self.end()

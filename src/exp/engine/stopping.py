@@ -148,13 +148,12 @@ class Stopping(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
 
+    on_predict_start = on_test_start
+
     def on_test_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if self._agreed:
             self._leave(trainer, None)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin()
 
     def on_predict_batch_end(self, trainer: Trainer, *_: object) -> None:
         self.on_test_batch_end(trainer)
@@ -208,8 +207,7 @@ class Stopping(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.restore()
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._signals.restore()
+    on_predict_end = on_test_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":

@@ -46,6 +46,7 @@ from exp.engine.forward import forward_by_name
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import kinds_by_design, refuse_lost
 from exp.engine.progress import Position, fit_loop_state
+from exp.engine.recording import is_written, require_loss
 from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, one_line
 from exp.hooks.saved_tensors import kept_by
@@ -471,11 +472,10 @@ class Stack:
         yield from self._drop_failed()
 
     def _given(self, member: Member, stage: Stage, values: dict[str, float]) -> None:
-        if f"loss/{stage}" not in values:
-            self._failed[member.place] = RunError(
-                f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
-                "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
-            )
+        try:
+            require_loss(values, stage)
+        except RunError as error:
+            self._failed[member.place] = error
             return
         member.write_stage(stage, values, member.step)
         member.metrics.update(values)
@@ -535,7 +535,7 @@ class Stack:
                 parameter.grad = gradient
         index = self._step + 1
         values = hooks.before_update(gradients)
-        is_flush = self._is_flush(index)
+        is_flush = is_written(index, first=self._first, every=self._log_every)
         for member, found in zip(members, values, strict=True):
             if is_flush or member.schedule is not None or member.rates is None:
                 self._note_rates(member, found, is_flush=is_flush)
@@ -589,11 +589,6 @@ class Stack:
             member.train_values.add(means)
 
     # --- what is written ---
-
-    def _is_flush(self, index: int) -> bool:
-        """As Recording has it."""
-        done, every = index - self._first, self._log_every
-        return index % every == 0 or (done < every and done & (done - 1) == 0)
 
     def _flush(self) -> None:
         """Write the steps that wait; a member whose loss is lost has failed."""

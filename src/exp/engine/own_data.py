@@ -43,10 +43,6 @@ class OwnBatches(ABC):
         """For how long training has waited for its batches, in this process."""
 
     @abstractmethod
-    def has_stage(self, stage: str) -> bool:
-        """Whether there are samples of a stage."""
-
-    @abstractmethod
     def begin(self, batch: Any, batch_idx: int) -> Batch:
         """Come to a batch of training; return its share."""
 
@@ -62,9 +58,6 @@ class BatchesOfData(OwnBatches):
     @property
     def seconds_waited(self) -> float:
         return self.data.seconds_waited
-
-    def has_stage(self, stage: str) -> bool:
-        return stage in self.data.data.stages
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
         self.current = self.data.shares[batch_idx]._replace(data=batch)
@@ -82,9 +75,6 @@ class BatchesOfLoaders(OwnBatches):
     @property
     def seconds_waited(self) -> float:
         return self.waited
-
-    def has_stage(self, stage: str) -> bool:
-        return True  # of those that the plan has asked for
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
         size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)

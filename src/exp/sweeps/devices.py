@@ -111,7 +111,8 @@ def need(
     return Need(ranks=placed(gpus).ranks_per_node, gpus=gpus)
 
 
-def _unfit(got: str, *, expected: str, cure: str = "Write sweep.devices_per_job=auto") -> ConfigError:
+def _unfit(got: str, *, expected: str) -> ConfigError:
+    cure = "Write sweep.devices_per_job=auto"
     return ConfigError([Fault(key="sweep.devices_per_job", got=got, expected=expected, cure=cure)])
 
 

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
-from exp.launch.job_process import Died, JobProcess, call, collect, start_server
+from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
 from exp.output import passing_line
@@ -172,17 +172,6 @@ class JobProcesses:
     def start(self) -> None:
         """Start the server that jobs are forked from. It imports what they need while this process continues."""
         start_server("exp.sweeps.job_server")
-
-    def begin(
-        self,
-        function: Callable[..., Iterator[Result]],
-        *arguments: object,
-        output: Path,
-        environment: Mapping[str, str],
-    ) -> JobProcess[Result]:
-        """Start a generator function in a process of the server; see JobProcess."""
-        self.start()
-        return JobProcess(function, *arguments, output=output, environment=environment)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Return the result of a function in a process of the server; see `exp.launch.job_process.call`."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
-from exp.errors import ConfigError, ExpError, RunError, words_of
+from exp.errors import ExpError, RunError, words_of
 from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
@@ -72,10 +72,11 @@ class _Running:
 
 
 class LocalExecutor:
-    """Runs works side by side on this machine.
+    """Runs works at the same time on this machine.
 
-    processes: checks jobs, and starts what runs them.
-    jobs: sweep.jobs; `auto` is decided by the jobs that were checked.
+    Args:
+        processes: Checks jobs and starts processes.
+        jobs: Value of `sweep.jobs`. `auto` follows from the jobs that were checked.
     """
 
     def __init__(self, processes: JobProcesses, *, jobs: Jobs = "auto") -> None:
@@ -87,16 +88,12 @@ class LocalExecutor:
 
     @property
     def stacks(self) -> bool:
-        """Jobs may be trained together."""
+        """Whether jobs may be trained together."""
         return True
-
-    def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
-        """The faults of each job, as JobProcesses.check; and what each needs."""
-        return self._processes.check(configs)
 
     @property
     def slots(self) -> int:
-        """How many works run at once: of jobs as large as the largest that was checked."""
+        """The number of works that run at once, if all jobs are as large as the largest job that was checked."""
         asked = self._processes.asked.values()
         if not asked:
             return 1 if self._jobs == "auto" else self._jobs
@@ -116,7 +113,8 @@ class LocalExecutor:
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
         gpus = self._devices.take(need)
-        process = self._processes.begin(
+        self._processes.start()
+        process = JobProcess(
             outcomes,
             work.configs,
             work.is_stack,

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -164,7 +164,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
         curves=found.by_tag,
     )
     told = _reported(record, problems)
-    return _replaced(told, problems=tuple(map(covered, [*problems, *found.problems])))
+    return replace(told, problems=tuple(map(covered, [*problems, *found.problems])))
 
 
 def is_of_validation(tag: str) -> bool:
@@ -178,18 +178,14 @@ def _reported(record: RunRecord, problems: list[str]) -> RunRecord:
     is_there = os.path.lexists(directory / "report.json")
     facts = read_part(directory, "report.json", _facts, problems) if is_there else None
     if facts is not None:
-        return _replaced(record, **facts)
+        return replace(record, **facts)
     status = UNREADABLE if is_there else RUNNING if _is_held(directory) else NO_REPORT
     if status == NO_REPORT:
         why = "the run has not begun, or was killed" if os.path.isdir(directory) else "the directory has gone"
         problems.append(f"report.json is not there: {why}")
     last = {tag: float(curve.values[-1]) for tag, curve in record.curves.items()}
     value, step = best_point(record.curves.get(compared_tag(record.monitor or "")), mode=record.mode)
-    return _replaced(record, status=status, metrics=last, value=value, step=step)
-
-
-def _replaced(record: RunRecord, **changes: Any) -> RunRecord:
-    return RunRecord(**{**vars(record), **changes})
+    return replace(record, status=status, metrics=last, value=value, step=step)
 
 
 def _is_held(directory: Path) -> bool:

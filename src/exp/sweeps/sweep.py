@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -150,7 +150,7 @@ class Sweep:
         if self.is_search:
             self._search(launcher)
         else:
-            self._refuse_combining()
+            _refuse(self._grid_faults())
             combinations = [self._space.overrides(values) for values in self._space.grid()]
             if self.launcher.startswith(OUR_LAUNCHERS):
                 self._run_all(combinations, first=0)
@@ -243,7 +243,8 @@ class Sweep:
         repeated = [axis for axis in self._space.axes if axis.name == over]
         drawn = replace(self._space, axes=tuple(axis for axis in self._space.axes if axis not in repeated))
         repeats = [{axis.key: text} for axis in repeated for text in axis.texts] or [{}]
-        self._refuse_drawing(drawn)
+        refuse_url(settings["storage"])
+        _refuse(self._search_faults(drawn))
         corners = []
         with collected_signals() as received:
             for place, values in enumerate(_corners(self._space)):
@@ -315,52 +316,50 @@ class Sweep:
         got, cure = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
         return replace(fault, got=got, cure=cure, source=COMMAND_LINE)
 
-    def _refuse_combining(self) -> None:
-        """Reject what a grid would pass over in silence."""
-        settings, faults = self.settings, self._repeat_faults()
-        if (interval := next((axis for axis in self._space.axes if axis.is_interval), None)) is not None:
+    def _grid_faults(self) -> Iterator[Fault]:
+        """Yield an error for each setting that a grid cannot follow."""
+        yield from self._repeat_faults()
+        interval = next((axis for axis in self._space.axes if axis.is_interval), None)
+        if interval is not None:
             got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
-            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
+            yield Fault(key="sweep.sampler", got=got, expected=expected)
         cure = "Write sweep.sampler=random, or another, to draw from lists, too"
-        if settings["trials"] is not None:
-            got, expected = f"{settings['trials']}, of a grid", "null: it has as many jobs as combinations"
-            faults.append(Fault(key="sweep.trials", got=got, expected=expected, cure=cure))
-        if settings["pruner"] != "none":
-            got, expected = f"{settings['pruner']}, of a grid", "none: only the jobs of a search are pruned"
-            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
-        if faults:
-            raise ConfigError(faults)
+        trials, pruner = self.settings["trials"], self.settings["pruner"]
+        if trials is not None:
+            expected = "null: it has as many jobs as combinations"
+            yield Fault(key="sweep.trials", got=f"{trials}, of a grid", expected=expected, cure=cure)
+        if pruner != "none":
+            expected = "none: only the jobs of a search are pruned"
+            yield Fault(key="sweep.pruner", got=f"{pruner}, of a grid", expected=expected, cure=cure)
 
-    def _repeat_faults(self) -> list[Fault]:
+    def _repeat_faults(self) -> Iterator[Fault]:
         over = self.settings["repeat_over"]
-        if over is None or any(axis.name == over for axis in self._space.axes):
-            return []
-        expected = "a swept key, such as seed=0,1,2"
-        return [Fault(key="sweep.repeat_over", got=f"{over}, which is not swept", expected=expected)]
+        if over is not None and not any(axis.name == over for axis in self._space.axes):
+            expected = "a swept key, such as seed=0,1,2"
+            yield Fault(key="sweep.repeat_over", got=f"{over}, which is not swept", expected=expected)
 
-    def _refuse_drawing(self, drawn: Space) -> None:
-        settings, faults = self.settings, []
-        faults += self._repeat_faults()
+    def _search_faults(self, drawn: Space) -> Iterator[Fault]:
+        """Yield an error for each setting that a search cannot follow. drawn: the axes that the sampler draws."""
+        yield from self._repeat_faults()
         if any(axis.is_interval and axis not in drawn.axes for axis in self._space.axes):
-            faults.append(Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2"))
-        if settings["pruner"] != "none" and settings["repeat_over"] is not None:
-            got, expected = f"{settings['pruner']} beside sweep.repeat_over", "one of the two: a mean has no steps"
-            faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
-        refuse_url(settings["storage"])
-        objectives = self._objectives()
-        if settings["sampler"] == "cmaes" and len(objectives) > 1:
+            yield Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2")
+        objectives, pruner = self._objectives(), self.settings["pruner"]
+        if self.settings["sampler"] == "cmaes" and len(objectives) > 1:
             got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
-            faults.append(Fault(key="sweep.sampler", got=got, expected=expected))
-        if settings["pruner"] != "none" and len(objectives) > 1:
-            got, expected = f"{settings['pruner']} beside several tags in sweep.monitor", "one tag to compare"
-            faults.append(Fault(key="sweep.pruner", got=got, expected=expected))
-        elif settings["pruner"] != "none" and objectives != {self.monitor: self.mode}:
+            yield Fault(key="sweep.sampler", got=got, expected=expected)
+        if pruner == "none":
+            return
+        if self.settings["repeat_over"] is not None:
+            got, expected = f"{pruner} beside sweep.repeat_over", "one of the two: a mean has no steps"
+            yield Fault(key="sweep.pruner", got=got, expected=expected)
+        if len(objectives) > 1:
+            got = f"{pruner} beside several tags in sweep.monitor"
+            yield Fault(key="sweep.pruner", got=got, expected="one tag to compare")
+        elif objectives != {self.monitor: self.mode}:
             ((tag, mode),) = objectives.items()
-            got = f"{settings['pruner']} beside sweep.monitor={tag}, and jobs report {self.monitor} at each validation"
-            expected, cure = "one tag to compare", f"Write monitor={tag} mode={mode} in the place of sweep.monitor"
-            faults.append(Fault(key="sweep.pruner", got=got, expected=expected, cure=cure))
-        if faults:
-            raise ConfigError(faults)
+            got = f"{pruner} beside sweep.monitor={tag}, and jobs report {self.monitor} at each validation"
+            cure = f"Write monitor={tag} mode={mode} in the place of sweep.monitor"
+            yield Fault(key="sweep.pruner", got=got, expected="one tag to compare", cure=cure)
 
     def _objectives(self) -> Mapping[str, Mode]:
         """What the search looks for, by tag."""
@@ -377,8 +376,7 @@ class Sweep:
         jobs: of the first batch; of a search the ends of its space.
         """
         domains = {axis.name: domain for axis in self._space.axes if (domain := axis.domain()) is not None}
-        loggers = {node["_target_"] for job in jobs if job.packed is not None for node in job.plain["logger"].values()}
-        if self.rows or not self._space.axes or TENSORBOARD not in loggers:
+        if self.rows or not self._space.axes or not any(map(_has_tensorboard, jobs)):
             return
         values: dict[str, list[object]] = {}
         tags: list[str] = []
@@ -398,9 +396,7 @@ class Sweep:
 
     def _end_session(self, job: Job, row: Row) -> None:
         """Show in TensorBoard how a job has ended whose own process could not say it."""
-        if job.packed is None or row.status in FINISHED or not row.directory:
-            return
-        if TENSORBOARD not in {node["_target_"] for node in job.plain["logger"].values()}:
+        if row.status in FINISHED or not row.directory or not _has_tensorboard(job):
             return
         directory = self.directory / row.directory
         params = chosen_values(job.plain, recorded(job.overrides))
@@ -714,6 +710,10 @@ class Sweep:
             file.unlink()
 
 
+def _has_tensorboard(job: Job) -> bool:
+    return job.packed is not None and any(one["_target_"] == TENSORBOARD for one in job.plain["logger"].values())
+
+
 def _corners(space: Space) -> list[Combination]:
     """Combinations in which every value of every list, and both ends of every interval and range, are there once."""
     found: dict[tuple[tuple[str, str], ...], Combination] = {}
@@ -730,6 +730,11 @@ def _corners(space: Space) -> list[Combination]:
                     values[axis.key] = next((one for one in axis.ends() if one in needed), axis.ends()[0])
             found.setdefault(tuple(values.items()), values)
     return list(found.values())
+
+
+def _refuse(faults: Iterable[Fault]) -> None:
+    if found := list(faults):
+        raise ConfigError(found)
 
 
 def _heed(received: Sequence[int]) -> None:
@@ -768,8 +773,7 @@ def refuse_size(master: Composition) -> None:
         cure = f"Draw from all numbers between two: {key}=interval(0,1000000)"
         expected = f"{MAX_JOBS:,} at most"
         faults.append(Fault(key=key.lstrip("+~"), got=f"{counts[key]:,} values", expected=expected, cure=cure))
-    if faults:
-        raise ConfigError(faults)
+    _refuse(faults)
 
 
 def _no_job(key: str) -> Fault:
@@ -806,8 +810,7 @@ def _refuse_settings(master: Composition) -> None:
             text = line.get_value_string()
             cure, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
             faults.append(Fault(key="sweep.trial", got=text, expected=expected, cure=cure, source=COMMAND_LINE))
-    if faults:
-        raise ConfigError(faults)
+    _refuse(faults)
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     settings = config.sweep

@@ -363,13 +363,22 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
     """
     path = Path(path)
     _require_sound(path)
+    return load_plain(path, kind="a checkpoint", map_location=map_location)
+
+
+def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None = None) -> Any:
+    """Return what torch.load reads from a file without running code. kind: what the file is, for the error.
+
+    Raises:
+        RunError: The file is damaged, or holds anything except tensors and plain values.
+    """
     try:
         return torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"{path} cannot be read as a checkpoint: {reason}. Only tensors and plain values are read, because "
-            "anything else in it would be code"
+            f"{path} cannot be read as {kind}: {reason}. Only tensors and plain values are read, because anything "
+            "else in it would be code"
         ) from error
 
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from exp.engine.checkpoint import CURRENT, MANIFEST, read_checkpoint, read_plain
+from exp.engine.checkpoint import CURRENT, MANIFEST, load_plain, read_checkpoint, read_plain
 from exp.errors import MissingExtraError, RunError
 from exp.models.lora import merged
 from exp.spelling import among
@@ -82,11 +81,4 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _legacy(path: Path) -> Any:
     if not path.is_file():
         raise RunError(f"{path} is not there, or is not a file; expected weights")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RunError(
-            f"{path} cannot be read as weights: {reason}. Only tensors and plain values are read, because anything "
-            "else in it would be code"
-        ) from error
+    return load_plain(path, kind="weights")

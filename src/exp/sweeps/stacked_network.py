@@ -71,12 +71,16 @@ class Drawn:
         return noise.bernoulli_(1 - rate).div_(1 - rate)
 
 
-class _Watching(TorchFunctionMode):
-    """Notes the dropouts of a forward, which draw nothing meanwhile."""
+class _AtDropouts(TorchFunctionMode):
+    """Calls a function instead of each dropout of torch in training. Dropouts in evaluation return their input.
 
-    def __init__(self) -> None:
+    Args:
+        dropout: Called with the input, the rate, and whether whole channels are left out. Returns the output.
+    """
+
+    def __init__(self, dropout: Callable[[Tensor, float, bool], Tensor]) -> None:
         super().__init__()
-        self.found: list[Drawn] = []
+        self._dropout = dropout
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,34 +88,7 @@ class _Watching(TorchFunctionMode):
         if func not in DROPOUTS:
             return func(*args, **(kwargs or {}))
         input, rate, training = _of_dropout(*args, **(kwargs or {}))
-        if training:
-            like = torch.empty_like(input, device="meta")
-            self.found.append(
-                Drawn(
-                    rate=float(rate),
-                    shape=tuple(like.shape),
-                    strides=like.stride(),
-                    dtype=like.dtype,
-                    by_channel=DROPOUTS[func],
-                )
-            )
-        return input
-
-
-class _Masking(TorchFunctionMode):
-    """Multiplies by masks that were drawn already, one after the other, where a dropout would draw."""
-
-    def __init__(self, masks: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._masks = iter(masks)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in DROPOUTS:
-            return func(*args, **(kwargs or {}))
-        input, _, training = _of_dropout(*args, **(kwargs or {}))
-        return input * next(self._masks) if training else input
+        return self._dropout(input, rate, DROPOUTS[func]) if training else input
 
 
 def _of_dropout(
@@ -225,7 +202,8 @@ class StackedNetwork:
 
         def objective(trained: Tensors, fixed: Tensors, given: Any, data: Any) -> tuple[Tensor, Any]:
             masks, weights, smoothing = given
-            with _Masking(masks):
+            left = iter(masks)
+            with _AtDropouts(lambda input, *_: input * next(left)):
                 values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
                 total, parts, divisors = self._losses(values, sizes, weights, smoothing)
             plain.update({name: divisor for name, divisor in divisors.items() if not isinstance(divisor, Tensor)})
@@ -354,12 +332,20 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
 
 
 def _watched(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> tuple[list[Drawn], Tensor]:
-    """The dropouts of a training forward, which draw nothing, and the objective; buffers are left as they are."""
+    """Return the dropouts of a training forward, and its objective. Dropouts draw nothing, buffers do not change."""
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    with _Watching() as watching:
+    found: list[Drawn] = []
+
+    def note(input: Tensor, rate: float, by_channel: bool) -> Tensor:
+        like = torch.empty_like(input, device="meta")
+        shape, strides = tuple(like.shape), like.stride()
+        found.append(Drawn(rate=float(rate), shape=shape, strides=strides, dtype=like.dtype, by_channel=by_channel))
+        return input
+
+    with _AtDropouts(note):
         values = run(functools.partial(_called, network, buffers), batch.data)
         loss, _ = objective(values, batch)
-    return watching.found, loss
+    return found, loss
 
 
 def _called(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **named: Any) -> Any:

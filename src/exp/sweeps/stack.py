@@ -1,10 +1,10 @@
-"""Jobs of a sweep trained together in one process: one vmap for all gradients, one update after the other.
+"""Train several jobs of a sweep in one process: one vmap for all gradients, then one update per member.
 
-    each member     its run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
-    all together    the data, the forward and the backward, the clock
+    per member    run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
+    shared        the data, the forward and the backward, the clock
 
-Each member is what it would have been alone. What a run alone does at a step stands in exp.engine.recording and
-exp.engine.checkpointing; the order here is theirs.
+A member computes what a single run of the job computes. The order of events in a step is the order of
+exp.engine.recording and exp.engine.checkpointing.
 """
 
 from __future__ import annotations
@@ -68,27 +68,32 @@ from exp.sweeps.stacking import STACK, is_member, obstacle
 log = logging.getLogger(__name__)
 
 Outcome = tuple[int, Report | ExpError]
-# Between two times at which all members save at the end of an epoch, and by what multiple of the time it took.
+# The shortest time between two saves of all members, in seconds and in multiples of the time that a save takes.
 SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
-# Members of a stack: the numbers of more of them do not fit into a cache.
+# The weights of more members do not fit into a cache.
 MOST_MEMBERS = 64
-# The part of the free memory that stacks take together, and of what size a member is in multiples of its weights.
+# The share of free memory that all stacks take, and the size of a member in multiples of its weights.
 MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
-# What is slower stacked than one after the other on a CPU: recurrent layers, and operators of so many multiply-adds.
-# Time of a stacked step in multiples of the steps one by one: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
+# Recurrent layers, and operators of so many multiply-adds, are slower in a stack on a CPU.
+# Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
 SLOW_IN_A_STACK = (nn.RNNBase,)
 LARGE_OPERATOR = 2**26
 
 
 def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcome]:
-    """Train jobs together, each into a run directory of its own; members at another position are trained behind.
+    """Train jobs together, each in its own run directory. Members at different positions are trained one after another.
 
-    configs: composed and checked; `groups` of exp.sweeps.stacking has put them together. A directory that holds a
-        config.yaml already is gone on with, from its last checkpoint.
-    at_once: how many stacks there are on this machine, which share its memory.
-    Yields: the place of a member that has ended, and its report, or the error that a run alone would have raised;
-        Unstacked where an error is of all of them.
-    Raises: Unstackable, before any directory is made, where the built parts of the jobs do not go together.
+    Args:
+        configs: Composed and checked configs that `exp.sweeps.stacking.groups` put into one group. A job whose
+            directory has a config.yaml resumes from its last checkpoint.
+        at_once: Number of stacks that share the memory of this machine.
+
+    Yields:
+        The index of a member that ended, and its report or the error of a single run. The error is Unstacked if it
+        concerns all members.
+
+    Raises:
+        Unstackable: The jobs cannot be stacked. No directory was made.
     """
     with torch.random.fork_rng(devices=[]):
         yield from _train(configs, at_once=at_once)
@@ -127,9 +132,9 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
 
 
 def _refuse(decided: Plan, *, was_decided: bool) -> None:
-    """Raises: Unstackable where the key of the config, or what it makes, forbids a stack.
+    """Raise Unstackable if a key of the config, or an object made from it, is not supported in a stack.
 
-    was_decided: a sweep before has begun to train them together.
+    was_decided: whether an earlier sweep began to train the jobs in a stack.
     """
     reason = obstacle(decided.plain)
     if reason is not None:
@@ -166,9 +171,12 @@ def is_faster(decided: Plan, network: nn.Module) -> bool:
 
 
 def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> int:
-    """Return how many members of a stack fit into memory, of so many stacks at a time; at least one.
+    """Return how many members of a stack fit into memory; at least one.
 
-    free: bytes of memory; None asks the system.
+    Args:
+        decided: Plan of one member.
+        stacks: Number of stacks that share the memory.
+        free: Free memory in bytes. None asks the system.
     """
     free = psutil.virtual_memory().available if free is None else free
     network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
@@ -182,7 +190,7 @@ def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> 
 
 
 def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], list[Outcome]]:
-    """A member of each config, with its directory and its network; and those that came to no beginning."""
+    """Return a member per config, with its directory and its network, and the errors of the other configs."""
     origin = {**shared_origin(), STACK: True}
     members: list[Member] = []
     ended: list[Outcome] = []
@@ -219,9 +227,11 @@ def _made(configs: Sequence[DictConfig], decided: Plan) -> tuple[list[Member], l
 
 
 class _Values:
-    """The resolved values of configs that differ little, and their texts, what they share worked out once.
+    """Resolves and formats configs that differ in few values, and computes the shared parts once.
 
-    first, decided: one of the configs, and its plan.
+    Args:
+        first: One of the configs.
+        decided: Its plan.
     """
 
     def __init__(self, first: DictConfig, decided: Plan) -> None:
@@ -229,11 +239,11 @@ class _Values:
         self._texts: dict[tuple[str, str], str] = {}
 
     def of(self, config: DictConfig) -> Mapping[str, Any]:
-        """The values of a config, as `resolve` has them."""
+        """Return the values that `resolve` gives for a config."""
         raw = _raw(config)
         for other, plain in self._known:
             changed = changes(other, raw)
-            # Weights may be those of a run, which is looked for.
+            # `resolve` looks up the run whose weights are named.
             if changed is None or are_referred(changed, raw) or any(path[0] == "weights" for path in changed):
                 continue
             return with_changes(plain, changed)
@@ -242,7 +252,7 @@ class _Values:
         return plain
 
     def text(self, plain: Mapping[str, Any]) -> str:
-        """As `yaml_text`, of which each top-level key is a part of its own."""
+        """Return the YAML text of the values."""
         return "".join(self._part(name, value) for name, value in plain.items())
 
     def _part(self, name: str, value: Any) -> str:
@@ -260,7 +270,7 @@ def _raw(config: DictConfig) -> dict[str, Any]:
 
 @dataclass
 class _Step:
-    """A step that waits to be written: losses `[T, M]`, and values of each member by tag."""
+    """A step that is not written yet: losses `[T, M]`, and the values of each member by tag."""
 
     index: int
     size: int
@@ -269,7 +279,7 @@ class _Step:
 
 
 class Stack:
-    """Members that stand at one position of their runs, and go on together."""
+    """Members at one position of their runs, which are trained together."""
 
     def __init__(self, decided: Plan, members: Sequence[Member], *, flag: SignalFlag) -> None:
         self._decided, self._members, self._flag = decided, list(members), flag
@@ -351,7 +361,7 @@ class Stack:
     # --- the run ---
 
     def run(self, position: Position) -> Iterator[Outcome]:
-        """Train from a position to the end, and test: yields members as they end."""
+        """Train from a position to the end, then test. Yield members when they end."""
         plain = self._decided.plain
         try:
             self._begin(position)
@@ -366,7 +376,7 @@ class Stack:
             if not isinstance(error, ExpError | OSError):
                 log.exception("the stack failed")
             if len(self._members) > 1:
-                # Whose it is, such as that of a user's own layer, nobody knows: each alone has an end of its own.
+                # The error may belong to any member. Each job runs alone, so that only the failing job fails.
                 for member in self._members:
                     member.release()
                     yield member.place, Unstacked(f"together they ended with {one_line(error)}")
@@ -576,7 +586,7 @@ class Stack:
             schedule.step(torch.tensor(member.metrics[str(member.plateau)], dtype=torch.float64))
 
     def _add_train_values(self, losses: Losses, batch: Batch) -> None:
-        """What weighed terms divide by is summed over the epoch, as TrainingModule does."""
+        """Add the divisors of weighed terms to the sums of the epoch, as TrainingModule does."""
         for place, member in enumerate(self._members):
             if member.train_values is None:
                 return
@@ -591,7 +601,7 @@ class Stack:
     # --- what is written ---
 
     def _flush(self) -> None:
-        """Write the steps that wait; a member whose loss is lost has failed."""
+        """Write the waiting steps. A member fails if its loss is not finite."""
         steps, self._waiting = self._waiting, []
         terms = list(self._objective.terms)
         for step in steps:
@@ -612,7 +622,7 @@ class Stack:
                 member.write_step(values, step.index)
 
     def _try(self, member: Member, work: Any) -> None:
-        """Do something for a member, which has failed where that fails."""
+        """Run a function. If it raises, the member has failed."""
         try:
             work()
         except ExpError as error:
@@ -622,7 +632,7 @@ class Stack:
             self._failed[member.place] = told if isinstance(told, ExpError) else RunError(str(told))
 
     def _drop_failed(self) -> Iterator[Outcome]:
-        """Members that have failed leave the stack."""
+        """Remove failed members from the stack."""
         failed, self._failed = self._failed, {}
         if not failed:
             return
@@ -640,10 +650,10 @@ class Stack:
             self._optimizers.keep(stay)
 
     def _loops(self, place: Position) -> dict[str, Any]:
-        """The states of Lightning's loops, which a run that goes on makes anew from the position."""
+        """Return the states of Lightning's loops at a position, for a checkpoint."""
         trainer = self._bare
         loops = {"validate_loop": trainer.validate_loop, "test_loop": trainer.test_loop}
-        # Of the loader, which knows nothing but the position.
+        # The loader has no state except the position.
         fit_loop = {**fit_loop_state(trainer, place), "state_dict": {"combined_loader": [{}]}}
         found: dict[str, Any] = {"fit_loop": fit_loop}
         found |= {name: loop.state_dict() for name, loop in loops.items()}
@@ -682,7 +692,7 @@ class Stack:
     # --- data ---
 
     def _loader_of(self, seed: int) -> IndexedLoader:
-        """The batches of training in the order of a seed."""
+        """Return the loader of training with the order of a seed."""
         loader = self._decided.data.loader("train")
         assert isinstance(loader, IndexedLoader)
         assert isinstance(loader.batches, GlobalBatches)
@@ -726,7 +736,7 @@ class Stack:
         return evaluation.finish()
 
     def _test(self) -> None:
-        """Evaluate the best weights of each member on the test part."""
+        """Evaluate the best weights of each member on the test split."""
         if "test" not in self._decided.data.stages:
             for member in self._members:
                 member.say("the data has no test part: the test stage is left out", level=logging.WARNING)
@@ -753,7 +763,7 @@ class Stack:
 
 
 class _Stopped(Exception):
-    """A signal came, and the stack stands at a position from which its members go on."""
+    """A signal came. position: where the members resume."""
 
     def __init__(self, position: Position) -> None:
         super().__init__()
@@ -761,7 +771,7 @@ class _Stopped(Exception):
 
 
 def _clip(parameters: Sequence[nn.Parameter], value: float, algorithm: str | None) -> None:
-    """As exp.engine.module.clip does on one device."""
+    """Clip gradients as exp.engine.module.clip does on one device."""
     if algorithm == "value":
         nn.utils.clip_grad_value_(parameters, value)
     else:
@@ -769,7 +779,7 @@ def _clip(parameters: Sequence[nn.Parameter], value: float, algorithm: str | Non
 
 
 def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
-    """Batches' data of one form as one, and of each member its own row."""
+    """Stack the data of several batches, and return the row `index[m]` for each member m."""
     first = entries[0]
     if isinstance(first, Mapping):
         return {name: torch.stack([one[name] for one in entries])[index] for name in first}
@@ -777,7 +787,7 @@ def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
 
 
 def _compiled(plain: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """What compiles a step, where runtime.compile asks for it: forward, objective and backward of all members."""
+    """Return a function that compiles forward, objective and backward of all members; None without runtime.compile."""
     if not plain["runtime"]["compile"]:
         return None
     from exp.engine.compilation import compiled_function

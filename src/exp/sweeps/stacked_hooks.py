@@ -1,8 +1,8 @@
 """The hooks gradients, memory and throughput of the members of a stack.
 
-What a member's gradients are, its own hook says; where it gives norms alone, those of all members are taken by one
-call. Parts of the memory are each member's as if it ran alone; the resident set and the times are the stack's, for
-there is one process, and one step of all. Its forward and backward are one call, as a pipeline's are, and have one tag.
+Each member has its own gradients hook. If the hook gives only norms, one call computes the norms of all members. The
+memory of parameters, gradients and activations is that of one member. The resident set and the times are those of the
+whole stack. Forward and backward are one call and have one tag, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class StackedHooks:
             hook.detach()
 
     def pause(self) -> None:
-        """Training pauses behind a step."""
+        """Stop the clocks after a step."""
         for hook in self._throughput:
             hook.pause()
 
     # --- a step ---
 
     def start_batch(self, batch: Batch, *, index: int, epoch: int, batch_idx: int) -> None:
-        """A micro-batch of optimizer step `index`; its data is one member's."""
+        """Take a micro-batch of optimizer step `index`, with the data of one member."""
         if index != self._index:
             self._index, self._size, self._window = index, 0, []
             self._step = None
@@ -111,7 +111,7 @@ class StackedHooks:
             HOST.restart()
 
     def after_backward(self) -> None:
-        """The gradients of a micro-batch are there."""
+        """Note the end of a backward."""
         for hook in self._throughput:
             if hook.due(self._index):
                 hook.passed("backward", self._step_of(0))
@@ -119,14 +119,14 @@ class StackedHooks:
             self._note_peak("forward_backward")
 
     def need_gradients(self) -> bool:
-        """Whether a hook looks for them at the parameters of this step."""
+        """Return whether a hook reads the gradients of the parameters in this step."""
         index = self._index
         return any(
             each[0].due(index) and (self._clips_any or not each[0].norms_alone(index)) for each in self._gradients
         )
 
     def before_update(self, gradients: Mapping[str, Tensor]) -> Found:
-        """What the hooks give for true gradients, of each member. gradients: by parameter, those of all `[M, ...]`."""
+        """Return the values of the hooks for unclipped gradients, per member. gradients: `[M, ...]` by parameter."""
         index = self._index
         found: Found = [{} for _ in self._members]
         for each in self._gradients:
@@ -145,14 +145,14 @@ class StackedHooks:
         return found
 
     def after_clipping(self, found: Found) -> None:
-        """Add what they give for the gradients as the optimizers take them."""
+        """Add the values of the hooks for clipped gradients."""
         for each in self._gradients if self._clips_any else ():
             if each[0].due(self._index):
                 for place, hook in enumerate(each):
                     found[place] |= hook.after_clipping(self._step_of(place)) or {}
 
     def after_step(self, found: Found) -> None:
-        """Add what they give for updated parameters."""
+        """Add the values of the hooks for updated parameters."""
         index = self._index
         for hook in self._throughput:
             if hook.due(index):
@@ -194,7 +194,7 @@ class StackedHooks:
             self._peaks[tag] = max(self._peaks.get(tag, 0.0), HOST.restart() / MIB)
 
     def _memory_parts(self) -> dict[str, float]:
-        """The figures of one member, and of the process."""
+        """Return the memory of one member, and of the process."""
         first = self._members[0]
         peaks, self._peaks = self._peaks, {}
         return {
@@ -206,10 +206,7 @@ class StackedHooks:
         }
 
     def _kept(self, batch: Batch) -> int:
-        """What the forward of one member keeps for its backward: run once for each size of a batch.
-
-        Members without a dropout keep less, and count as the first.
-        """
+        """Return the bytes that the forward of the first member keeps for its backward. Run once per batch size."""
         if batch.size not in self._activations:
             network, objective = self._members[0].network, self._members[0].objective
             buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
@@ -252,7 +249,7 @@ class StackedHooks:
 
 
 def _norms(each: Sequence[Gradients], gradients: Mapping[str, Tensor], index: int) -> Found:
-    """Of each member, by one call a parameter for the gradients of all."""
+    """Return the norms of each member, with one call per parameter."""
     rows = [gradients[name].flatten(1) for name in each[0].names]
     found = [torch.linalg.vector_norm(one, dim=1, dtype=at_least_float32(one.dtype)) for one in rows]
     numbers = torch.stack(found, dim=1).tolist() if found else [[]] * len(each)

@@ -30,11 +30,11 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 
 # These modules import the packages above.
+from exp.cli.prediction_files import rows_of as said_of  # noqa: E402
 from exp.extras.export.network_export import export  # noqa: E402
 from exp.extras.export.onnx_file import METADATA, Description, OnnxModel  # noqa: E402
 from exp.extras.serve.json_samples import answer_of  # noqa: E402
 from exp.extras.serve.model_server import AddressError, Limits, ModelServer  # noqa: E402
-from exp.saved_runs.prediction_files import rows_of as said_of  # noqa: E402
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["serve"]
 TABLE = np.arange(30, dtype=np.float32).reshape(10, 3)

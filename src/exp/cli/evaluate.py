@@ -38,8 +38,8 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
-    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments
 
     refuse_ranks("exp.evaluate")
     keys = {"run": RUN, "weights": WEIGHTS, "stage": "test, val or all"}

@@ -40,8 +40,8 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.cli.train import refuse_ranks
-    from exp.config.run_arguments import RUN, WEIGHTS, read_arguments, words_in
 
     refuse_ranks("exp.predict")
     keys = {
@@ -59,8 +59,8 @@ def _command(argv: Sequence[str]) -> int:
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch comes in here, behind every fault of the command.
     with loading_torch():
+        from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.prediction import predict
-        from exp.saved_runs.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)

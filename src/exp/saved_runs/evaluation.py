@@ -14,7 +14,6 @@ from exp.check.stages import compose
 from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
 from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
-from exp.config.run_arguments import ALLOW
 from exp.errors import ConfigError, Fault, RunError
 from exp.run import fit
 from exp.run_report import Report
@@ -102,7 +101,7 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
     if wrong:
         expected = "what it is done with: data, metrics, strategy, precision, launch, runtime"
         raise ConfigError([Fault(key=_top(one), got=one, expected=expected, source="command line") for one in wrong])
-    others = [text for text in overrides if key_of(text) != ALLOW]
+    others = [text for text in overrides if key_of(text) != "security.allow"]
     if not others:
         return run.config.copy()
     if run.directory is None:

@@ -46,8 +46,8 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from exp.cli.run_arguments import RUN, read_arguments
     from exp.cli.train import refuse_ranks
-    from exp.config.run_arguments import RUN, read_arguments
 
     refuse_ranks("exp.export")
     own = {"format": among(FORMATS), "output": "a file", "dynamic": "{INPUT: {AXIS: NAME}}"}
@@ -75,7 +75,7 @@ def _command(argv: Sequence[str]) -> int:
 
 def keys_of_a_run() -> dict[str, str]:
     """What each of OF_A_RUN must be, in words."""
-    from exp.config.run_arguments import WEIGHTS
+    from exp.cli.run_arguments import WEIGHTS
 
     return {name: among(words) if words else WEIGHTS for name, words in OF_A_RUN.items()}
 

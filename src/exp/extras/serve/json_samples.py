@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from exp.cli.prediction_files import rows_of
 from exp.errors import ConfigError, ExpError
 from exp.extras.export.onnx_file import Description, OnnxModel, Port
 from exp.extras.export.served_tables import ServedTable
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
-from exp.saved_runs.prediction_files import rows_of
 from exp.spelling import among, did_you_mean, show
 
 # Kinds of NumPy's dtypes that an input of a kind takes, and their name in messages.

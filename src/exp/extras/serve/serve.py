@@ -17,7 +17,7 @@ from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
 
 if TYPE_CHECKING:
-    from exp.config.run_arguments import RunArguments
+    from exp.cli.run_arguments import RunArguments
 
 HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP, with a page to try it in a browser.
 
@@ -65,8 +65,8 @@ def _command(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from exp.cli.run_arguments import RUN, read_arguments
     from exp.cli.train import refuse_ranks
-    from exp.config.run_arguments import RUN, read_arguments
 
     refuse_ranks("exp.serve")
     keys, words = {"run": RUN, **KEYS, **keys_of_a_run()}, words_of_a_run()

@@ -365,27 +365,13 @@ class Checkpointing(Callback):
     def _compare(self, trainer: Trainer, *, stage: str) -> None:
         if not self.is_saving_best or self.monitor is None or (self.watches_training and stage == "val"):
             return
-        if self.monitor not in trainer.callback_metrics:
-            known = sorted(trainer.callback_metrics)
-            cure = did_you_mean(self.monitor, known)
-            raise RunError(
-                f"monitor is {self.monitor}, which nothing gives; expected one of {among(known)}"
-                + (f". {cure}" if cure else "")
-            )
-        value = float(trainer.callback_metrics[self.monitor])
+        value = monitored_value(trainer.callback_metrics, self.monitor)
         if not math.isfinite(value):
             log.warning("%s is %s at step %d: not the best", self.monitor, value, trainer.global_step)
             return
-        best = None if self.best is None else self.best["value"]
-        if best is None or (value < best if self.mode == "min" else value > best):
-            self.best = {
-                "metric": self.monitor,
-                "value": value,
-                "step": trainer.global_step,
-                "checkpoint": str(self.best_path),
-                "epoch": trainer.current_epoch,
-                "metrics": {},
-            }
+        if is_better(value, self.best, mode=self.mode):
+            place = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+            self.best = restored_best({"metric": self.monitor, "value": value, **place}, self.best_path)
             if self._validated_at == trainer.global_step:
                 note_metrics(self.best, trainer.callback_metrics, stage="val")
             self._is_better = True
@@ -519,6 +505,28 @@ def _of_ranks(values: Values, trainer: Trainer) -> list[Values]:
     found: list[Values] = [{}] * trainer.world_size
     torch.distributed.all_gather_object(found, values)
     return found
+
+
+def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
+    """Return the value of the monitored tag.
+
+    Raises:
+        RunError: Nothing gives the tag.
+    """
+    if monitor not in values:
+        known = sorted(values)
+        cure = did_you_mean(monitor, known)
+        raise RunError(
+            f"monitor is {monitor}, which nothing gives; expected one of {among(known)}" + (f". {cure}" if cure else "")
+        )
+    return float(values[monitor])
+
+
+def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bool:
+    """Return whether a value is better than the best so far. None: there is no best."""
+    if best is None:
+        return True
+    return bool(value < best["value"] if mode == "min" else value > best["value"])
 
 
 def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:

@@ -58,16 +58,13 @@ class Executor(Protocol):
     @property
     def stacks(self) -> bool:
         """Whether one process may train several jobs together here."""
-        ...
 
     @property
     def slots(self) -> int:
         """How many works run at once here."""
-        ...
 
     def start(self, work: Work) -> None:
         """Start a work and return at once. At most `slots` are running."""
-        ...
 
     def ends(self, timeout: float) -> list[End]:
         """Wait until a job has ended, a signal has come or `timeout` seconds are over.
@@ -75,12 +72,9 @@ class Executor(Protocol):
         Returns: the jobs that have ended since the last call, each once, in the order of their ends. Every job that was
             started ends, in whatever way; its report.json is written then, where its run directory was.
         """
-        ...
 
     def end(self, signum: int) -> None:
         """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
-        ...
 
     def close(self) -> None:
         """End what is left, and leave nothing behind: no process, no file outside the run directories."""
-        ...

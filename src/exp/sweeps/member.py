@@ -39,6 +39,8 @@ from exp.engine.checkpointing import (
     CONFIG,
     KEPT,
     POSITION,
+    is_better,
+    monitored_value,
     note_metrics,
     restored_best,
 )
@@ -144,8 +146,12 @@ class Member:
         return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
 
     @property
-    def checkpoints(self) -> Path:
-        return self.directory / CHECKPOINTS
+    def last_path(self) -> Path:
+        return self.directory / CHECKPOINTS / "last.ckpt"
+
+    @property
+    def best_path(self) -> Path:
+        return self.directory / CHECKPOINTS / "best.ckpt"
 
     @property
     def seconds(self) -> float:
@@ -229,25 +235,20 @@ class Member:
     # --- the best ---
 
     def compare(self) -> None:
-        """Note whether the monitored value, which has just come, is the best.
+        """Note whether the latest monitored value is the best.
 
-        Raises: RunError where nothing gives it.
+        Raises:
+            RunError: Nothing gives the monitored tag.
         """
         if not self.plain["checkpoint"]["save_best"] or self.monitor is None:
             return
-        if self.monitor not in self.metrics:
-            raise RunError(
-                f"monitor is {self.monitor}, which nothing gives; expected one of {among(sorted(self.metrics))}"
-            )
-        value, mode = float(self.metrics[self.monitor]), self.plain["mode"]
+        value = monitored_value(self.metrics, self.monitor)
         if not math.isfinite(value):
             self.say(f"{self.monitor} is {value} at step {self.step}: not the best", level=logging.WARNING)
             return
-        best = None if self.best is None else self.best["value"]
-        if best is None or (value < best if mode == "min" else value > best):
-            path = str(self.checkpoints / "best.ckpt")
-            self.best = {"metric": self.monitor, "value": value, "step": self.step, "checkpoint": path}
-            self.best |= {"epoch": self.epochs, "metrics": {}}
+        if is_better(value, self.best, mode=self.plain["mode"]):
+            place = {"step": self.step, "epoch": self.epochs}
+            self.best = restored_best({"metric": self.monitor, "value": value, **place}, self.best_path)
             if self._stages.get("val") == self.step:
                 note_metrics(self.best, self.metrics, stage="val")
             for logger in self._loggers:
@@ -266,7 +267,7 @@ class Member:
             return None
         state = self._best_state
         if state is None:
-            state = read_checkpoint(self.checkpoints / "best.ckpt")
+            state = read_checkpoint(self.best_path)
         return {name.removeprefix("network."): tensor for name, tensor in state["state_dict"].items()}
 
     # --- checkpoints ---
@@ -313,15 +314,14 @@ class Member:
         self.flush()
         self.write_log()
         state = on_host(self.state(position, loops, shared))
-        best, last = self.checkpoints / "best.ckpt", self.checkpoints / "last.ckpt"
         saves_last = self.plain["checkpoint"]["save_last"]
         is_one = self._best_state is not None and self.best is not None and self.best["step"] == self.step
         if saves_last:
-            shared.io.save_checkpoint(state, last)
+            shared.io.save_checkpoint(state, self.last_path)
         if is_one and saves_last:
-            copy_checkpoint(last, best)
+            copy_checkpoint(self.last_path, self.best_path)
         elif self._best_state is not None:
-            shared.io.save_checkpoint(self._best_state, best)
+            shared.io.save_checkpoint(self._best_state, self.best_path)
         self.saved = f"checkpoints/last.ckpt is of step {position.step}, and good"
 
     def restore(self, state: State) -> Position:
@@ -341,14 +341,13 @@ class Member:
         self.seconds_before = state[SECONDS]
         if self.train_values is not None and TRAIN_LOSSES in state:
             self.train_values.restore_losses(state[TRAIN_LOSSES])
-        found = state[BEST]
-        path = self.checkpoints / "best.ckpt"
+        found, path = state[BEST], self.best_path
         if found is not None and found["metric"] == self.monitor:
             if path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]:
                 self.best = restored_best(found, path)
             elif found["step"] == self.step:
                 # A kill has kept the last from being copied.
-                copy_checkpoint(self.checkpoints / "last.ckpt", path)
+                copy_checkpoint(self.last_path, path)
                 self.best = restored_best(found, path)
             else:
                 line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
@@ -397,9 +396,8 @@ class Member:
         return end_by_epochs(self.epochs) if self.epochs == limits["max_epochs"] else end_by_steps(limits["max_steps"])
 
     def _say_how(self, error: BaseException) -> None:
-        last = self.checkpoints / "last.ckpt"
-        if isinstance(error, Interrupted | UserCodeError) and last.is_file():
-            error.command = self.ongoing.resume_command(str(last))
+        if isinstance(error, Interrupted | UserCodeError) and self.last_path.is_file():
+            error.command = self.ongoing.resume_command(str(self.last_path))
 
 
 def _no_trace() -> tuple[None, Sequence[str]]:

@@ -1,6 +1,6 @@
-"""The jobs of a sweep, checked and run in processes of their own.
+"""Check and run the jobs of a sweep in separate processes.
 
-Whatever code of the user's own does to such a process, it is one fault of the check, or one row of the table.
+If code of a user ends such a process, the check reports one error, or one row of the table has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exp.signals import heed
 from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
 
-# What a run imports: here once, and not in every job. Where one is left out, a job takes longer, and that is all.
+# Modules that a run imports. The server imports them once for all jobs; a missing module only costs time.
 MODULES = (
     "exp.run",
     "exp.check.compatibility",
@@ -52,32 +52,33 @@ MODULES = (
     "exp.strategies.auto",
     "exp.sweeps.job",
     "exp.tensorboard.logger",
-    # By the first operator on the meta device, 0.2 s; by whoever draws a number, counts classes, or saves a picture.
+    # Imported late: by the first operator on the meta device (0.2 s), by random numbers, class counts and pictures.
     "torch.fx.experimental.symbolic_shapes",
     "numpy.random",
     "numpy.ma",
     "PIL.PngImagePlugin",
 )
-# Of the output of a job, whose last words are told.
+# Bytes of the output of a job that are searched for its last line.
 TAIL_BYTES = 20_000
-# As faulthandler writes it, the innermost one first.
+# A frame as faulthandler writes it, the innermost one first.
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
-# Checks that end their process; behind so many of them the other jobs are not looked at.
+# After so many checks that ended their process, the other jobs are not checked.
 MAX_DEATHS = 20
 
 
 Result = TypeVar("Result")
-# Checks a config; takes, and gives, what it keeps of a config for that of the next job.
+# Checks a config. Takes the result for the job before, and returns the result for the next job.
 Validate = Callable[[DictConfig, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What the check found of a job.
+    """The result of the check of a job.
 
-    error: what is wrong with it. asked: by `asks` of it, its need and the machine that meets it; None where something
-        is wrong.
+    Attributes:
+        error: The error of the job.
+        asked: `asks` of its config, its need and the machine. None with an error.
     """
 
     error: ExpError | None = None
@@ -85,8 +86,8 @@ class Checked:
 
 
 def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Checked]:
-    """What is wrong with each job, in a process of the check."""
-    heed(signal.SIG_DFL)  # from here on, who raises KeyboardInterrupt is the user's own code
+    """Yield the result for each job, in the process of the check."""
+    heed(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
     for config in configs:
         try:
@@ -105,16 +106,17 @@ def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Check
 
 
 class GpuView:
-    """Lets this process see as many GPUs as a job will: strategy=auto is another strategy on all of them."""
+    """Shows this process as many GPUs as a job sees, because strategy=auto depends on their number."""
 
     def __init__(self) -> None:
         self._everything = {name: value for name, value in os.environ.items() if name == VISIBLE}
         self._known: dict[str, tuple[Need, Machine]] = {}
 
     def of(self, config: DictConfig) -> tuple[Need, Machine] | Exception:
-        """The need of a job; or why nobody knows it, of which the check may have more to say.
+        """Return the need of a job and the machine. Return an error that the check may explain better.
 
-        Raises: ConfigError where sweep.devices_per_job does not go with the machine.
+        Raises:
+            ConfigError: sweep.devices_per_job is not supported on the machine.
         """
         os.environ.pop(VISIBLE, None)
         os.environ.update(self._everything)
@@ -132,7 +134,7 @@ class GpuView:
 
 
 def _ended(how: str) -> ConfigError:
-    """The fault of a job whose check did not come to its end."""
+    """Return the error of a job whose check did not finish."""
     fault = Fault(
         key="config",
         got=f"its check ended {how}",
@@ -144,7 +146,7 @@ def _ended(how: str) -> ConfigError:
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
-    """What came of one job, in its process. What ended it is given back, for the sweep to tell."""
+    """Run a job in its process. Return its report, or the error that ended it."""
     try:
         return fit(config)
     except ExpError as error:
@@ -179,13 +181,15 @@ class JobProcesses:
         return call(function, *arguments)
 
     def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
-        """The faults of each job, all looked at in one process, as long as that lives.
+        """Return the errors of each job. One process checks the jobs; if it ends, another one goes on with the rest.
 
-        Raises: an ExpError that is no fault of a config; Interrupted.
+        Raises:
+            ExpError: An error that does not concern a config.
+            Interrupted: A signal came.
         """
         found: list[ConfigError | None] = []
         deaths = 0
-        # The first time the other process imports torch before it looks at any.
+        # Before its first job, the other process imports torch.
         is_there = self._has_checked or "torch" in sys.modules
         waiting = nullcontext() if is_there else passing_line("loading torch")
         self._has_checked = True
@@ -207,9 +211,11 @@ class JobProcesses:
         return [*found, *[None] * (len(configs) - len(found))]
 
     def __call__(self, config: DictConfig) -> Report:
-        """The report of a job.
+        """Run a job in another process and return its report.
 
-        Raises: what ended it; RunError with the last words of a process that ended without a result.
+        Raises:
+            ExpError: The error that ended the job.
+            RunError: The process ended without a result. The message has its last line.
         """
         directory = Path(config[COMPOSITION].directory)
         try:
@@ -228,20 +234,20 @@ class JobProcesses:
 
 
 def dead_job(directory: Path, died: Died) -> RunError:
-    """The error of a job whose process ended without a result, with its last words."""
+    """Return the error of a job whose process ended without a result, with the last line of its output."""
     return RunError(f"the process of the job {died}{_last_words(directory)}")
 
 
 def interrupted(directory: Path, signum: int) -> Interrupted:
-    """The error of a job whose process a second signal has killed."""
+    """Return the error of a job whose process was killed by a second signal."""
     saved = last_checkpoint(directory)
     return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
 
 
 def report_bad_end(directory: Path, error: ExpError) -> None:
-    """Write the report that the job could not write itself; none where it had not begun.
+    """Write the report of a job that could not write it. Write nothing if the job had not begun.
 
-    Where it cannot be written, as on a full disk, that is printed: the row has what there is to say.
+    If the report cannot be written, as on a full disk, print why. The row of the table has the error of the job.
     """
     if not (directory / "config.yaml").is_file():
         return
@@ -259,7 +265,7 @@ def report_bad_end(directory: Path, error: ExpError) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Where it crashed; else what its log and its output end with, for a library that ends a process says why there."""
+    """Return the place of a crash, or else the last lines of log and output, where a library may say why it ended."""
     output = _tail(directory / OUTPUT)
     if "Fatal Python error: " in output:
         what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
@@ -273,7 +279,7 @@ def _last_words(directory: Path) -> str:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a file that says something; empty where there is none."""
+    """Return the last line of a file that is not blank; "" without one."""
     return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
 
 

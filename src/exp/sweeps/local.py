@@ -1,6 +1,6 @@
-"""The local executor: the jobs of a sweep on this machine, side by side, each forked from a warm process.
+"""The local executor: runs jobs of a sweep at the same time on this machine, each forked from a server process.
 
-What a job prints is in output.log of its run directory, which is made for it before it begins.
+The output of a job goes to output.log of its run directory. The directory is made before the job starts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def outcomes(
     at_once: int,
     fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
-    """What came of the jobs of a work, in their process: the place of each among them, and its outcome.
+    """Run the jobs of a work in their process. Yield the index of each job and its outcome.
 
-    is_stack: they are trained together.
-    most_threads: of each rank's operators, where a config leaves them open. at_once: works that share the machine.
-    fit: of a job that has a process alone.
+    Args:
+        configs: Configs of the jobs.
+        is_stack: Whether the jobs are trained together.
+        most_threads: Most threads of the operators of each rank, if a config does not set them.
+        at_once: Number of works that share the machine.
+        fit: Runs a job that is not stacked.
     """
     import torch
 
@@ -61,7 +64,7 @@ def outcomes(
 
 @dataclass(kw_only=True)
 class _Running:
-    """A work that runs. directories: of its jobs. waiting: the places of those without an outcome."""
+    """A running work. waiting: the indices of its jobs without an outcome."""
 
     work: Work
     process: JobProcess[tuple[int, Report | ExpError]]
@@ -142,20 +145,21 @@ class LocalExecutor:
         return found
 
     def end(self, signum: int) -> None:
-        """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
+        """Send a signal to every running job, which saves its state and ends. A second call kills the jobs."""
         self._signals.append(signum)
         for one in self._running:
             one.process.signal(signum if len(self._signals) == 1 else signal.SIGKILL)
 
     def close(self) -> None:
-        """End what is left."""
+        """Kill the jobs that still run."""
         for one in self._running:
             one.process.kill()
 
     def _asked(self, config: DictConfig) -> tuple[Need, Machine]:
-        """What a job needs, and the machine that meets it; looked for where no job that was checked asked for that.
+        """Return what a job needs, and the machine. Ask another process if no checked job needed the same.
 
-        Raises: Died where nobody can say it, and the job could not have begun.
+        Raises:
+            Died: The other process ended without an answer.
         """
         wanted = asks(config)
         if wanted not in self._processes.asked:
@@ -163,7 +167,7 @@ class LocalExecutor:
         return self._processes.asked[wanted]
 
     def _directory(self, config: DictConfig) -> Path:
-        """The run directory of a job, made where it does not stand, in which the job is to freeze its config."""
+        """Return the run directory of a job, in which the job freezes its config. Make it if it does not exist."""
         wanted = Path(config[COMPOSITION].directory).absolute()
         if (wanted / "config.yaml").is_file():
             return wanted
@@ -185,14 +189,14 @@ class LocalExecutor:
                 self._devices.give_back(one.gpus, one.need)
             for place in one.waiting:
                 if one.work.is_stack and not self._signals:
-                    # Which of them it was, nobody knows: each by itself has an end of its own.
+                    # Any of the jobs may have ended the process. Each job runs alone, so that only that job fails.
                     self._ended.append(End(job=one.work.jobs[place], outcome=Unstacked(f"their process {died}")))
                     continue
                 outcome = self._bad_end(one.directories[place], died)
                 self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
-        """What came of a job whose process ended without a word."""
+        """Return the error of a job whose process ended without an outcome, and write its report."""
         error: ExpError = interrupted(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
         report_bad_end(directory, error)
@@ -200,7 +204,7 @@ class LocalExecutor:
 
 
 def _begin_outputs(work: Work, directories: Sequence[Path]) -> None:
-    """Make the file of each job's output: that of jobs which are trained together is the first one's."""
+    """Make the output file of each job. The output of jobs that are trained together is in the file of the first."""
     first, *others = (directory / OUTPUT for directory in directories)
     first.touch()
     for path in others:

@@ -115,7 +115,9 @@ def test_a_forward_that_writes_into_parameters_is_refused(writing, strategy, ref
     for name, clamps in (("line.bias", "false"), ("line.weight", "true")):
         found = [str(fault) for fault in faults_of(*writing, f"+model.clamps={clamps}", *place)]
         assert len(found) == (name in refused)
-        assert all(f"strategy: a forward that writes into {name} with strategy={strategy}" in one for one in found)
+        assert all(f"strategy: a forward that writes into {name} with strategy={strategy}" in one for one in found), (
+            found
+        )
 
 
 @pytest.mark.numeric

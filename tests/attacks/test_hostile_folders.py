@@ -221,7 +221,13 @@ def with_packages(folder: Path) -> None:
     (folder / "evil_plugin.py").write_text(f"import os\nos.system({evil(folder)!r})\n")
     for name in ("usercustomize", "sitecustomize"):
         shutil.copy(folder / "evil_plugin.py", folder / f"{name}.py")
-    groups = ("exp.conf", "torch.backends", "tensorboard_plugins", "lightning.pytorch.callbacks_factory")
+    groups = (
+        "exp.conf",
+        "exp.commands",
+        "torch.backends",
+        "tensorboard_plugins",
+        "lightning.pytorch.callbacks_factory",
+    )
     place = folder / "evil-1.0.dist-info"
     place.mkdir()
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")

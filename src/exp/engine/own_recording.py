@@ -121,10 +121,7 @@ class OwnRecording(StepRecording):
         with _alone(pl_module, optimizer) if turn.phase is not None else nullcontext():
             found = self._step_hooks.before_step()
         self._step_hooks.begin_turn(WHOLE_STEP)
-        names = rate_names(optimizer)
-        if turn.phase is not None:
-            names = [f"{turn.phase}/{name}" for name in names] if len(names) > 1 else [turn.phase]
-        self._add_rates(found, optimizer, names, phase=turn.phase)
+        self._add_rates(found, optimizer, phase=turn.phase)
         if self._values is None:
             # The same mapping: what hooks give after clipping comes into it, too.
             self._values = found
@@ -146,6 +143,12 @@ class OwnRecording(StepRecording):
         self._values, self._size = None, 0
         if self._is_flush(self._index):
             self.flush(trainer)
+
+    def _rate_names(self, optimizer: Optimizer, phase: str | None) -> list[str]:
+        names = rate_names(optimizer)
+        if phase is None:
+            return names
+        return [f"{phase}/{name}" for name in names] if len(names) > 1 else [phase]
 
     def flush(self, trainer: Trainer) -> None:
         if not len(self._buffer):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -148,12 +148,16 @@ class StepRecording(Callback, ABC):
     def _is_flush(self, index: int) -> bool:
         return is_written(index, first=self._first, every=self._trainer.log_every_n_steps or 50)
 
-    def _add_rates(self, found: Found, optimizer: Optimizer, names: Sequence[str], *, phase: str | None) -> None:
+    def _add_rates(self, found: Found, optimizer: Optimizer, *, phase: str | None) -> None:
         """Add the learning rates of an optimizer that changed, and all of them if the step is written."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
             self._rates[phase] = rates
+            names = self._rate_names(optimizer, phase)
             found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+
+    def _rate_names(self, optimizer: Optimizer, phase: str | None) -> list[str]:
+        return rate_names(optimizer, phase=phase)
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
         """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
@@ -327,7 +331,7 @@ class Recording(StepRecording):
             self._values = found
         else:
             self._later.append(found)
-        self._add_rates(found, optimizer, rate_names(optimizer, phase=turn.phase), phase=turn.phase)
+        self._add_rates(found, optimizer, phase=turn.phase)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int

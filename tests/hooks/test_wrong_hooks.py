@@ -63,6 +63,7 @@ def refused_hooks(*overrides: str) -> set[tuple[str, str]]:
     try:
         exp.validate(exp.compose(["launch.accelerator=cpu", "model=lenet", *chosen, *overrides]))
     except ConfigError as error:
+        assert "no module exp.extras" not in str(error), error
         found = ((fault.key, fault.expected) for fault in error.faults)
         return {(key, reason) for key, reason in found if key.startswith("hooks.") and "a run without it" in reason}
     return set()

@@ -48,6 +48,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Tests change the working directory.
+EXTRAS = Path(exp.__file__).resolve().parent / "extras"
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
 # As in .ci/run. A process with threads of OpenBLAS cannot fork, and two threads sum float32 in another order.
@@ -171,7 +173,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def removed_extras(text: str) -> list[str]:
     """Return the folders of src/exp/extras that a text names and that were removed from this checkout."""
     names = set(re.findall(r"\bexp\.extras\.([a-z]+)", text))
-    return sorted(name for name in names if not Path(exp.__file__).parent.joinpath("extras", name).is_dir())
+    return sorted(name for name in names if not (EXTRAS / name).is_dir())
 
 
 def is_slow_suite(config: pytest.Config) -> bool:

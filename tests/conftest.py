@@ -173,7 +173,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def removed_extras(text: str) -> list[str]:
     """Return the folders of src/exp/extras that a text names and that were removed from this checkout."""
     names = set(re.findall(r"\bexp\.extras\.([a-z]+)", text))
-    return sorted(name for name in names if not (EXTRAS / name).is_dir())
+    return sorted(name for name in names if not (EXTRAS / name / "__init__.py").is_file())
 
 
 def is_slow_suite(config: pytest.Config) -> bool:

@@ -165,6 +165,15 @@ def test_half_precision_is_averaged_in_float32(tmp_path: Path, small_run: Module
     assert torch.equal(small.weights()["0.weight"], average.average["network.0.weight"].bfloat16())
 
 
+def test_saving_averages_keeps_the_gradients_of_ranks(ranks: Any) -> None:
+    """A parameter whose data had another dtype for a moment would lose the hooks by which DDP averages gradients."""
+    run = ["strategy=ddp", "launch.accelerator=cpu", "launch.devices=2", "precision=bf16_true", "callbacks=ema"]
+    run += ["trainer.max_epochs=null", "trainer.max_steps=6", "hooks=[]", "logger=[]", "test=false"]
+    often = ranks.train(*run, "checkpoint.every_n_steps=2", ranks=2).directory / "checkpoints" / "last.ckpt"
+    once = ranks.train(*run, ranks=2).directory / "checkpoints" / "last.ckpt"
+    assert equal(read_checkpoint(often)[CURRENT], read_checkpoint(once)[CURRENT])
+
+
 def doubled() -> tuple[nn.Module, list[str]]:
     """Return a network whose state dict has twice its first layer's weights, and a list of its saves."""
     network, saves = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), []

@@ -111,5 +111,9 @@ def test_halves_make_the_same_steps(ranks, limits, more: list[str], tolerance: f
 def test_a_run_that_cannot_be_halved_fails(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="Tried to allocate"):
         exp.fit(exp.compose([*SHORT, narrow(backward=0), HALVE]))
+
+
+@pytest.mark.any_processor
+def test_a_run_without_halving_names_the_hook_memory(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="The hook memory says in which layer"):
         exp.fit(exp.compose([*SHORT, narrow(forward=12)]))

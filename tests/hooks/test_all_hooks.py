@@ -24,7 +24,7 @@ TARGETS = {path.stem: OmegaConf.load(path)[path.stem]._target_ for path in sorte
 CLASSES = {
     name: targets.resolve(target)
     for name, target in TARGETS.items()
-    if Path(exp.__file__).parent.joinpath(*target.split(".")[1:-2]).is_dir()
+    if Path(exp.__file__).parent.joinpath(*target.split(".")[1:-2], "__init__.py").is_file()
 }
 OBSERVING = [name for name, kind in CLASSES.items() if not kind.transforms]
 # Refuses layers that mix the samples of a batch.

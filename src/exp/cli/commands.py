@@ -103,9 +103,14 @@ SECTIONS: dict[str, dict[str, Command]] = {
 }  # fmt: skip
 
 
+def has_extra(name: str) -> bool:
+    """Return whether the folder `extras/NAME` is there. A removed folder may leave its compiled files."""
+    return os.path.isfile(os.path.join(PACKAGE, "extras", name, "__init__.py"))
+
+
 def _is_installed(command: Command) -> bool:
-    parts = command.module.split(".")
-    return parts[0] != "extras" or os.path.isdir(os.path.join(PACKAGE, *parts[:2]))
+    package, name = command.module.split(".")[:2]
+    return package != "extras" or has_extra(name)
 
 
 for _commands in SECTIONS.values():

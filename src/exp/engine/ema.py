@@ -2,6 +2,8 @@
 
 Lightning 2.6 has EMAWeightAveraging. With it, `trainer.test(ckpt_path="best")` after fit loads weights that are not
 averaged, and it deep-copies the whole LightningModule with everything that hooks attach to it.
+
+Private name of torch (2.13), and tested: `_parameters`, where a module holds its parameters.
 """
 
 from __future__ import annotations
@@ -131,9 +133,9 @@ class ExponentialMovingAverage(Callback):
         if isinstance(trainer.strategy, WholeState):
             self._average = {name: _wide(saved[name]) for name in own}
         else:
-            with _holding(pl_module, {name: _wide(tensor.detach()) for name, tensor in own.items()}):
+            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
+            with _holding(pl_module, self._average):
                 pl_module.load_state_dict(saved)
-                self._average = {name: tensor.detach().clone() for name, tensor in own.items()}
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, int]:
@@ -174,29 +176,37 @@ class ExponentialMovingAverage(Callback):
             self._current = {}
 
 
-def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters by name. A tied parameter has an entry for each of its names.
+def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each parameter, and the mapping and the key that hold it. Tied ones come under each name.
 
     Not `state_dict()`, whose hooks may replace tensors.
     """
-    for part in module.modules():
+    for prefix, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward may have left whole tensors instead of shards
-    return dict(module.named_parameters(remove_duplicate=False))
+        for key, tensor in part._parameters.items():
+            if tensor is not None:
+                yield f"{prefix}.{key}" if prefix else key, part._parameters, key
+
+
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    return {name: held[key] for name, held, key in _places(module)}
 
 
 @contextmanager
 def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give the parameters of a module other data, which may have another dtype, until the block ends."""
-    own = _tensors(module)
-    replaced = {name: own[name].data for name in tensors}
+    """Hold other tensors, which may have another dtype, in the places of the parameters until the block ends.
+
+    Not by `parameter.data = tensor`: another dtype resets the gradient accumulator, which has the hooks of DDP.
+    """
+    replaced = [(held, key, held[key], tensors[name]) for name, held, key in _places(module) if name in tensors]
     try:
-        for name, tensor in tensors.items():
-            own[name].data = tensor
+        for held, key, _, tensor in replaced:
+            held[key] = tensor
         yield
     finally:
-        for name, tensor in replaced.items():
-            own[name].data = tensor
+        for held, key, own, _ in replaced:
+            held[key] = own
 
 
 def _state_dict(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class JobProcess(Generic[Result]):
                 self._process.start()
             except (EOFError, ConnectionError):  # the server ends when it cannot fork
                 self.died = Died("could not be started: the system permits no more processes, or no more memory")
+            except OSError as error:  # no descriptor is left, or the server's socket was removed
+                self.died = Died(f"could not be started: {words_of(error)}")
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process if it still runs."""

@@ -226,7 +226,7 @@ def _computed(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tens
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
     total = sum(((one * _weights(one)).sum() for one in outputs), torch.zeros(()))
     total.backward()
-    none = torch.zeros((), dtype=torch.float64)
+    none = torch.zeros((), dtype=torch.float64, device=total.device)
     return outputs, {
         name: none.expand(one.shape) if one.grad is None else one.grad for name, one in network.named_parameters()
     }

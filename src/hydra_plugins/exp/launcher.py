@@ -5,13 +5,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+from exp.cli.commands import has_extra
 
 SETTINGS = "exp.extras.clusters.launcher_settings"
 
@@ -23,7 +24,7 @@ class ExpLauncherConf:
 
 nodes = {"exp": ExpLauncherConf}
 # Users may remove the folder src/exp/extras/clusters.
-if find_spec("exp.extras.clusters") is not None:
+if has_extra("clusters"):
     settings = import_module(SETTINGS)
     nodes |= {"slurm": settings.SlurmSettings, "ray": settings.RaySettings}
 for name, node in nodes.items():

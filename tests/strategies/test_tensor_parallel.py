@@ -175,7 +175,7 @@ def found_differences(rank):
     return {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_plan_that_changes_the_function_is_found(ranks, count):
     first, *others = ranks.call(found_differences, ranks=count)
     assert all(other == first for other in others)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(words) > 1 and words[0] in HELP and words[1] in COMMANDS:
         words = [words[1], "--help"]
     if words and (words[0] in COMMANDS or words[0] in plugins()):
-        # The run directory records sys.argv; a file of this name exists for `python -m exp.NAME`.
+        # The run directory records sys.argv, as after `python -m exp.NAME`.
         sys.argv = [os.path.join(PACKAGE, f"{words[0]}.py"), *words[1:]]
         run(words[0])
     from exp.output import exit_status

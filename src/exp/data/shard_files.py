@@ -143,22 +143,14 @@ class CsvShard(ShardFile):
         self.names = tuple(name.strip() for name in names)
 
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        number, end, line = start.number, start.offset, start.line
-
-        def lines(raw: BinaryIO) -> Iterator[str]:
-            nonlocal end
-            for content in raw:
-                text = content.decode("utf-8" if end else "utf-8-sig")
-                end += len(content)
-                yield text
-
+        number, line = start.number, start.line
         with self.file.open("rb") as raw:
-            raw.seek(end)
+            raw.seek(start.offset)
             rows = rows_of(
                 (content.decode("utf-8" if number else "utf-8-sig") for content in raw), delimiter=self.delimiter
             )
             try:
-                if not end:
+                if not start.offset:
                     next(rows, None)
                 for row in rows:
                     if row:

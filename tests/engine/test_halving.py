@@ -107,6 +107,7 @@ def test_halves_make_the_same_steps(ranks, limits, more: list[str], tolerance: f
     assert f"at most {next(one for one in (12, 6, 3, 2, 1) if one <= most)} go through the network" in told
 
 
+@pytest.mark.slow
 @pytest.mark.any_processor
 def test_a_run_that_cannot_be_halved_fails(tmp_path: Path) -> None:
     with pytest.raises(exp.RunError, match="Tried to allocate"):

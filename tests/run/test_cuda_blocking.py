@@ -35,6 +35,28 @@ class Picking(torch.nn.Module):
     def forward(self, x):
         return x.gather(1, (x[:, :1] >= 20).long() * 9)
 
+class Trying(torch.nn.Module):
+    # Catches the error of a layer within it, and then raises one of its own.
+    def __init__(self):
+        super().__init__()
+        self.picking = Picking()
+    def forward(self, x):
+        try:
+            self.picking(x)
+        except RuntimeError:
+            pass
+        return x
+
+class Whole(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trying = Trying()
+    def forward(self, x):
+        self.trying(x)
+        if bool((x >= 20).any()):
+            raise ValueError("of the whole")
+        return x
+
 class Plain(torch.nn.CrossEntropyLoss):
     pass
 
@@ -97,6 +119,16 @@ CASES = {
             "batch 2 of train failed with ",
             "it fails in `pick` (Picking): RuntimeError: index 9 is out of bounds for dimension 1 with size 4",
         ],
+    ),
+    "a layer after one that catches an error": (
+        f"first: {{_target_: blocked.Trying}}, pick: {{_target_: blocked.Picking}}, {LINEAR}",
+        [],
+        ["it fails in `pick` (Picking): RuntimeError: index 9 is out of bounds for dimension 1 with size 4"],
+    ),
+    "a layer whose own code fails after that": (
+        f"whole: {{_target_: blocked.Whole}}, {LINEAR}",
+        [],
+        ["it fails in `whole` (Whole): ValueError: of the whole"],
     ),
     "an assert on the device": (
         LINEAR,

@@ -131,6 +131,23 @@ def test_a_divided_network_computes_what_the_whole_does(ranks):
         assert {name for name, difference in found.items() if difference > 1e-3} == {*INEXACT}
 
 
+def called_by_name(rank):
+    """Return the outputs of a divided layer whose input is positional and named."""
+    import torch.distributed as dist
+
+    from exp.strategies.tensor_layers import carry_out, model_mesh
+
+    network = nn.Sequential(nn.Linear(8, 4))
+    plan = make_plan(network, {"0": "column_whole"}, divide=[], sequence=False, vocabulary=False)
+    carry_out(plan, network, model_mesh(dist.group.WORLD, torch.device("cpu")))
+    return network[0](torch.ones(2, 8)), network[0](input=torch.ones(2, 8))
+
+
+def test_a_divided_layer_takes_its_input_by_name(ranks):
+    for positional, named in ranks.call(called_by_name, ranks=2):
+        assert torch.equal(positional, named)
+
+
 COLUMNS = ("query", "key", "value", "expand")
 MEGATRON = {f"blocks.*.{name}": "column" for name in COLUMNS}
 MEGATRON |= {f"blocks.*.{name}": "row" for name in ("project", "contract")}

@@ -47,8 +47,8 @@ def table() -> Callable[[], list[dict[str, str]]]:
 def started(commands) -> Callable[..., object]:
     """A function that starts a command and waits until a pattern matches `count` files."""
 
-    def start(*words: str, pattern: str, count: int = 1, module: str = "exp.train"):
-        command = commands.start(*words, module=module)
+    def start(*words: str, pattern: str, count: int = 1, module: str = "exp.train", fresh_ranks: bool = False):
+        command = commands.start(*words, module=module, fresh_ranks=fresh_ranks)
         limit = time.monotonic() + 300
         while len(list(Path().glob(pattern))) < count:
             assert command.process.is_alive(), command.end()

@@ -65,6 +65,23 @@ def test_ctrl_c_saves_running_jobs_and_starts_no_others(started, table):
     assert len(list(Path("outputs").rglob("last.ckpt"))) == 2
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has a job server")
+def test_running_jobs_outlive_their_server(started, table):
+    words = ("-m", *ENDLESS, "seed=1,2", "sweep.jobs=2")
+    command = started(*words, pattern="waits*", count=2, fresh_ranks=True)
+    jobs = {int(path.name.removeprefix("waits")) for path in Path().glob("waits*")}
+    (server,) = {psutil.Process(job).parent().pid for job in jobs}
+    assert server != command.process.pid
+    os.kill(server, signal.SIGKILL)
+    time.sleep(0.5)  # several looks of the sweep at its jobs
+    assert all(psutil.pid_exists(job) for job in jobs)
+    os.kill(command.process.pid, signal.SIGINT)
+    done = command.end()
+    assert done.returncode == 130, done.stderr
+    assert [row["status"] for row in table()] == ["interrupted", "interrupted"]
+    assert len(list(Path("outputs").rglob("last.ckpt"))) == 2
+
+
 def test_further_ctrl_c_kills_jobs_that_ignore_the_first(started, table):
     how = "callbacks.ends.how=ignores_signals"
     command = started("-m", *ENDLESS, how, "seed=1,2", "sweep.jobs=1", pattern="waits*")

@@ -92,10 +92,11 @@ class FailingStep(Callback):
         modules, called = named_modules(network, objective), list[str]()
 
         def enter(name: str, *_: object) -> None:
-            called.append(f"in `{name or '(network)'}` ({type(modules[name]).__name__})")
+            called.append(name)
 
         def leave(name: str, *_: object) -> None:
-            called.pop()
+            while called.pop() != name:  # the forward of a module within this one raised, and was caught
+                pass
 
         reseed(seed=self._module.seed, rank=self._module.rank, epoch=epoch, batch=batch_idx, stage=stage)
         place = "between the layers"
@@ -108,7 +109,9 @@ class FailingStep(Callback):
                     loss.backward()
             yield PASSED
         except Exception as error:  # any exception is the one to describe
-            yield f"Run again on the CPU, it fails {[place, *called][-1]}: {shortened(one_line(error), most=300)}"
+            if called:
+                place = f"in `{called[-1] or '(network)'}` ({type(modules[called[-1]]).__name__})"
+            yield f"Run again on the CPU, it fails {place}: {shortened(one_line(error), most=300)}"
         rank = f".rank{self._module.rank}" if self._module.rank else ""
         path = self._directory / "failing_step" / f"{stage}-{batch_idx}{rank}.pt"
         try:

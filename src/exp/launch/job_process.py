@@ -64,6 +64,7 @@ class JobProcess(Generic[Result]):
     ) -> None:
         self.values: list[Result] = []
         self.died: Died | None = None
+        self._pidfd: int | None = None
         self._results, theirs = CONTEXT.Pipe(duplex=False)
         variables = {**os.environ, **(environment or {})}
         with nullcontext() if output is None else output.open("ab") as file, theirs:
@@ -71,6 +72,7 @@ class JobProcess(Generic[Result]):
             self._process = CONTEXT.Process(target=_work, args=(function, arguments, theirs, streams, variables))
             try:
                 self._process.start()
+                self._pidfd = _pidfd(self._process.pid)
             except (EOFError, ConnectionError):  # the server ends when it cannot fork
                 self.died = Died("could not be started: the system permits no more processes, or no more memory")
             except OSError as error:  # no descriptor is left, or the server's socket was removed
@@ -78,16 +80,20 @@ class JobProcess(Generic[Result]):
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process if it still runs."""
-        if self.died is None and self._process.is_alive():
-            assert self._process.pid is not None
-            with suppress(ProcessLookupError):
+        if self.died is not None:
+            return
+        with suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, signum)
+            elif self._process.is_alive():
+                assert self._process.pid is not None
                 os.kill(self._process.pid, signum)
 
     def kill(self) -> None:
         """Kill the process and its children if it still runs, and wait for its end."""
         if self.died is None:
-            self._process.kill()
-            self._process.join()
+            self.signal(signal.SIGKILL)
+            wait_for([self._end])
             self.receive()
 
     @property
@@ -95,14 +101,19 @@ class JobProcess(Generic[Result]):
         """Handles for `multiprocessing.connection.wait`: one is ready when a result arrives or the process ends."""
         if self.died is not None:
             return []
-        return [self._process.sentinel, *([] if self._results.closed else [self._results])]
+        return [self._end, *([] if self._results.closed else [self._results])]
+
+    @property
+    def _end(self) -> int:
+        """The handle that is ready when the process has ended."""
+        return self._process.sentinel if self._pidfd is None else self._pidfd
 
     def receive(self) -> None:
         """Receive the results that have arrived, and release a process that has ended."""
         if self.died is not None:
             return
-        status = self._process.exitcode
-        if status is not None:
+        has_ended = bool(wait_for([self._end], 0))
+        if has_ended:
             assert self._process.pid is not None
             with suppress(ProcessLookupError, PermissionError):  # macOS reports the latter for a group of zombies
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -111,10 +122,28 @@ class JobProcess(Generic[Result]):
                 self.values.append(self._results.recv())
         except (EOFError, ConnectionError):  # the process was killed, perhaps while it wrote
             self._results.close()
-        if status is not None:
-            self.died = Died(death(rank=0, returncode=status, detail="").reason)
+        if has_ended:
+            self._process.join()  # the server reports the status; 255 if it has ended
+            assert self._process.exitcode is not None
+            self.died = Died(death(rank=0, returncode=self._process.exitcode, detail="").reason)
             self._process.close()
             self._results.close()
+            if self._pidfd is not None:
+                os.close(self._pidfd)
+
+
+def _pidfd(pid: int | None) -> int | None:
+    """Return a descriptor that is ready when the process ends, also if the server has ended; None without one.
+
+    multiprocessing hears of the end from the server, and takes the end of the server for the end of all processes.
+    """
+    assert pid is not None
+    if sys.platform != "linux":
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # the process has ended already, or the kernel is older than Linux 5.3
+        return None
 
 
 class _Descriptor:

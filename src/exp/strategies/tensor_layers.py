@@ -120,10 +120,13 @@ def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> di
     return {name: cut for name, cut in cuts.items() if isinstance(cut.placement, Shard)}
 
 
-def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor) -> Tensor:
-    """Run a layer in parts. Called `forward`, so that hooks find the layer on the stack."""
+def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor, **named: Tensor) -> Tensor:
+    """Run a layer in parts. Called `forward`, so that hooks find the layer on the stack.
+
+    named: the input by its name, as in `linear(input=x)`; `parallelize_module` takes positional inputs only.
+    """
     held: dict[str, Tensor] = {name: cut.distributed(layer.get_parameter(name)) for name, cut in cuts.items()}
-    output: Tensor = functional_call(shell, held, inputs)
+    output: Tensor = functional_call(shell, held, (*inputs, *named.values()))
     # The result of a collective under way has no storage, for which hooks ask.
     return output if type(output) is Tensor else output.clone()
 

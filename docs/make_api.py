@@ -1,4 +1,4 @@
-"""Writes docs/api.md from docstrings: python docs/make_api.py"""
+"""The site's page api.md, made from docstrings. `python docs/make_api.py` prints it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 import exp
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API: what is imported, and what a `_target_` names
 
-*Reference*: classes, functions and their parameters. Made from docstrings by `python docs/make_api.py`; a
-test holds it up to date. The config's keys are in [configuration](configuration.md).
+*Reference*: classes, functions and their parameters. Made from docstrings by `python docs/make_api.py`.
+The config's keys are in [configuration](configuration.md).
 """
 # What a class of your own is derived from, with the methods to write.
 BASES = [
@@ -142,4 +141,4 @@ def _resolved(name: str) -> object:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

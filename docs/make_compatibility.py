@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md from what the parts declare: python docs/make_compatibility.py"""
+"""The site's page compatibility.md, made from declared traits and needs: python docs/make_compatibility.py"""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from exp.hooks.hook import Hook
 from exp.strategies.strategy import TRAITS, Strategy, traits_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
-HEAD = """# Compatibility: what goes with what
+HEAD = """# Compatibility
 
-*Reference*: the traits of each strategy, what a part of a run may need, and which hook goes with which strategy. Made
-from the declarations of the parts by `python docs/make_compatibility.py`; a test holds it up to date.
+*Reference*: the traits of each strategy, the needs of hooks, losses, callbacks and optimizers, and the strategies that
+each hook supports. Made from their declarations by `python docs/make_compatibility.py`.
 
 A strategy has **traits**, a hook, a term of the objective, a callback or an optimizer has **needs**, and one table,
 in `src/exp/check/compatibility.py`, says which trait excludes which need and why. A part is judged by its class,
@@ -155,4 +154,4 @@ def _listed(words: frozenset[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

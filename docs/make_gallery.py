@@ -1,7 +1,7 @@
-"""Writes docs/gallery.md and docs/gallery/: python docs/make_gallery.py, with --pictures [NAME ...] their pictures.
+"""The site's gallery, one page for each experiment. `python docs/make_gallery.py [NAME ...]` draws its pictures.
 
-A page is made of conf/experiment/NAME.yaml and of the docstring of its test in tests/gallery. A picture is made of a
-run of the whole experiment, or of its first minute, and needs the extra `report`.
+A page shows conf/experiment/NAME.yaml and the docstring of its test in tests/gallery. A picture shows a run of the
+whole experiment, or its first minute, and needs the extra `report`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 from exp.cli.gallery import Entry, entries
 
 ROOT = Path(__file__).resolve().parents[1]
-INDEX, PAGES, TESTS = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery", ROOT / "tests" / "gallery"
-HEAD = """# Gallery: each system is one command
+PICTURES, TESTS = ROOT / "docs" / "gallery", ROOT / "tests" / "gallery"
+HEAD = """# Gallery
 
-*Reference*: the experiments that come with exp, a page with a picture for each. Made from conf/experiment and
-tests/gallery by `python docs/make_gallery.py`; a test holds it up to date.
+*Reference*: the experiments that come with exp, one page with a picture for each. Made from conf/experiment and
+tests/gallery by docs/make_gallery.py.
 
     python -m exp.gallery                 all of them, with their pictures
     python -m exp.gallery lenet           the YAML of one
@@ -71,12 +71,12 @@ PARTS = ("parameters", "gradients", "optimizer", "activations")
 SECONDS = 60
 
 
-def pages() -> dict[Path, str]:
-    """The text of the index and of each page."""
+def pages() -> dict[str, str]:
+    """Return the text of gallery.md and of each experiment's page, by its path in docs/."""
     numbers = dict(_numbers())
     found = {entry.name: entry for entry in entries()}
-    return {INDEX: "\n".join(_index(found)) + "\n"} | {
-        PAGES / f"{name}.md": "\n".join(_page(entry, numbers[name])) + "\n" for name, entry in found.items()
+    return {"gallery.md": "\n".join(_index(found)) + "\n"} | {
+        f"gallery/{name}.md": "\n".join(_page(entry, numbers[name])) + "\n" for name, entry in found.items()
     }
 
 
@@ -134,8 +134,8 @@ def draw(entry: Entry, place: Path) -> None:
     if beside:
         beside(axes[0][1], rows, directory)
     figure.tight_layout()
-    PAGES.mkdir(exist_ok=True)
-    figure.savefig(PAGES / f"{entry.name}.png", dpi=72, metadata={"Software": None})
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / f"{entry.name}.png", dpi=72, metadata={"Software": None})
     pyplot.close(figure)
 
 
@@ -246,20 +246,15 @@ OUTPUTS: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    """Writes the pages, and with --pictures the pictures, of all experiments or of those named."""
+    """Draw the pictures of the named experiments, or of all."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--pictures", nargs="*", metavar="NAME")
-    names: list[str] | None = parser.parse_args().pictures
-    if names is not None:
-        with tempfile.TemporaryDirectory() as place:
-            for entry in entries():
-                if not names or entry.name in names:
-                    draw(entry, Path(place))
-                    print(entry.name, os.path.getsize(PAGES / f"{entry.name}.png"), flush=True)
-        return
-    PAGES.mkdir(exist_ok=True)
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    names: list[str] = parser.parse_args().names
+    with tempfile.TemporaryDirectory() as place:
+        for entry in entries():
+            if not names or entry.name in names:
+                draw(entry, Path(place))
+                print(entry.name, os.path.getsize(PICTURES / f"{entry.name}.png"), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/habits.md from the table of tests/config/habits.txt: python docs/make_habits.py"""
+"""The site's page habits.md, made from tests/config/habits.txt. `python docs/make_habits.py` prints it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "habits.md"
 TABLE = ROOT / "tests" / "config" / "habits.txt"
 HEAD = """# Habits: what Hydra, Lightning and lightning-hydra-template have you type
 
@@ -44,4 +43,4 @@ def _code(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

@@ -1,4 +1,4 @@
-"""Writes docs/vocabulary.md from the lists of models/vocabulary.py: python docs/make_vocabulary.py"""
+"""The site's page vocabulary.md, made from models/vocabulary.py. `python docs/make_vocabulary.py` prints it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from exp.models import vocabulary
 from exp.spelling import habits
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "vocabulary.md"
-HEAD = """# Vocabulary: what a forward program may name
+HEAD = """# Vocabulary of forward programs
 
 *Reference*: the functions, methods and attributes of a [forward program](models.md#the-forward-program), and what is
-left out. Made from the lists by `python docs/make_vocabulary.py`; a test holds it up to date.
+left out. Made from models/vocabulary.py by `python docs/make_vocabulary.py`.
 
 In are the operators of torch's own database of tests (`op_db`) that are pure: they take tensors and numbers, give new
 ones, and change nothing. tests/models/test_against_torch.py calls each of them through a program, as a function and
@@ -117,4 +116,4 @@ def _listed(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

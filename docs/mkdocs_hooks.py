@@ -1,61 +1,58 @@
-"""What makes a site of the pages: README.md comes first, and its list of pages is the navigation."""
+"""The site's hooks: README.md is its first page, and pages about the code are made from it."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 # ```yaml conf/model/mine.yaml: a block that is a file, which the tests write; the page names it in a line above.
 FILE = re.compile(r"^```(\w+) (\S+)$", re.MULTILINE)
+MADE = ("api", "compatibility", "habits", "vocabulary")
 
 
-def navigation(readme: str) -> list[dict[str, Any]]:
-    """Take the sections and pages of README's last list, under their names there."""
-    listed = readme[readme.index("\n## More\n") :]
-    found: list[dict[str, Any]] = [{"exp": "index.md"}]
-    for title, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- \*\*|\Z)", listed, re.MULTILINE | re.DOTALL):
-        links = [
-            {" ".join(name.split()): page} for name, page in re.findall(r"\[([^]]+)\]\(docs/([\w-]+\.md)\)", pages)
-        ]
-        found.append({title: links})
-    # Each system is a page of its own.
-    for section in found[1:]:
-        for links in section.values():
-            if any("gallery.md" in link.values() for link in links):
-                links += [f"gallery/{path.name}" for path in sorted((ROOT / "docs" / "gallery").glob("*.md"))]
-    return found
+def generated_pages() -> dict[str, str]:
+    """Return the text of each page that is made from code, by its path in docs/."""
+    pages = {f"{name}.md": imported(f"make_{name}").page() for name in MADE}
+    return pages | imported("make_gallery").pages()
 
 
-def on_config(config: Any) -> Any:
-    """Set the navigation."""
-    config.nav = navigation((ROOT / "README.md").read_text("utf-8"))
-    return config
+def imported(name: str) -> ModuleType:
+    """Return the module docs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add README.md as the first page, its links from where it then stands."""
+    """Add README.md as the first page, with links relative to docs/, and the generated pages."""
     from mkdocs.structure.files import File
 
     text = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text("utf-8"))
-    files.append(File.generated(config, "index.md", content=text))
+    for path, content in {"index.md": text, **generated_pages()}.items():
+        files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leave the names of files outside docs/ as words, and the language alone at the top of a block."""
+    """Replace links to files outside docs/ by their words, and drop file names from code blocks."""
     docs = ROOT / "docs"
     place = (docs / page.file.src_uri).parent
-    # index.md is README.md, beside which other files lie.
-    beside = ROOT if page.file.src_uri == "index.md" else place
+    # index.md is README.md, whose other links are relative to the repository's root.
+    origin = ROOT if page.file.src_uri == "index.md" else place
 
-    def named(match: re.Match[str]) -> str:
+    def linked(match: re.Match[str]) -> str:
         words, path, _ = match.groups()
-        inside = (place / path).resolve()
-        if inside.is_relative_to(docs) and inside.exists():
+        target = (place / path).resolve()
+        if target.is_relative_to(docs) and target.exists():
             return match[0]
-        return words if (beside / path).exists() else match[0]
+        return words if (origin / path).exists() else match[0]
 
-    return FILE.sub(r"```\1", LINK.sub(named, markdown))
+    return FILE.sub(r"```\1", LINK.sub(linked, markdown))

@@ -1,6 +1,6 @@
 """A line of habits.txt, which other frameworks' users type, runs or is answered with the line that runs.
 
-docs/habits.md is made from the same table.
+docs/make_habits.py makes the site's page from the same table.
 """
 
 import runpy

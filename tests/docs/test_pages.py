@@ -1,4 +1,4 @@
-"""Pages state their kind, their links lead to existing pages, and generated pages are up to date."""
+"""Pages state their kind, their links lead to existing pages, and pages about the code are made from it."""
 
 from __future__ import annotations
 
@@ -51,35 +51,28 @@ def test_links_lead_to_files_and_anchors(page: Path) -> None:
     assert broken == []
 
 
-def test_readme_links_every_page() -> None:
-    linked = set(re.findall(r"\(docs/([\w-]+)\.md", (ROOT / "README.md").read_text("utf-8")))
-    assert {page.stem for page in PAGES} - linked == set()
-
-
-def module(name: str) -> ModuleType:
-    """Return docs/NAME.py, imported."""
+def imported(name: str) -> ModuleType:
+    """Return the module docs/NAME.py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
 
 
-def test_how_to_pages_have_the_titles_of_readme() -> None:
-    sections = module("mkdocs_hooks").navigation((ROOT / "README.md").read_text("utf-8"))
-    (listed,) = [section["How-to"] for section in sections if "How-to" in section]
-    for entry in listed:
-        ((question, page),) = entry.items()
-        assert "?" in question
-        assert (ROOT / "docs" / page).read_text("utf-8").startswith(f"# {question}\n\n*How-to*"), page
-    pages = {page.name for page in PAGES if "\n\n*How-to*" in page.read_text("utf-8")}
-    assert {page for entry in listed for page in entry.values()} == pages
+def test_how_to_titles_are_questions() -> None:
+    pages = {
+        page.name: page.read_text("utf-8").splitlines()[0]
+        for page in PAGES
+        if "\n\n*How-to*" in page.read_text("utf-8")
+    }
+    assert len(pages) > 5
+    assert [name for name, title in pages.items() if "?" not in title] == []
 
 
 def test_the_site_links_every_page() -> None:
-    sections = module("mkdocs_hooks").navigation((ROOT / "README.md").read_text("utf-8"))
-    leaves = [leaf for section in sections for part in section.values() if isinstance(part, list) for leaf in part]
-    found = {leaf if isinstance(leaf, str) else next(iter(leaf.values())) for leaf in leaves}
-    assert found == {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    listed = set(re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE))
+    made = {f"{name}.md" for name in (*imported("mkdocs_hooks").MADE, "gallery")}
+    assert listed == {page.name for page in PAGES} | made
 
 
 @pytest.mark.slow
@@ -95,24 +88,30 @@ def test_the_site_builds_without_broken_links(tmp_path: Path) -> None:
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?://", page.read_text("utf-8")), page.name
 
 
+GENERATED = {
+    "make_api": ("### `exp.compose`", "### `exp.hooks.hook.Hook`", "## objective"),
+    "make_compatibility": ("| `shards_parameters` |", "| `strategy=fsdp` |", "## Callbacks that no run can have"),
+    "make_habits": ("| you type there | here |", "| `trainer.strategy=ddp` | `strategy=ddp` |"),
+    "make_vocabulary": ("`scaled_dot_product_attention`", "## Out"),
+}
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["make_api", pytest.param("make_compatibility", marks=pytest.mark.slow), "make_habits", "make_vocabulary"],
+    "name", [pytest.param(name, marks=pytest.mark.slow if "compat" in name else ()) for name in GENERATED]
 )
-def test_a_generated_page_is_up_to_date(name: str) -> None:
-    made = module(name)
-    assert made.page() == made.PAGE.read_text("utf-8"), f"python docs/{name}.py"
+def test_a_page_about_the_code_is_made(name: str) -> None:
+    text = imported(name).page()
+    assert re.match(r"# .+\n\n\*Reference\*", text)
+    assert [part for part in GENERATED[name] if part not in text] == []
 
 
-def test_the_gallery_is_up_to_date() -> None:
-    made = module("make_gallery")
-    for path, text in made.pages().items():
-        assert path.read_text("utf-8") == text, "python docs/make_gallery.py"
-    pages = sorted(made.PAGES.glob("*.md"))
-    assert {*made.pages()} - {made.INDEX} == {*pages}
-    for path in pages:
-        picture = path.with_suffix(".png")
-        assert picture.read_bytes().startswith(b"\x89PNG"), f"python docs/make_gallery.py --pictures {path.stem}"
+def test_the_gallery_has_a_page_and_picture_for_each_experiment() -> None:
+    made = imported("make_gallery")
+    names = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+    assert sorted(made.pages()) == sorted(["gallery.md", *(f"gallery/{name}.md" for name in names)])
+    assert sorted(" ".join(made.FAMILIES.values()).split()) == names
+    pictures = sorted(made.PICTURES.glob("*.png"))
+    assert [picture.stem for picture in pictures] == names
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG"), f"python docs/make_gallery.py {picture.stem}"
         assert picture.stat().st_size < 40_000
-    assert sorted(path.stem for path in made.PAGES.glob("*.png")) == [path.stem for path in pages]
-    assert sorted(" ".join(made.FAMILIES.values()).split()) == [path.stem for path in pages]

@@ -3,7 +3,7 @@
 A hook's needs are its class's and those of its methods (hooks/declarations.py), a strategy's traits its attributes
 (strategies/strategy.py), a callback or an optimizer is judged by its class. Nothing is judged by the text of a name.
 What depends on more than a need and a trait is a method of the part: `Hook.faults`, `Strategy.faults`.
-docs/compatibility.md is made from this table by docs/make_compatibility.py.
+docs/make_compatibility.py makes the site's compatibility page from this table.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
             target=dotted,
             got=f"{dotted}, a function of torch",
             expected="a function of yours, or of a package that security.allow names",
-            cure="Leave it out: what a program may use of torch is listed in docs/vocabulary.md",
+            cure="Leave it out: what a program may use of torch is listed in docs/models.md",
         )
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):

@@ -184,7 +184,7 @@ class _Checker(ast.NodeVisitor):
         if prefix is not None:
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
             if node.attr not in known and not self.is_left_out(node, f"`{prefix}.{node.attr}`", node.attr, known):
-                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/vocabulary.md)")
+                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/models.md)")
                 self.refuse(node, f"`{prefix}.{node.attr}` is not on the list", expected)
             return
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
@@ -194,7 +194,7 @@ class _Checker(ast.NodeVisitor):
         if node.attr not in known and not owned_by_layer:
             written = f"the {'method' if called else 'attribute'} `.{node.attr}`"
             if not self.is_left_out(node, written, node.attr, known):
-                otherwise = f"a listed {'method' if called else 'attribute'} (docs/vocabulary.md)"
+                otherwise = f"a listed {'method' if called else 'attribute'} (docs/models.md)"
                 self.refuse(node, f"{written} is not on the list", nearest_or(node.attr, known, otherwise=otherwise))
         self.visit(node.value)
 

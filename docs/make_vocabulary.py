@@ -16,7 +16,7 @@ left out. Made from models/vocabulary.py by `python docs/make_vocabulary.py`.
 
 In are the operators of torch's own database of tests (`op_db`) that are pure: they take tensors and numbers, give new
 ones, and change nothing. tests/models/test_against_torch.py calls each of them through a program, as a function and
-as a method, and holds output and gradients against torch by hand, bit for bit: [against torch](against-torch.md).
+as a method, and holds output and gradients against torch by hand, bit for bit: [tested](tested.md).
 
 A name that is neither here nor one of the program's own is refused before the run, with the nearest spelling.
 """

@@ -1,4 +1,4 @@
-"""Networks of torchvision, timm and transformers train from a config alone; docs/foreign-networks.md has the results.
+"""Networks of torchvision, timm and transformers train from a config alone; docs/tested.md has the results.
 
 A test whose package is not installed is skipped: the suite's environment has none of the three.
 """

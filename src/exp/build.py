@@ -52,7 +52,6 @@ from exp.strategies.rank import Rank
 from exp.strategies.strategy import Strategy, trainer_arguments
 
 if TYPE_CHECKING:
-    from exp.engine.failing_step import FailingStep
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
 
@@ -73,8 +72,6 @@ class Parts:
     checkpointing: Checkpointing
     stopping: Stopping
     lower_rates: LowerRates
-    watch: StepWatch | None = None
-    failing_step: FailingStep | None = None
     pruning: Pruning | None = None
 
 
@@ -98,7 +95,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
-    watch, failing_step = _watch(plain, directory, rank=rank), _failing_step(plain, module)
+    watch = _watch(plain, directory, rank=rank)
     pruning = _pruning(plain, directory)
     predictions = Predictions(directory=directory, share=share) if plain["predict"] else None
     precision = build_run_precision(plain, device_type=placement.accelerator)
@@ -117,7 +114,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
             *own,
             checkpointing,
             stopping,
-            *(one for one in (pruning, predictions, failing_step, watch) if one is not None),
+            *(one for one in (pruning, predictions, watch) if one is not None),
         ],
     )
     precision.represent(module)
@@ -136,8 +133,6 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         checkpointing=checkpointing,
         stopping=stopping,
         lower_rates=lower_rates,
-        watch=watch,
-        failing_step=failing_step,
         pruning=pruning,
     )
 
@@ -229,17 +224,7 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
         return None
     from exp.engine.step_watch import StepWatch
 
-    # In the one log that all ranks share.
-    path, hang = directory / "train.log", hang_path(directory, rank=rank)
-    return StepWatch(seconds=seconds, path=path, hang_path=hang, rank=rank.global_rank)
-
-
-def _failing_step(plain: Mapping[str, Any], module: LightningModule) -> FailingStep | None:
-    if not plain["runtime"]["cuda_blocking"]:
-        return None
-    from exp.engine.failing_step import FailingStep
-
-    return FailingStep(module if isinstance(module, TrainingModule) else None)
+    return StepWatch(seconds=seconds, path=hang_path(directory, rank=rank))
 
 
 def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import gc
 import logging
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -42,10 +40,9 @@ from exp.engine.runtime import block_launches, set_threads, threads_of
 from exp.errors import ExpError, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
 from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
-from exp.launch.lifecycle import end_at_once
 from exp.loggers.run_logger import RunLogger, description_of
 from exp.models.forward_trace import ForwardTrace
-from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end, write_report
+from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end
 from exp.signals import behind, interrupting
 from exp.strategies.rank import ALONE, Rank
 
@@ -183,7 +180,7 @@ def run(
             parts = build(decided, directory, rank=rank, resume=resume)
             set_threads(threads_of(decided.plain["runtime"]["threads"], operator=operator))
             _prepare(decided, parts, directory, rank=rank, resume=resume)
-            while (lost := _watched_work(decided, parts, resume, ongoing=ongoing, rank=rank)) is not None:
+            while (lost := _work(decided, parts, resume)) is not None:
                 rewinds = parts.lower_rates.rewinds + 1
                 resume = last_checkpoint(directory) or resume
                 _tell_rewind(decided, lost, resume, rewinds)
@@ -196,36 +193,12 @@ def run(
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
             told = explain(behind(error, raised_by_signal), ongoing, parts=parts)
-            if parts is not None and parts.failing_step is not None:
-                told = parts.failing_step.named(told)
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
                 if is_again:
                     requeue(told, most=requeues)
             raise told from told.__cause__
     return report
-
-
-def _watched_work(decided: Plan, parts: Parts, resume: Path | None, *, ongoing: Ongoing, rank: Rank) -> str | None:
-    """`_work`, which ends where a step of it hangs."""
-    if parts.watch is None:
-        return _work(decided, parts, resume)
-    parts.watch.give_up = partial(_give_up, ongoing, parts, rank)
-    try:
-        return _work(decided, parts, resume)
-    finally:
-        parts.watch.end()
-
-
-def _give_up(ongoing: Ongoing, parts: Parts, rank: Rank, error: RunError) -> NoReturn:
-    """Ends the process of a run whose main thread hangs where no exception reaches it."""
-    try:
-        if rank.is_first:
-            write_report(ongoing.ended("failed", parts=parts, error=error))
-    except RunError as second:  # nobody is above this thread to hear it
-        print(second, file=sys.stderr)
-    finally:
-        end_at_once(error, rank=rank)
 
 
 def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:

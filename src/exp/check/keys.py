@@ -152,7 +152,6 @@ SCHEMA: dict[str, Any] = {
         "compile_backend": Text,
         "compile_mode": Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
         "channels_last": bool,
-        "out_of_memory": Literal["stop", "halve"],
         "step_timeout": Seconds | None,
         "matmul": Literal["highest", "high", "medium"] | None,
         "cuda_blocking": bool,

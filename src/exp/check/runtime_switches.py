@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import LBFGS
 
 from exp.errors import Fault
-from exp.hooks.hook import Hook
-from exp.models.matching import ANY_BATCH_NORM
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint
@@ -36,8 +34,6 @@ def switch_faults(planned: Blueprint) -> Sequence[Fault]:
         )
     if runtime["channels_last"]:
         faults += channels_last_faults(planned.network, DataSpec.of(planned.config["data"]))
-    if runtime["out_of_memory"] == "halve":
-        faults += halving_faults(planned)
     if runtime["non_finite"] == "skip":
         faults += skip_faults(planned)
     return faults
@@ -131,34 +127,3 @@ def channels_last_faults(network: nn.Module, spec: DataSpec) -> list[Fault]:
             )
         ]
     return []
-
-
-def halving_faults(planned: Blueprint) -> list[Fault]:
-    """What of a run is not the same with its micro-batches in parts, or cannot be begun anew."""
-    config, traits = planned.config, planned.traits
-    mixing = [path for path, module in planned.network.named_modules() if isinstance(module, ANY_BATCH_NORM)]
-    asking = [
-        name for name, hook in planned.hooks.items() if isinstance(hook, Hook) and "one_step_a_call" in hook.all_needs
-    ]
-    in_the_way: Mapping[str, object] = {
-        f"strategy={config['strategy']['name']} over several ranks, which would wait for one that begins anew": (
-            planned.placement.world_size > 1
-        ),
-        f"strategy={config['strategy']['name']}, whose engine runs the step": "owns_step" in traits,
-        "phases, which run several passes over a step's batches": config["phases"],
-        "runtime.steps_per_execution=1, which is Lightning's own loop": config["runtime"]["steps_per_execution"] == 1,
-        f"hooks.{', hooks.'.join(asking)}, for which each step goes through Lightning's own loop": asking,
-        "an objective that differentiates twice or looks inside the network": planned.needs,
-        f"objective.{', objective.'.join(planned.weighed)}, which divides by weights of a whole batch": planned.weighed,
-        f"{', '.join(mixing[:3])}: batch norm, whose result depends on the samples that it sees together": mixing,
-    }
-    return [
-        Fault(
-            key="runtime.out_of_memory",
-            got=f"halve with {reason}",
-            expected="a run whose step is the same in parts",
-            cure="Write runtime.out_of_memory=stop",
-        )
-        for reason, is_there in in_the_way.items()
-        if is_there
-    ]

@@ -56,7 +56,6 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "runtime.steps_per_execution": (None, _STEP),
     "runtime.compile": (False, "the module compiles what it likes: self.net = torch.compile(self.net) in setup"),
     "runtime.channels_last": (False, _NETWORK),
-    "runtime.out_of_memory": ("stop", _STEP),
     "runtime.non_finite": ("stop", _STEP),
 }
 # Words of precision that change layers one by one, or are none of Lightning's.

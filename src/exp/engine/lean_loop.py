@@ -28,9 +28,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -47,16 +46,11 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.engine.datamodule import RunData, RunTrainer
 from exp.engine.module import TrainingModule
-from exp.engine.observer import UNOBSERVED, StepResult
 from exp.errors import UserCodeError, own_frames
-from exp.hooks.out_of_memory import is_out_of_memory
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
 from exp.shared_types import Batch
 from exp.strategies.ddp import ExpDDPStrategy
-
-if TYPE_CHECKING:
-    from exp.engine.halving import Halving
 
 log = logging.getLogger(__name__)
 
@@ -119,10 +113,6 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if reason is None:
             return LeanStep(self)
         self._one_by_one = True
-        module = self.trainer.lightning_module
-        if isinstance(module, TrainingModule) and module.halving is not None:
-            module.halving = None
-            log.warning("runtime.out_of_memory is stop: in Lightning's own loop nothing is halved (%s)", reason)
         if reason != self._told:
             log.log(
                 logging.INFO if self.steps_per_execution is None else logging.WARNING,
@@ -411,7 +401,6 @@ class LeanStep:
         self._progress = loop.automatic_optimization.optim_progress.optimizer
         self._skips_backward = loop.automatic_optimization._skip_backward
         self._optimizer: Optimizer = trainer.optimizers[0]
-        self._halving = module.halving
         self.on_batch_start = acting(trainer, "on_train_batch_start")
         if type(self._strategy).on_train_batch_start is not LightningStrategy.on_train_batch_start:
             self.on_batch_start.append(lambda _, __, batch, index: self._strategy.on_train_batch_start(batch, index))
@@ -507,55 +496,7 @@ class LeanStep:
 
     def _compute(self) -> Tensor:
         """Run Lightning's closure: forward, zero_grad, backward. Returns the loss, detached."""
-        batch_idx, is_first = self._batch_idx, self._batch_idx % self._window == 0
-        halving = self._halving
-        if halving is None:
-            return self._compute_part(self._batch, batch_idx, clears=is_first)
-        halving.begin(self._batch, batch_idx, is_first=is_first)
-        restarts = False
-        while True:
-            try:
-                return self._compute_in_parts(halving, clears=is_first, restarts=restarts)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                halving.halve(self._batch, error, step=self.trainer.global_step + 1, network=self.module.network)
-            # Behind the error, whose traceback holds what was computed.
-            halving.release_memory()
-            restarts = True
-
-    def _compute_in_parts(self, halving: Halving, *, clears: bool, restarts: bool) -> Tensor:
-        """Compute the micro-batch under way in parts; where it `restarts`, those before it in its window, too."""
-        module = self.module
-        if restarts and not clears:
-            observer, module.observer = module.observer, UNOBSERVED
-            try:
-                for place, (batch, batch_idx) in enumerate(halving.window[:-1]):
-                    for number, part in enumerate(halving.parts(batch)):
-                        self._compute_numbered(part, batch_idx, number, clears=place == number == 0)
-            finally:
-                module.observer = observer
-        halving.seen = []
-        losses, results = [], []
-        for number, part in enumerate(halving.parts(self._batch)):
-            losses.append(self._compute_numbered(part, self._batch_idx, number, clears=clears and number == 0))
-            results.append(module.last)
-        vars(module)["last"] = StepResult.sum(results)
-        for seen in halving.seen:
-            module.values_of("train").update_metrics(seen)
-        return torch.stack(losses).sum()
-
-    def _compute_numbered(self, part: Batch, batch_idx: int, number: int, *, clears: bool) -> Tensor:
-        own = vars(self.module)
-        # Each part draws random numbers of its own.
-        own["turn"] = (number,) if number else ()
-        try:
-            return self._compute_part(part, batch_idx, clears=clears)
-        finally:
-            own["turn"] = ()
-
-    def _compute_part(self, batch: Batch, batch_idx: int, *, clears: bool) -> Tensor:
-        window = self._window
+        batch, batch_idx, window = self._batch, self._batch_idx, self._window
         loss: Tensor
         if self._context is None:
             loss = self._forward(batch, batch_idx)
@@ -566,7 +507,7 @@ class LeanStep:
             loss = loss / window
         if self._skips_backward:
             return loss.detach()
-        if clears:
+        if batch_idx % window == 0:
             self._clear()
         if self._is_backward_plain:
             self._backward(loss)

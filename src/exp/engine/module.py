@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -41,9 +41,6 @@ from exp.shared_types import INPUT, STAGES, Batch, Stage, StepWeights
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local
 
-if TYPE_CHECKING:
-    from exp.engine.halving import Halving
-
 TRAIN_METRICS = "exp_train_metrics"
 TRAIN_LOSSES = "exp_train_losses"
 
@@ -73,8 +70,6 @@ class TrainingModule(LightningModule):
     last: an attribute, what the training step that was last computed.
     saved: an attribute, which checkpoint is good, in words.
     observer: an attribute, who looks on; Recording puts the hooks there.
-    halving: an attribute, how micro-batches are computed in parts; None never does.
-    turn: an attribute, which part of a micro-batch is computed, for its random numbers.
     seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
     rank: which share of each global batch this process works on.
     limits: for schedules that need the length of the run.
@@ -83,8 +78,6 @@ class TrainingModule(LightningModule):
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
-    halving: Halving | None = None
-    turn: tuple[int, ...] = ()
     run_network: Runner
     # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
     _trainer: RunTrainer
@@ -166,11 +159,7 @@ class TrainingModule(LightningModule):
         # Past nn.Module, whose setting of an attribute costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.measures and batch.size and self.is_counting:
-            seen = self._train_values.read(values)
-            if self.halving is None:
-                self._train_values.update_metrics(seen)
-            else:
-                self.halving.seen.append(seen)
+            self._train_values.update_metrics(self._train_values.read(values))
         # Of a short last step Lightning divides by too much.
         own = count if batch.step is None else batch.step.micro_batches
         return loss if own == count else loss * (count / own)
@@ -210,7 +199,7 @@ class TrainingModule(LightningModule):
 
     def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """Compute the values by name, the objective and its terms; nothing is counted."""
-        reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx, turn=self.turn)
+        reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx)
         observer = self.observer
         if observer.watches_forward:
             with observer.around_forward(batch.data):

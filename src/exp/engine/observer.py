@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from exp.engine.forward import Values
@@ -23,15 +22,6 @@ class StepResult(NamedTuple):
 
     loss: Tensor | None
     parts: Mapping[str, Tensor]
-
-    @classmethod
-    def sum(cls, results: Sequence[StepResult]) -> StepResult:
-        """Return the result of a step of which these are those of parts, each weighted by its share."""
-        if len(results) == 1:
-            return results[0]
-        losses = [one.loss for one in results if one.loss is not None]
-        parts = {name: torch.stack([one.parts[name] for one in results]).sum() for name in results[0].parts}
-        return cls(torch.stack(losses).sum(), parts)
 
 
 class Turn(NamedTuple):

@@ -27,10 +27,6 @@ def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
     """Do what the config's `runtime` says, before the module is placed on a device."""
     if runtime["channels_last"]:
         put_channels_last(module.network)
-    if runtime["out_of_memory"] == "halve":
-        from exp.engine.halving import Halving
-
-        module.halving = Halving()
     if runtime["compile"]:
         for network, needs in module.runs():
             compile_network(network, backend=runtime["compile_backend"], mode=runtime["compile_mode"], needs=needs)

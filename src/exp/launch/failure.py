@@ -39,8 +39,8 @@ class Failure:
 
     time: seconds since the epoch, of this machine's clock.
     kind: config (a fault in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
-        failed because of another rank), death (a signal, or an exit without a word), hang (in code that holds Python's
-        lock, so that the rank could not say so itself), interrupted.
+        failed because of another rank), death (a signal, or an exit without a word), hang (a step took longer than
+        runtime.step_timeout), interrupted.
     detail: a traceback, a stack or the end of a log; empty for known errors.
     """
 
@@ -130,21 +130,21 @@ def read_failure(directory: Path, *, rank: int) -> Failure | None:
 
 
 def hang_file(directory: Path, *, rank: int) -> Path:
-    """The file into which faulthandler writes the stacks of a rank in which no Python runs any more."""
+    """Return the file to which faulthandler writes the stacks of a rank that hangs."""
     return directory / f"rank{rank}.hang"
 
 
 def read_hang(directory: Path, *, rank: int) -> Failure | None:
-    """Return what is known of a rank that ended because no Python ran in it any more; None where it did not."""
+    """Return the failure of a rank that was ended because it hung; None for any other rank."""
     path = hang_file(directory, rank=rank)
     stacks = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else ""
     if not stacks:
         return None
     reason = (
-        "failed: it hangs where no Python runs any more, as in code that holds Python's lock (GIL), for longer than "
-        "runtime.step_timeout allows a step. The stacks of its threads are in train.log"
+        "failed: it hangs. A step took longer than runtime.step_timeout. The stacks of all threads are in train.log. "
+        "If the step is slow and does not hang, raise runtime.step_timeout"
     )
-    return Failure(rank=rank, time=path.stat().st_mtime, kind="hang", reason=reason, detail=stacks)
+    return Failure(rank=rank, time=path.stat().st_mtime, kind="hang", reason=reason, detail=f"rank {rank}:\n{stacks}")
 
 
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
@@ -156,8 +156,13 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
 
     silent: the ranks that had not ended, nor reported, when the first failure was seen.
     """
-    deaths = [failure for failure in failures if failure.kind in ("death", "hang")]
+    hangs = [failure for failure in failures if failure.kind == "hang"]
+    deaths = [failure for failure in failures if failure.kind == "death"]
     reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
+    if hangs and not deaths:
+        # A rank that waits for the others in a collective hangs, too: the stacks tell them apart.
+        stacks = "\n".join(failure.detail for failure in hangs)
+        return dataclasses.replace(min(hangs, key=lambda failure: failure.time), detail=stacks)
     if deaths or reports:
         return min(deaths or reports, key=lambda failure: failure.time)
     # A rank that a signal ended is why its neighbours complain.

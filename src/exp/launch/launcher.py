@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
     """Return whether a run needs no process of its own: one rank, no process group, nobody who would restart it.
 
-    step_timeout: with one, somebody must be there to say that it hangs where it cannot say so itself.
+    step_timeout: of `runtime`. With a limit, the launcher reports that the process hangs.
     """
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 

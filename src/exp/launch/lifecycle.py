@@ -100,18 +100,8 @@ def _tell(failure: Failure, error: BaseException) -> None:
     print(f"rank {failure.rank} {failure.reason}\n{failure.detail}".rstrip(), file=sys.stderr)
 
 
-def end_at_once(error: BaseException, *, rank: Rank) -> NoReturn:
-    """End this process by an error, from a thread beside the one that hangs."""
-    status = 1
-    try:
-        status = _told(error, rank=rank)
-        sys.stderr.flush()
-    finally:
-        os._exit(status)
-
-
 def hang_path(directory: Path, *, rank: Rank) -> Path:
-    """Where the stacks belong of a rank that hangs with Python's lock held: exp's launcher reads them, or train.log."""
+    """Return the file for the stacks of a rank that hangs: exp's launcher reads it; without a launcher train.log."""
     if EXCHANGE in os.environ:
         return hang_file(Path(os.environ[EXCHANGE]), rank=rank.global_rank)
     return directory / "train.log"

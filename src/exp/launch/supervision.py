@@ -140,7 +140,7 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
         kinds = {failure.kind for failure in failures}
         if kinds != heard:
             heard = kinds
-            deadline = time.monotonic() + (COMPLAINT_SECONDS if kinds == {"neighbour"} else SETTLE_SECONDS)
+            deadline = time.monotonic() + (COMPLAINT_SECONDS if kinds <= {"neighbour", "hang"} else SETTLE_SECONDS)
         if kinds == {"interrupted"}:
             grace.begin()
             is_late = grace.is_over

@@ -69,7 +69,6 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "runtime.deterministic": ((False,), "it is a switch of one run"),
     "runtime.cuda_blocking": ((False,), "it looks at the steps of one run"),
     "runtime.channels_last": ((False,), "a stack has weights in one layout"),
-    "runtime.out_of_memory": (("stop",), "it halves the batches of one run"),
     "runtime.step_timeout": ((None,), "it watches one run"),
     "runtime.autoresume": ((False,), "it is one run that goes on"),
     "runtime.non_finite": (("stop",), "a stack goes neither back nor on without a step"),

@@ -166,8 +166,6 @@ class Trials:
             "logger": {},
             "trainer.max_steps": steps,
             "trainer.enable_progress_bar": False,
-            # Else half of the samples are tried in silence.
-            "runtime.out_of_memory": "stop",
             # Ranks beside one without memory have nothing to save.
             "launch.grace_seconds": 2,
         }

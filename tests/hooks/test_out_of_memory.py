@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exp.cli.train import main
-from exp.hooks import memory_snapshot as snapshot
 from exp.hooks.memory_snapshot import Use, advice
 from exp.hooks.out_of_memory import asked_for, is_out_of_memory
 from exp.hooks.saved_tensors import failing_module
@@ -45,16 +41,11 @@ HERE = "hydra.run.dir=run"
 
 
 @pytest.fixture
-def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "greedy.py").write_text(GREEDY)
     (tmp_path / "conf" / "hooks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    # A fake tensor that a check or a compiler keeps alive has no memory.
-    with FakeTensorMode():
-        fake = torch.empty(3)
-    yield
-    del fake
 
 
 def layer(at_call: int) -> str:
@@ -96,13 +87,9 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
     }
     kept = {name: row["activations"] for name, row in found["modules"].items() if row["activations"]}
     assert kept == {"hidden": 4 * 32 * 64, "activation": 4 * 32 * 256, "hidden2": 4 * 32 * 256}
-    named = {one["name"]: one for one in found["tensors"] if one["kind"] == "parameters"}
-    assert named["hidden2.weight"]["shape"] == [128, 256]
-    assert any(one["kind"] == "activations" and one["module"] == "activation" for one in found["tensors"])
 
     log = Path("run/train.log").read_text()
     assert "MiB, by module  parameters  gradients  optimizer  activations" in log
-    assert "largest live tensors" in log
     assert 'greedy.py", line' in log, "the place of the request"
 
 
@@ -116,8 +103,7 @@ def test_a_later_step_reports_the_last_measured_one():
     assert found["modules"]["(objective)"]["activations"] >= 4 * 32 * 10
     parameters = found["parts"]["parameters"]
     assert found["parts"]["optimizer"] == 2 * parameters + 4 * 6
-    states = {one["name"] for one in found["tensors"] if one["kind"] == "optimizer"}
-    assert {"hidden2.weight exp_avg", "hidden2.weight exp_avg_sq"} <= states
+    assert found["modules"]["hidden2"]["optimizer"] == 2 * found["modules"]["hidden2"]["parameters"] + 4 * 2
 
 
 @pytest.mark.usefixtures("greedy")
@@ -180,19 +166,3 @@ def test_the_advice_saves_most(use, expected):
     sizes = {name: value * MIB for name, value in {**parts, **use}.items() if name in {*parts, "activations", "halves"}}
     others = {name: value for name, value in use.items() if name not in sizes}
     assert advice(Use(**sizes, **others)).startswith(expected)
-
-
-def test_torch_has_the_private_snapshot_functions():
-    """Relied on in hooks/memory_snapshot.py; seen in torch 2.13."""
-    assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
-    assert inspect.signature(torch.cuda.memory._record_memory_history).parameters["enabled"].default == "all"
-    assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's snapshot needs a GPU")
-def test_the_snapshot_of_cuda_is_written(tmp_path):
-    snapshot.record_history(100)
-    torch.ones(10, device="cuda")
-    snapshot.dump_history(tmp_path / "snapshot.pickle")
-    snapshot.stop_history()
-    assert (tmp_path / "snapshot.pickle").stat().st_size > 0

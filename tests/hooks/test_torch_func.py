@@ -42,9 +42,8 @@ def test_tensors_saved_within_a_transform_do_not_count() -> None:
     layer = importlib.import_module("functional").GradientOfEnergy(size=13, width=8).double()
     head = nn.Linear(13, 3).double()
     x = torch.ones(5, 13, dtype=torch.float64)
-    own = [*layer.parameters(), *head.parameters()]
     disabling = torch.autograd.graph.disable_saved_tensors_hooks
-    with SavedTensors(lambda: own, {}, lambda kept, failed: reports.append(kept)):
+    with SavedTensors(nn.ModuleList([layer, head]), (), lambda kept, failed: reports.append(kept)):
         inner = layer(x)
         # Nested transforms, after which the hooks are active again.
         torch.func.jacrev(torch.func.grad(lambda one: one.sin().sum()))(x[0])

@@ -160,10 +160,6 @@ def gradients(add: Any, index: int, step: dict[str, Any], settings: dict[str, An
         add("gradients/norm/total", index, size(step["gradients"].values()))
         if settings["trainer.gradient_clip_val"] != "null":
             add("gradients/norm_clipped/total", index, size(step["clipped"].values()))
-    if index % settings["hooks.gradients.shares_every_n_steps"] == 0 or index == 1:
-        for name, one in step["gradients"].items():
-            add(f"gradients/zeros/{name}", index, (one == 0).double().mean())
-            add(f"gradients/non_finite/{name}", index, (~one.isfinite()).double().mean())
     if index % settings["hooks.gradients.update_ratio_every_n_steps"] == 0 or index == 1:
         for name in step["gradients"]:
             changed = step["after"][name].double() - step["before"][name].double()
@@ -204,7 +200,6 @@ CHOICES = {
     "trainer.val_check_interval": ["null", 1, 4],
     "metric_stages": ["[val,test]", "[train,val]", "[train,val,test]"],
     "hooks.gradients.every_n_steps": [1, 2],
-    "hooks.gradients.shares_every_n_steps": [2, 5],
     "hooks.gradients.update_ratio_every_n_steps": [2, 5],
     "hooks.memory.every_n_steps": [3, 50],
     "scheduler": ["constant", "cosine"],

@@ -257,5 +257,4 @@ VALUES: dict[str, Any] = {
     "hooks.*.heat_map_every_n_steps": Literal["auto"] | Count | None,
     "hooks.*.histogram_every_n_steps": Literal["auto"] | Count | None,
     "hooks.*.update_ratio_every_n_steps": Literal["auto"] | Count | None,
-    "hooks.*.shares_every_n_steps": Literal["auto"] | Count | None,
 }

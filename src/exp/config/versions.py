@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from exp.config.plain_tree import are_same, leaves
@@ -45,10 +45,12 @@ MOVED: Mapping[str, str] = {
     "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
 }
-# Classes that had one parameter more.
-REMOVED_PARAMETERS: Mapping[str, str] = {
-    "exp.data.delimited.Csv": "packed",
-    "exp.hooks.nan_guard.NanGuard": "steps_in_flight",
+# Parameters that classes no longer have. The names of the classes are those of this version.
+REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
+    "exp.data.delimited.Csv": ["packed"],
+    "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],
+    "exp.hooks.memory.Memory": ["record_history"],
+    "exp.hooks.nan_guard.NanGuard": ["steps_in_flight"],
 }
 
 
@@ -81,8 +83,12 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
         key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
     }
     hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
+    now = {key: current_target(target) for key, target in targets.items() if isinstance(target, str)}
     parameters = [
-        f"{key}.{REMOVED_PARAMETERS[target]}" for key, target in targets.items() if target in REMOVED_PARAMETERS
+        f"{key}.{parameter}"
+        for key, target in now.items()
+        if target in REMOVED_PARAMETERS
+        for parameter in REMOVED_PARAMETERS[target]
     ]
     return [*REMOVED, *hooks, *parameters]
 

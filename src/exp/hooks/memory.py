@@ -1,70 +1,60 @@
-"""The hook `memory`: what the memory of a step is used for, on each rank, and what filled it where it ran out."""
+"""The hook `memory`: the use of memory in a step, on each rank, and a report if memory runs out."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault
 from exp.hooks.hook import Boundary, Hook, Period, Values
 from exp.hooks.memory_peaks import HOST, Peak, peak_of
-from exp.hooks.memory_snapshot import record_history, stop_history, take
+from exp.hooks.memory_snapshot import take
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.hooks.saved_tensors import Kept, SavedTensors, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 
-if TYPE_CHECKING:
-    from exp.strategies.strategy import Blueprint
-
 log = logging.getLogger(__name__)
 
 MIB = 2**20
-NOTES = 100_000
 # What has passed at each boundary.
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 # What has passed at a pipeline's backward: its schedule runs the forward of one micro-batch between those of others.
 TOGETHER = "forward_backward"
-OVER_RANKS = ("min", "mean", "max")
 
 
 class Memory(Hook):
-    """Logs four parts of each process's memory, measured at their step, and what the device and the host say.
+    """Logs four parts of the memory of each process, and the counters of the device and the host.
 
-    `memory/parameters_mib`, `memory/gradients_mib` (when the backward is done) and `memory/optimizer_mib` (when the
-    step is) are exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is
-    what the forward keeps for the backward, parameters and buffers excluded; the largest micro-batch's where gradients
-    are accumulated. On CUDA `memory/peak_mib` is the largest that the allocator gave since the start.
+    `memory/parameters_mib`, `memory/gradients_mib` (after the backward) and `memory/optimizer_mib` (after the step) are
+    exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is the size of
+    what the forward keeps for the backward, without parameters and buffers. With accumulation it is that of the largest
+    micro-batch. On CUDA `memory/peak_mib` is the largest use of the allocator since the start.
 
-    With `details` there are, too: `memory/host_rss_mib`, the process's resident set, and
-    `memory/host_peak_<phase>_mib`, the largest one in the forward, the backward and the optimizer's step, where the
-    system counts it (Linux). Of a pipeline the phase `forward_backward` is in the place of the first two, which its
-    stages run by turns. On CUDA `memory/allocated_mib` and `memory/reserved_mib` are the allocator's,
-    `memory/fragmentation` is the share of what is reserved that is not allocated, and `memory/peak_<phase>_mib` the
-    largest allocated in the phase.
+    `details` adds `memory/host_rss_mib`, the resident set, and on Linux `memory/host_peak_<phase>_mib`, its peak in the
+    forward, the backward and the optimizer step. A pipeline alternates forward and backward, and has one phase
+    `forward_backward`. On CUDA `details` adds `memory/allocated_mib`, `memory/reserved_mib`, `memory/fragmentation`
+    (the share of reserved memory that is not allocated) and `memory/peak_<phase>_mib`.
 
-    These are the first rank's. With `details` each tag of several ranks has /min, /mean and /max over them, too.
+    The values are those of rank 0. With `details` and several ranks each tag has `/min`, `/mean` and `/max`, too.
 
-    Where memory runs out, `on_error` leaves a file below the run directory, a table in the log, and a suggestion.
+    If memory runs out, the run directory has a file, the log a table, and the error a suggestion.
 
-    details: whether host, phases, allocator and all ranks are told beside the parts.
-    record_history: on CUDA, who asked the allocator for what goes into that file; it slows each allocation.
-
-    It is measured on few steps because the forward of such a step costs up to a quarter more on a tiny network.
+    Args:
+        every_n_steps: Period in optimizer steps. `auto` depends on the length of the run. A measured forward of a tiny
+            network takes up to a quarter longer.
+        details: Whether host, phases, allocator and all ranks are logged.
     """
 
     longest = {"every_n_steps": 50}
 
-    def __init__(self, *, every_n_steps: Period = "auto", details: bool = False, record_history: bool = False) -> None:
+    def __init__(self, *, every_n_steps: Period = "auto", details: bool = False) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        self.details, self.record_history = details, record_history
+        self.details = details
         self._process = psutil.Process()
         self._network: nn.Module | None = None
         # Of the step under way, and of the last forward that was measured.
@@ -74,33 +64,13 @@ class Memory(Hook):
         self._gradients = 0.0
         self._kept = Kept()
         self._measured_at: int | None = None
-        # What any of several ranks has.
+        # The tags that any of several ranks has.
         self._tags: set[str] | None = None
-
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        """A history of an allocator that there is not, and phases that are called as a figure over ranks."""
-        yield from super().faults(planned)
-        if planned.placement.world_size > 1 and self.details:
-            for name in sorted({*OVER_RANKS}.intersection(planned.config["phases"])):
-                yield self.fault(
-                    key=f"phases.{name}",
-                    got=f"a phase whose tag memory/gradients_mib/{name} is a figure over ranks, too",
-                    expected=f"a name that is none of {', '.join(OVER_RANKS)}",
-                    cure=f"rename the phase, or {self.leave_out}",
-                )
-        accelerator = planned.placement.accelerator
-        if self.record_history and accelerator != "cuda":
-            expected = "false: only the CUDA allocator has a history"
-            yield self.fault("record_history", got=f"true on {accelerator}", expected=expected)
 
     def setup(self, network: nn.Module) -> None:
         self._network = network
-        if self.record_history:
-            record_history(NOTES)
 
     def teardown(self) -> None:
-        if self._network is not None and self.record_history:
-            stop_history()
         self._network = None
         self._kept, self._measured_at = Kept(), None
 
@@ -121,13 +91,8 @@ class Memory(Hook):
             self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
-        network = step.network
-        # Batches of data in memory are views of one storage: each counts for its own part of it.
-        given: Counter[int] = Counter()
-        for tensor in tensors_in(step.data):
-            given[tensor.untyped_storage().data_ptr()] += tensor.nbytes
         self._measured_at = step.index
-        return SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, self._keep)
+        return SavedTensors(step.network, step.data, self._keep)
 
     def after_backward(self, step: Step) -> Values:
         gradients = mebibytes(parameter.grad for parameter in step.network.parameters() if parameter.grad is not None)
@@ -149,7 +114,7 @@ class Memory(Hook):
         return values
 
     def _detailed(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
-        """What the host and the allocator say, and all of it over the ranks where there are several."""
+        """Return the values of host and allocator, and with several ranks the statistics of all values."""
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
         # The ranks are at one point from here on: a barrier that also tells how many there are.
@@ -177,7 +142,7 @@ class Memory(Hook):
         return values
 
     def _keep(self, kept: Kept, failed: bool) -> None:
-        """Of several micro-batches the largest; where the forward failed, what it had kept by then."""
+        """Keep the largest micro-batch, or what a forward that failed had kept."""
         if failed or kept.size >= self._activations:
             self._kept = kept
         self._activations = max(self._activations, kept.size)
@@ -191,17 +156,17 @@ class Memory(Hook):
         snapshot = take(error, step, network=self._network, kept=kept, measured_at=at)
         where = "" if self.directory is None else snapshot.write(self.directory / self.name)
         log.error("%s\n\n%s", snapshot.headline(), snapshot.table())
-        told = f"{snapshot.headline()}. Try {snapshot.suggestion}"
-        error.add_note(f"{told}\nWhat filled the memory is in {where}" if where else told)
+        note = f"{snapshot.headline()}. Try {snapshot.suggestion}"
+        error.add_note(f"{note}\nWhat filled the memory is in {where}" if where else note)
 
 
 def mebibytes(tensors: Iterable[Tensor]) -> float:
-    """The size in MiB of the storages of `tensors`, each counted once."""
+    """Return the size in MiB of the storages of `tensors`, each counted once."""
     return sum(storages(tensors).values()) / MIB
 
 
 def _counters(device: torch.device) -> dict[str, Peak]:
-    """Those that can be set back, by the beginning of their tags."""
+    """Return the counters that can be reset, by the start of their tags."""
     counters: dict[str, Peak] = {"host_peak": HOST} if HOST.can_restart else {}
     return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
 
@@ -215,7 +180,7 @@ def _peak_tags(device: torch.device) -> list[str]:
 
 
 def _allocated(device: torch.device) -> dict[str, float]:
-    """What the allocator of a CUDA device says now."""
+    """Return the present values of the allocator of a CUDA device."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -227,9 +192,9 @@ def _allocated(device: torch.device) -> dict[str, float]:
 
 
 def _over_ranks(found: Tensor) -> dict[str, Tensor]:
-    """The smallest, the mean and the largest of each of K values of R ranks: `[R, K]` to `[K]`.
+    """Return the smallest, the mean and the largest of K values of R ranks: `[R, K]` to `[K]`.
 
-    A rank need not have all, and those that it has not are nan: the stages of a pipeline have no one forward, say.
+    A value that a rank lacks is nan: a stage of a pipeline has no forward phase.
     """
     missing = found.isnan()
     return {

@@ -1,15 +1,14 @@
-"""What a forward keeps for its backward, in bytes, and which module keeps it.
+"""The bytes that a forward keeps for its backward, and the modules that keep them.
 
 Relied on, and tested (torch 2.13): a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
-found there at each call, which raises under hooks of anybody's. A compiled network runs as one function, and what it
-keeps is its own.
+which raises if hooks are active. A compiled network runs as one function, and keeps what its backward needs.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
@@ -29,11 +28,13 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(slots=True)
 class Kept:
-    """What one forward keeps.
+    """The tensors that one forward keeps.
 
-    size: in bytes. half: those of it in a float of 16 bits.
-    by_module: bytes by the innermost module that first kept them; None has what the objective keeps.
-    at: the owner of each storage, by its address.
+    Args:
+        size: Bytes of all of them.
+        half: Bytes of 16-bit floats among them.
+        by_module: Bytes by the innermost module that kept them first. None stands for the objective.
+        at: Owner of each storage, by its address.
     """
 
     size: int = 0
@@ -43,28 +44,31 @@ class Kept:
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Counts the bytes that the forward inside it saves for the backward, and reports them where it is left.
+    """Counts the bytes that the forward inside it saves for the backward, and reports them at its end.
 
-    What is saved within a transform of torch.func is not counted: it suffers no hooks, and these step aside for it.
+    Tensors that a transform of torch.func saves are not counted, because such a transform refuses hooks.
 
-    own: what the network holds. It is asked again at the end, for weights in shards are gathered in the forward; those
-        that are freed in it have no bytes left by then.
-    report: called with what is kept, and whether the forward failed.
-    given: by address, the bytes of the batch's tensors that are views of larger storages.
+    Args:
+        network: Its parameters and buffers are not counted. They are listed again at the end, because a forward gathers
+            sharded weights.
+        data: Batch of the forward. A tensor of it that is a view counts with its own bytes, not those of its storage.
+        report: Called with the result, and whether the forward failed.
     """
 
-    def __init__(
-        self, own: Callable[[], list[Tensor]], given: Mapping[int, int], report: Callable[[Kept, bool], None]
-    ) -> None:
+    def __init__(self, network: nn.Module, data: object, report: Callable[[Kept, bool], None]) -> None:
         super().__init__(self._pack, _unpack)
-        self._own = own
-        self._excluded = storages(own())
-        self._given = given
-        self._report = report
+        self._network, self._report = network, report
+        self._excluded = self._own()
+        self._given: Counter[int] = Counter()
+        for tensor in tensors_in(data):
+            self._given[address(tensor.untyped_storage())] += tensor.nbytes
         # Alive until the forward ends, so that no two of them had one address.
         self._saved: list[tuple[torch.UntypedStorage, torch.dtype, nn.Module | None]] = []
         self._disabling = graph.disable_saved_tensors_hooks
         self._is_aside = False
+
+    def _own(self) -> dict[int, int]:
+        return storages([*self._network.parameters(), *self._network.buffers()])
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -72,7 +76,7 @@ class SavedTensors(saved_tensors_hooks):
 
     @contextmanager
     def _aside(self, error_message: str) -> Iterator[None]:
-        """torch's own, in which no hooks work, without the error that these are there."""
+        """Disable hooks as torch's function does, without its error about the hooks that are active here."""
         is_outermost, self._is_aside = not self._is_aside, True
         if is_outermost:
             super().__exit__()
@@ -94,12 +98,13 @@ class SavedTensors(saved_tensors_hooks):
     def __exit__(self, *error: object) -> None:
         graph.disable_saved_tensors_hooks = self._disabling
         super().__exit__(*error)
-        excluded = self._excluded | storages(self._own())
+        excluded = self._excluded | self._own()
         saved, self._saved = self._saved, []
         kept = Kept()
         for storage, dtype, module in saved:
             at = address(storage)
-            if at in kept.at or at in excluded or not (size := self._given.get(at, storage.nbytes())):
+            size = self._given[at] or storage.nbytes()
+            if at in kept.at or at in excluded or not size:
                 continue
             kept.at[at] = module
             kept.size += size
@@ -109,16 +114,9 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def kept_by(forward: Callable[[], object], *, network: nn.Module, data: object) -> Kept:
-    """What one forward of a network keeps of a batch's data, as the hook `memory` counts it."""
-    given: Counter[int] = Counter()
-    for tensor in tensors_in(data):
-        given[address(tensor.untyped_storage())] += tensor.nbytes
+    """Return what one forward of a network keeps of a batch, as the hook `memory` counts it."""
     found: list[Kept] = []
-
-    def keep(kept: Kept, failed: bool) -> None:
-        found.append(kept)
-
-    with SavedTensors(lambda: [*network.parameters(), *network.buffers()], given, keep):
+    with SavedTensors(network, data, lambda kept, failed: found.append(kept)):
         forward()
     return found[0]
 
@@ -138,7 +136,7 @@ def innermost_call() -> nn.Module | None:
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """The path of the innermost module in whose `forward` an error was raised; None where in none, as in a backward."""
+    """Return the path of the innermost module whose `forward` raised an error; None outside every forward."""
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):
@@ -155,26 +153,26 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def held(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors of which one consists in this process: itself, its part, or a sparse one's entries and places.
+    """Return the dense tensors that hold a tensor in this process: itself, its shard, or indices and values.
 
-    Nothing of a tensor that has no storage, such as one inside of torch.func.
+    A tensor without a storage, such as one inside torch.func, has none.
     """
     part = local(tensor)
     if part.layout == torch.sparse_coo:
-        # Under these names, for `values()` would be a copy of what has not been coalesced.
-        return part._indices(), part._values()
+        part = part.detach().coalesce()
+        return part.indices(), part.values()
     if part.layout != torch.strided:
         return ()
     return (part,)
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The size in bytes of each storage of `tensors`, by its address."""
-    found = (part.untyped_storage() for tensor in tensors for part in held(tensor))
+    """Return the size in bytes of each storage of `tensors`, by its address."""
+    # All at once: a coalesced copy must not be freed before the next one has its address.
+    found = [part.untyped_storage() for tensor in tensors for part in held(tensor)]
     return {address(storage): storage.nbytes() for storage in found}
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that are alive: where it lies, and of a fake or meta tensor, which lies
-    nowhere, the address of its description."""
+    """Return a number that no other live storage has. A meta tensor has no memory; its description has an address."""
     return StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()

@@ -118,8 +118,6 @@ CHARTS: dict[str, dict[str, str]] = {
         "norm of each parameter, clipped": r"^gradients/norm_clipped/(?!total)",
         "norm at what modules return": r"^gradients/output_norm/",
         "update to weight of each parameter": r"^gradients/update_ratio/(?!total)",
-        "share of zeros": r"^gradients/zeros/",
-        "share not finite": r"^gradients/non_finite/",
         "norm of single samples": r"^per_sample_gradients/norm",
         "noise scale": r"^per_sample_gradients/noise_scale",
         "noise scale, its parts": r"^per_sample_gradients/(covariance_trace|squared_norm)",

@@ -91,18 +91,6 @@ class Drawing(nn.Module):
         return nn.functional.dropout(self.head(x.flatten(1)), 0.5, training=True)
 
 
-class Tied(nn.Module):
-    """Two layers that share a weight, which safetensors does not accept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x.flatten(1)).relu()))
-
-
 class OwnModule(lightning.LightningModule):
     """A LightningModule with its own steps."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import shutil
 import signal
@@ -71,7 +70,7 @@ def assert_close(found, wanted, *, atol=1e-5):
 )
 def test_onnx_runtime_computes_the_network(words, text, trained):
     run = trained(*[one for one in words if one != "data=text"], *(text if "data=text" in words else ()))
-    exported = export(run, output="net.onnx", timed=False)
+    exported = export(run, output="net.onnx")
     assert exported.bytes == Path("net.onnx").stat().st_size
     for size in (1, 7, 64):
         x = batch_of(run, size)
@@ -85,8 +84,7 @@ def test_onnx_runtime_computes_the_network(words, text, trained):
 
 def test_inputs_and_outputs_have_names_and_variable_lengths(trained):
     run = trained("data=words", "model={_target_: exported.Reader}")
-    exported = export(run, output="net.onnx", timed=False)
-    assert any("note" in note for note in exported.notes)
+    export(run, output="net.onnx")
     session = runtime.InferenceSession("net.onnx")
     assert {one.name: one.shape for one in session.get_inputs()} == {
         "tokens": ["batch", "length"], "mask": ["batch", "length"], "numbers": ["batch", 4]
@@ -107,45 +105,16 @@ def test_inputs_and_outputs_have_names_and_variable_lengths(trained):
 
 
 def test_a_torch_export_graph_takes_any_batch(trained):
-    run = trained("model=program", "precision=fp64", "objective=[]", "+objective.class.output=output_0",
+    run = trained("model=program", "objective=[]", "+objective.class.output=output_0",
                   "+objective.class._target_=exp.objectives.objective.Term",
                   "+objective.class.loss._target_=exp.objectives.terms.CrossEntropy")  # fmt: skip
-    export(run, format="torch_export", output="net.pt2", timed=False)
+    export(run, format="torch_export", output="net.pt2")
     module = torch.export.load("net.pt2").module()
     for size in (1, 7, 64):
-        x = batch_of(run, size).float()
-        found, wanted = module(input=x), outputs_of(run, x.double())
+        x = batch_of(run, size)
+        found = module(input=x)
         assert list(found) == ["output_0", "output_1"]
-        torch.testing.assert_close(tuple(found.values()), wanted, rtol=1e-12, atol=1e-13)
-
-
-def test_noise_becomes_an_input(trained):
-    run = trained("experiment=gan")
-    exported = export(run, output="net.onnx", timed=False)
-    assert "noise takes the numbers of the Noise layer noise" in exported.notes
-    noise = torch.randn(5, 16)
-    (found,) = onnx_outputs(input=np.zeros((5, 1, 8, 8), np.float32), noise=noise.numpy())
-    with torch.no_grad():
-        assert_close(found, run.network().generator(noise))
-
-
-def test_more_dimensions_can_be_dynamic(trained, capsys):
-    run = trained("model=resnet")
-    command = [f"run={run.directory}", "output=net.onnx", "dynamic={input: {2: height, 3: width}}"]
-    assert main([*command, ALLOW]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"net.onnx  0.\d\d MiB, [\d,]+ numbers", out)
-    assert re.search(r"a batch of 64: \d+\.\d+ ms, in torch \d+\.\d+ ms", out)
-    assert runtime.InferenceSession("net.onnx").get_inputs()[0].shape == ["batch", 1, "height", "width"]
-    x = torch.randn(3, 1, 12, 10)
-    assert_close(onnx_outputs(input=x.numpy())[0], outputs_of(run, x))
-
-
-def test_a_dimension_that_became_a_constant_is_refused(trained):
-    run = trained("model=lenet", "model.layers.pool2={_target_: torch.nn.AdaptiveAvgPool2d, output_size: 2}")
-    with pytest.raises(RunError, match=r"ONNX Runtime cannot run it for a batch of .* Nothing was written"):
-        export(run, output="net.onnx", dynamic={"input": {2: "height"}}, timed=False)
-    assert not Path("net.onnx").exists()
+        torch.testing.assert_close(tuple(found.values()), outputs_of(run, x))
 
 
 def test_preprocessing_is_exported_for_tables(trained):
@@ -153,7 +122,7 @@ def test_preprocessing_is_exported_for_tables(trained):
     lines = [f"{a!r},{b!r},{c!r},{'dog' if a > 5 else 'cat'}" for a, b, c in rows.tolist()]
     Path("pets.csv").write_text("\n".join(["a,b,c,kind", *lines]) + "\n")
     run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "data.dataset.impute=mean")
-    export(run, output="net.onnx", preprocessing=True, timed=False)
+    export(run, output="net.onnx", preprocessing=True)
     part = rows[run.data.part("train").indices.numpy()]
     raw = rows[:20].copy()
     raw[3, 1] = np.nan
@@ -161,14 +130,14 @@ def test_preprocessing_is_exported_for_tables(trained):
     scaled = torch.from_numpy(((filled - part.mean(0)) / part.std(0)).astype(np.float32))
     assert_close(onnx_outputs(input=raw)[0], outputs_of(run, scaled))
     metadata = runtime.InferenceSession("net.onnx").get_modelmeta().custom_metadata_map[METADATA]
-    assert json.loads(metadata)["classes"] == ["cat", "dog"]
+    assert json.loads(metadata)["readings"]["output"]["names"] == ["cat", "dog"]
     assert json.loads(metadata)["columns"] == {"input": ["a", "b", "c"]}
 
 
 def test_a_graph_without_fills_answers_nan(trained):
     Path("pets.csv").write_text("a,b,kind\n" + "1.5,2,cat\n2.5,7,dog\n" * 30)
     run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "model=mlp")
-    export(run, output="net.onnx", preprocessing=True, timed=False)
+    export(run, output="net.onnx", preprocessing=True)
     (found,) = onnx_outputs(input=np.array([[1.5, 2.0], [np.nan, 2.0], [1.5, np.nan]]))
     assert np.isnan(found).all(1).tolist() == [False, True, True]
     with pytest.raises(ConfigError, match=r"no value in row 1 of .*column a"):
@@ -177,7 +146,7 @@ def test_a_graph_without_fills_answers_nan(trained):
 
 @pytest.mark.slow
 def test_preprocessing_is_exported_for_pixels(digits):
-    export(digits, output="net.onnx", preprocessing=True, timed=False)
+    export(digits, output="net.onnx", preprocessing=True)
     pixels = np.random.default_rng(0).random((4, 1, 8, 8), np.float32)
     wanted = outputs_of(digits, torch.from_numpy((pixels * 16 - 5) / 6))  # data=digits subtracts 5 and divides by 6
     assert_close(onnx_outputs(input=pixels)[0], wanted)
@@ -196,25 +165,25 @@ def test_preprocessing_of_words_is_refused(text, trained):
 
 
 @pytest.mark.parametrize(
-    ("words", "operator", "where", "line"),
+    ("words", "message"),
     [
-        (["model=unknown"], "aten.linalg_matrix_exp", "model.forward, line 2", "linalg.matrix_exp"),
-        (["model={_target_: exported.Drawing}"], "aten.dropout", "exported.py:", "exported.Drawing"),
-        (["model={_target_: exported.Branching}"], None, "exported.py:", "exported.Branching"),
-        (["data=words", "model={_target_: exported.Recurrent}"], "GRU", "model.gru: GRU", "exported.Recurrent"),
+        (["model=unknown"], "model.forward, line 2, `.*`: aten.linalg_matrix_exp has no counterpart in ONNX"),
+        (
+            ["model={_target_: exported.Drawing}"],
+            r"model: aten.dropout in Drawing \(exported.py, line \d+\) draws",
+        ),
+        (["model={_target_: exported.Branching}"], r"model: Branching \(exported.py, line \d+\) cannot be"),
+        (["experiment=gan"], "draws random numbers"),
+        (
+            ["data=words", "model={_target_: exported.Recurrent}"],
+            "the dimension length of tokens becomes the",
+        ),
     ],
 )
-def test_a_refusal_names_the_operator_and_the_line(words, operator, where, line, trained):
+def test_a_refusal_names_the_operator_and_the_line(words, message, trained):
     run = trained(*words)
-    with pytest.raises(ExportRefused) as caught:
-        export(run, output="net.onnx", timed=False)
-    assert caught.value.operator == operator
-    assert where in str(caught.value)
-    assert operator is None or operator in str(caught.value)
-    # The file and the line at the end are those of the frozen config.
-    file, number = re.search(r"\[([^\[\]]+):(\d+)\]$", str(caught.value)).groups()
-    near = Path(file).read_text().splitlines()[int(number) - 1 : int(number) + 2]
-    assert any(line in one for one in near), near
+    with pytest.raises(ExportRefused, match=message):
+        export(run, output="net.onnx")
     assert not Path("net.onnx").exists()
 
 
@@ -230,49 +199,6 @@ def test_a_file_with_other_outputs_is_removed(digits, monkeypatch):
     assert not list(Path().glob("*.onnx*"))
 
 
-@pytest.mark.parametrize(
-    ("model", "how"), [("mlp", "dynamic"), pytest.param("lenet", "static", marks=pytest.mark.slow)]
-)
-def test_eight_bits_keep_the_metrics(model, how, trained):
-    run = trained(f"model={model}", "metrics=[accuracy]", "trainer.max_steps=60", "optimizer.lr=3e-3")
-    exported = export(run, output="net.onnx", quantize="int8", timed=False)
-    assert onnx.TensorProto.INT8 in {one.data_type for one in onnx.load("net.onnx").graph.initializer}
-    whole = export(run, output="whole.onnx", timed=False)
-    assert exported.bytes < 0.5 * whole.bytes
-    assert any(how in note for note in exported.notes)
-    evaluated = run.evaluate(stage="test", overrides=[ALLOW])
-    before, after = exported.scores["accuracy/test"]
-    assert before == pytest.approx(evaluated.metrics["accuracy/test"], abs=1e-6)
-    assert exported.scores["loss/test"][0] == pytest.approx(evaluated.metrics["loss/test"], rel=1e-4)
-    right = [
-        onnx_outputs(input=inputs.numpy())[0].argmax(1) == targets.numpy()
-        for inputs, targets in (batch.data for batch in run.data.loader("test"))
-    ]
-    assert after == pytest.approx(np.concatenate(right).mean(), abs=1e-6)
-    assert abs(after - before) < 0.05
-    # Dynamic ranges depend on what else is in a batch.
-    inputs = torch.cat([batch.data[0] for batch in run.data.loader("val")])
-    apart = np.abs(onnx_outputs(input=inputs.numpy())[0] - outputs_of(run, inputs).numpy()).max()
-    assert exported.largest_difference < 1e-4 < exported.quantized_difference <= apart * 1.5
-    first, second = f"{exported.largest_difference:.1e}", f"{exported.quantized_difference:.1e}"
-    assert f"{first} before quantization, {second} quantized, on 72 samples" in str(exported)
-    assert "quantiz" not in str(whole)
-
-
-def test_exported_weights_start_another_run(trained, capsys):
-    pytest.importorskip("safetensors", reason="the extra safetensors is not installed")
-    run = trained("model={_target_: exported.Tied}")
-    wanted = run.network().state_dict()
-    for format, file in (("state_dict", "weights.pt"), ("safetensors", "weights.safetensors")):
-        assert main([f"run={run.directory}", f"format={format}", f"output={file}", ALLOW]) == 0
-        begun = trained("model={_target_: exported.Tied}", f"weights.from={file}", "optimizer.lr=0")
-        found = begun.network().state_dict()
-        assert list(found) == list(wanted)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert "second.weight and first.weight are one tensor" in capsys.readouterr().out
-    assert list(torch.load("weights.pt", weights_only=True)) == list(wanted)
-
-
 @pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_a_wrong_command_is_refused(words, message, capsys, digits_directory):
     assert main([f"run={digits_directory}", *words]) == 2
@@ -283,28 +209,18 @@ def test_files_of_the_run_are_not_overwritten(digits_directory, capsys, tmp_path
     files = {path: path.read_bytes() for path in digits_directory.rglob("*") if path.is_file()}
     copied = shutil.copy(digits_directory / "checkpoints" / "best.ckpt", tmp_path / "copied.ckpt")
     assert {"best.ckpt", "config.yaml", "report.json"} <= {path.name for path in files}
-    for format in ("onnx", "state_dict"):
+    for format in ("onnx", "torch_export"):
         for path in (*files, digits_directory / "checkpoints" / "new"):
             assert main([f"run={digits_directory}", f"format={format}", f"output={path}"]) == 2
             assert f"output: {path}, " in capsys.readouterr().err
     for words in ([f"run={copied}"], [f"run={digits_directory}", f"weights={copied}"]):
-        assert main([*words, "format=state_dict", f"output={copied}"]) == 2
+        assert main([*words, f"output={copied}"]) == 2
         assert "from which the weights are read" in capsys.readouterr().err
     assert files == {path: path.read_bytes() for path in digits_directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "format=state_dict",
-        "format=onnx",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("quantize=int8", "format=torch_export")),
-        pytest.param("format=safetensors", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("words", ["format=onnx", pytest.param("format=torch_export", marks=pytest.mark.slow)])
 def test_a_full_disk_keeps_the_older_file(words, digits_directory, capsys):
-    if words == "format=safetensors":
-        pytest.importorskip("safetensors", reason="the extra safetensors is not installed")
     output = Path("network.bin")
     output.write_bytes(b"older")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -317,8 +233,7 @@ def test_a_full_disk_keeps_the_older_file(words, digits_directory, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the network cannot be written ")
+    assert line.startswith(f"the network cannot be written to {output}: ")
     assert line.endswith("File too large. Make room there")
-    assert words == "quantize=int8" or f"to {output}: " in line
     assert output.read_bytes() == b"older"
     assert [path.name for path in Path().glob(".*.partial")] == []

@@ -16,7 +16,7 @@ PATH = "path"
 ALLOW = "--allow="
 SWITCH = "true|false"
 OF_A_RUN = {"run": PATH, "weights": "best|last|path"}
-EXPORTED = {**OF_A_RUN, "averaged": SWITCH, "preprocessing": SWITCH, "quantize": "int8", "security.allow": ""}
+EXPORTED = {**OF_A_RUN, "preprocessing": SWITCH, "security.allow": ""}
 # Hydra's, of a command that takes overrides.
 HYDRA_FLAGS = (
     "--multirun", "--cfg=job|hydra|all", "--package=", "--resolve", "--config-name=", "--config-dir=path",
@@ -81,11 +81,9 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "predict": Command("cli.predict", "predict new samples with a trained network", True, (),
                            {**OF_A_RUN, "input": PATH, "output": PATH}),
         "export": Command("extras.export.export", "a saved network for other programs, such as ONNX", False, (),
-                          {**EXPORTED, "format": "onnx|torch_export|state_dict|safetensors", "output": PATH,
-                           "dynamic": ""}),
+                          {**EXPORTED, "format": "onnx|torch_export", "output": PATH}),
         "serve": Command("extras.serve.serve", "a saved network over HTTP, on this machine", False, (),
-                         {**EXPORTED, "model": PATH, "host": "", "port": "", "batch": "", "wait_ms": "", "queue": "",
-                          "samples": "", "body_mib": ""}),
+                         {**EXPORTED, "model": PATH, "host": "", "port": "", "batch": "", "wait_ms": ""}),
     },
     "Tools": {
         "doctor": _tool("extras.doctor.doctor", "check the installation and the machine", "--quick",

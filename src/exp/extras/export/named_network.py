@@ -1,8 +1,4 @@
-"""Take the network of a saved run as a function of named tensors: what every exported form of it is made from.
-
-The same whatever the run's network is: its inputs by the names that the data declares, its outputs by theirs, in one
-dtype, with LoRA's part in the weights, and with nothing drawn at random inside.
-"""
+"""Turns the network of a saved run into a function of named tensors, from which every exported file is made."""
 
 from __future__ import annotations
 
@@ -16,30 +12,29 @@ from torch import Tensor, nn
 
 from exp.check.plan import Resolved
 from exp.errors import RunError
-from exp.extras.export.preprocessing import Preparation, Standardisation
+from exp.extras.export.preprocessing import Standardization
 from exp.models.inference import network_call
-from exp.models.layers import Noise
 from exp.models.lora import is_adapted, merge
 from exp.nested import named_parts
 from exp.saved_runs.run_files import RunFiles
 from exp.shared_types import DataSpec, TensorSpec, dtype_name
 
 OUTPUT = "output"
-# What runs and files have as numbers; complex ones are none of an ONNX file's inputs.
+# An ONNX file has no complex inputs.
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class NamedNetwork(nn.Module):
     """A network whose forward takes tensors by name, `[B, ...]`, and returns a dict of tensors by name.
 
-    An output that is one tensor is `output`; the parts of another have the names of nested.named_parts, and those of a
-    part in it `part.inner`. What is no tensor is left out.
+    The only tensor of an output is called `output`. Other outputs have the names of nested.named_parts, with a dot
+    between the levels. Parts of an output that are no tensors are left out.
 
-    network: in evaluation mode. declared: the names of the data's inputs. inputs: of the forward, with what each is.
-    noise: inputs that take the place of Noise layers, by the path of the layer.
-    preparations: what is done to raw inputs, by name. is_double: whether it computes in float64, else in float32.
-    is_one_tensor, left_out: attributes, whether the network returned one tensor when it was called last, and what of
-        its output was none.
+    Args:
+        network: The network in evaluation mode.
+        declared: The names of the data's inputs.
+        inputs: Shape and dtype of each input of the forward.
+        preparations: Layers that prepare raw inputs, by name.
     """
 
     def __init__(
@@ -48,20 +43,13 @@ class NamedNetwork(nn.Module):
         network: nn.Module,
         declared: Sequence[str],
         inputs: Mapping[str, TensorSpec],
-        noise: Mapping[str, str],
-        preparations: Mapping[str, Standardisation],
-        is_double: bool = False,
+        preparations: Mapping[str, Standardization],
     ) -> None:
         super().__init__()
-        self.network = network
-        self.inputs, self.noise = dict(inputs), dict(noise)
+        self.network, self.inputs = network, dict(inputs)
         self.preparations = nn.ModuleDict({_module_name(name): one for name, one in preparations.items()})
-        self._refused = [name for name, one in preparations.items() if one.fills is None]
-        self.is_double = is_double
-        self._dtype = torch.float64 if is_double else torch.float32
+        self._unfilled = [name for name, one in preparations.items() if one.fills is None]
         self._call = network_call(network, tuple(declared))
-        self.left_out: tuple[str, ...] = ()
-        self.is_one_tensor = True
         by_name = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in inputs]
         signature = inspect.Signature(by_name)
 
@@ -69,149 +57,75 @@ class NamedNetwork(nn.Module):
             return self._run(signature.bind(*given, **named).arguments)
 
         vars(forward)["__signature__"] = signature
-        # On the instance, so that torch.export finds the inputs' names.
+        # torch.export reads the names of the inputs from the signature of this instance's forward.
         self.__dict__["forward"] = forward
 
     def _run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        for path, name in self.noise.items():
-            layer = self.network.get_submodule(path)
-            assert isinstance(layer, GivenNoise)
-            layer.held[path] = given[name]
-        prepared = {name: self._prepared(name, value) for name, value in given.items() if name not in self._drawn}
-        output = self._call(self.network, prepared)
-        self.is_one_tensor = isinstance(output, Tensor)
-        left_out: list[str] = []
-        found = {OUTPUT: output} if isinstance(output, Tensor) else _tensors(named_parts(output), (), left_out)
-        self.left_out = tuple(left_out)
+        output = self._call(self.network, {name: self._prepared(name, value) for name, value in given.items()})
+        found = {OUTPUT: output} if isinstance(output, Tensor) else _tensors(named_parts(output))
         if not found:
             raise RunError(f"{type(self.network).__name__} returns a {type(output).__name__} without a tensor in it")
-        for name in self._refused:
+        for name in self._unfilled:
             # A network may lose nan, as max(x, 0) does, and answer with a number.
             missing = given[name].isnan().flatten(1).any(1)
             found = {part: _without_answer(one, missing) for part, one in found.items()}
         return found
 
-    @property
-    def _drawn(self) -> set[str]:
-        return set(self.noise.values())
-
     def _prepared(self, name: str, value: Tensor) -> Tensor:
         own = _module_name(name)
         made: Tensor = self.preparations[own](value) if own in self.preparations else value
-        return made.to(self._dtype) if made.is_floating_point() else made
-
-
-class GivenNoise(nn.Module):
-    """Stands for the Noise layer at `path`, whose numbers are an input of the network.
-
-    held: the numbers, `[B, *shape]`, by that path; in a dict, for torch.export takes a tensor that is an attribute for
-        a state that changes.
-    """
-
-    def __init__(self, *, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.held: dict[str, Tensor] = {}
-
-    def forward(self, like: Tensor) -> Tensor:
-        """The numbers that were given. like: the batch, of which a Noise layer takes the size."""
-        return self.held[self.path]
+        return made.float() if made.is_floating_point() else made
 
 
 def named_network(
-    run: RunFiles,
-    *,
-    weights: str | Path | None = None,
-    averaged: bool = True,
-    preparations: Mapping[str, Preparation] | None = None,
-    keeps_doubles: bool = True,
+    run: RunFiles, *, weights: str | Path | None, preparations: Mapping[str, Standardization]
 ) -> NamedNetwork:
-    """The network of a run, in evaluation mode, as a function of named tensors.
+    """Return the network of a run in evaluation mode and in float32, with the weights of LoRA merged.
 
-    In float32, whatever it was trained in, but for a run in fp64.
+    Args:
+        run: The run.
+        weights: The checkpoint, as in RunFiles.network.
+        preparations: The preparations of inputs that are raw numbers.
 
-    weights, averaged: as of RunFiles.network. preparations: by input, so that raw numbers go in. keeps_doubles: whether
-        a run in fp64 stays so.
-    Raises: RunError where the network takes no input that the data declares, or one that no file can hold.
+    Raises:
+        RunError: The data declares no inputs, or an input of a dtype that no file can hold.
     """
-    spec = data_spec(run)
-    is_double = keeps_doubles and run.resolved.plain["precision"]["word"] == "fp64"
-    network = plain_network(run, weights=weights, averaged=averaged, is_double=is_double)
+    plain = run.resolved.plain
+    if not isinstance(plain["data"], Mapping) or "num_outputs" not in plain["data"]:
+        raise RunError("the run's data is of a LightningDataModule, which declares no inputs; expected exp's own data")
+    spec = DataSpec.of(plain["data"])
+    # As if trained in fp32: without casts between layers.
+    resolved = Resolved(
+        config=run.config, plain={**plain, "precision": {**plain["precision"], "word": "fp32", "keep": {}}}
+    )
+    network = dataclasses.replace(run, resolved=resolved).network(weights)
+    if is_adapted(network):
+        merge(network)
     declared = tuple(spec.inputs)
     taken: list[str] = network_call(network, declared)(
         lambda *given, **named: [*given, *named.values()], dict(zip(declared, declared, strict=True))
     )
     inputs = {name: spec.inputs[name] for name in taken}
-    for name, preparation in (preparations or {}).items():
-        if name in inputs:
-            inputs[name] = TensorSpec(shape=inputs[name].shape, dtype=dtype_name(preparation.raw_dtype))
-    noise = _lift_noise(network, taken=set(inputs))
-    for name, shape in noise.values():
-        inputs[name] = TensorSpec(shape=shape, dtype="float64" if is_double else "float32")
-    for name, one in inputs.items():
-        if one.dtype not in DTYPES:
-            raise RunError(f"the input {name} is {one.dtype}; expected one of {', '.join(DTYPES)}, to export it")
+    prepared = {name: one for name, one in preparations.items() if name in inputs}
+    for name, one in prepared.items():
+        inputs[name] = TensorSpec(shape=inputs[name].shape, dtype=dtype_name(one.raw_dtype))
+    for name, declaration in inputs.items():
+        if declaration.dtype not in DTYPES:
+            raise RunError(
+                f"the input {name} is {declaration.dtype}; expected one of {', '.join(DTYPES)}, to export it"
+            )
     return NamedNetwork(
-        network=network,
+        network=network.requires_grad_(False),
         declared=declared,
         inputs=inputs,
-        noise={path: name for path, (name, _) in noise.items()},
-        preparations={name: one.module() for name, one in (preparations or {}).items() if name in inputs},
-        is_double=is_double,
+        preparations=prepared,
     ).eval()
 
 
-def plain_network(
-    run: RunFiles, *, weights: str | Path | None = None, averaged: bool = True, is_double: bool = False
-) -> nn.Module:
-    """The network of a run as if it had been trained in fp32: no casts between its layers, and LoRA's part merged.
-
-    is_double: as if in fp64, so that no number is rounded on its way.
-
-    Raises: RunError as RunFiles.network does.
-    """
-    plain = run.resolved.plain
-    precision = {**plain["precision"], "word": "fp64" if is_double else "fp32", "keep": {}}
-    resolved = Resolved(config=run.config, plain={**plain, "precision": precision})
-    network = dataclasses.replace(run, resolved=resolved).network(weights, averaged=averaged)
-    if is_adapted(network):
-        merge(network)
-    return network.requires_grad_(False)
-
-
-def data_spec(run: RunFiles) -> DataSpec:
-    """What the run's data declares. Raises: RunError for a module that brings loaders of its own."""
-    plain = run.resolved.plain["data"]
-    if not isinstance(plain, Mapping) or "num_outputs" not in plain:
-        raise RunError("the run's data is of a LightningDataModule, which declares no inputs; expected exp's own data")
-    return DataSpec.of(plain)
-
-
-def _lift_noise(network: nn.Module, *, taken: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Put inputs in the place of Noise layers. Returns: by the layer's path, the input's name and shape."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path, module in list(network.named_modules()):
-        if isinstance(module, Noise):
-            name = path.replace(".", "_")
-            while name in taken:
-                name += "_"
-            taken.add(name)
-            found[path] = name, module.shape
-            network.set_submodule(path, GivenNoise(path=path))
-    return found
-
-
-def _tensors(parts: Mapping[str, object], above: tuple[str, ...], left_out: list[str]) -> dict[str, Tensor]:
+def _tensors(parts: Mapping[str, object], above: str = "") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, part in parts.items():
-        path = (*above, name)
-        inner = named_parts(part)
-        if isinstance(part, Tensor):
-            found[".".join(path)] = part
-        elif inner:
-            found |= _tensors(inner, path, left_out)
-        else:
-            left_out.append(".".join(path))
+        found |= {above + name: part} if isinstance(part, Tensor) else _tensors(named_parts(part), f"{above}{name}.")
     return found
 
 
@@ -223,5 +137,5 @@ def _without_answer(output: Tensor, missing: Tensor) -> Tensor:
 
 
 def _module_name(name: str) -> str:
-    """A name that nn.ModuleDict takes, which `a.b` or `type` is not."""
+    """Return a name that nn.ModuleDict accepts; it refuses names such as `a.b` and `type`."""
     return f"of_{name.replace('.', '_')}"

@@ -1,11 +1,12 @@
-"""Write the captured graph of a network as an ONNX file, read one, and run it by ONNX Runtime.
+"""Writes the captured graph of a network as an ONNX file, reads one, and runs it with ONNX Runtime.
 
-What the file says of itself, beside ONNX's own, is JSON in its metadata under `exp`: the run, the units of raw inputs,
-the names of columns and classes. A file without it, of another program, is read all the same.
+exp adds JSON to the file's metadata under `exp`: the run, the units of inputs, and how outputs are read. Files of other
+programs, which lack it, are read too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -20,56 +21,56 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from exp.errors import MissingExtraError, RunError, chain_of, shortened
-from exp.extras.export.graph_capture import operator_of, quiet, refused
+from exp.extras.export.graph_capture import Dimensions, ExportRefused, operator_of, quiet, refused
 from exp.extras.export.named_network import NamedNetwork
-from exp.saved_runs.run_files import RunFiles
 
 METADATA = "exp"
-EXTRA = "export"
-# A file of protobuf, which an ONNX file is, holds no more.
+# The limit of a protobuf file.
 MOST_BYTES = 2**31 - 1
-# ONNX Runtime's words for what NumPy has.
+# NumPy's dtypes by ONNX Runtime's names.
 NUMPY = {
     "tensor(double)": np.float64, "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64,
     "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }  # fmt: skip
 MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
-FAILED = re.compile(r"Error when translating node (?:%?)(\w+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What an exported file says of its network. Plain values alone.
+    """The metadata of an exported file, in plain values.
 
-    run: the run directory or checkpoint. units: of raw inputs, in words; of an input that is not here, what goes in is
-    what the network was trained with. columns: names along an input's last axis. classes: their names, or numbers as
-    text, in order; none for a regression. target_scale: mean and deviation of standardised targets, by name.
-    quantization: int8, or null. readings: how outputs are read, by name, as Reading.plain has them. table: what
-    ServedTable is made of, of a network whose inputs are made of the columns of a table.
+    Args:
+        run: The run directory or checkpoint.
+        units: A description of each input.
+        columns: The names along an input's last axis.
+        readings: How outputs are read, by name, as Reading.plain returns it.
+        table: The arguments of ServedTable, for inputs that are columns of a table.
     """
 
     run: str = ""
     units: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    classes: Sequence[str] = ()
-    target_scale: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    quantization: str | None = None
     readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     table: Mapping[str, Any] | None = None
 
     @classmethod
     def of_text(cls, text: str) -> Description:
-        """Reads the JSON of a file. Raises: RunError where it is none of exp's."""
+        """Read the JSON of a file; keys of other versions of exp are left out.
+
+        Raises:
+            RunError: It is not JSON that exp wrote.
+        """
+        names = [one.name for one in dataclasses.fields(cls)]
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            return cls(**{name: value for name, value in json.loads(text).items() if name in names})
+        except (ValueError, AttributeError) as error:
             raise RunError(f"the file's metadata {METADATA} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """An input or output of a file. shape: with a name for each dimension that may change, None where it has none."""
+    """An input or output of a file. shape: a name for each dimension that may change, None without a name."""
 
     name: str
     shape: tuple[int | str | None, ...]
@@ -77,30 +78,34 @@ class Port:
 
     @property
     def has_free_batch(self) -> bool:
-        """Whether its first dimension may be any."""
+        """Whether its first dimension may change."""
         return bool(self.shape) and not isinstance(self.shape[0], int)
 
 
 class OnnxModel:
     """An ONNX file in ONNX Runtime, on the CPU.
 
-    source: a file, or its bytes. threads: of one call; None leaves it to ONNX Runtime.
-    Raises: MissingExtraError; RunError where the file is not there or none of ONNX.
+    Args:
+        source: The file, or its bytes.
+        threads: The threads of one call; None leaves it to ONNX Runtime.
+
+    Raises:
+        MissingExtraError: ONNX Runtime is not installed.
+        RunError: The file does not exist or is not ONNX.
     """
 
     def __init__(self, source: Path | bytes, *, threads: int | None = None) -> None:
         runtime = required("onnxruntime", feature="running an ONNX file")
         options = runtime.SessionOptions()
-        options.log_severity_level = 4  # what is wrong is raised
+        options.log_severity_level = 4  # errors are raised
         if threads is not None:
             options.intra_op_num_threads = threads
         if isinstance(source, Path) and not source.is_file():
             raise RunError(f"{source} is not there; expected an ONNX file, such as python -m exp.export writes")
+        given, name = (source, "the exported graph") if isinstance(source, bytes) else (str(source), str(source))
         try:
-            given = source if isinstance(source, bytes) else str(source)
             self._session = runtime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime has a class for each of its codes, and no base
-            name = source if isinstance(source, Path) else "the exported graph"
+        except Exception as error:  # ONNX Runtime's exceptions have no common class
             raise RunError(f"{name} cannot be read as ONNX: {shortened(str(error), most=300)}") from error
         self.inputs = [_port(one) for one in self._session.get_inputs()]
         self.outputs = [_port(one) for one in self._session.get_outputs()]
@@ -108,31 +113,38 @@ class OnnxModel:
         self.description = Description.of_text(found[METADATA]) if METADATA in found else Description()
 
     def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The outputs by name.
+        """Return the outputs by name.
 
-        Raises: RunError where ONNX Runtime refuses the inputs, such as a number beyond an embedding.
+        Raises:
+            RunError: ONNX Runtime refuses the inputs, such as a number beyond an embedding.
         """
         try:
             values = self._session.run(None, dict(inputs))
-        except Exception as error:  # as above
+        except Exception as error:  # ONNX Runtime's exceptions have no common class
             raise RunError(f"ONNX Runtime refuses them: {shortened(str(error), most=300)}") from error
         return {port.name: value for port, value in zip(self.outputs, values, strict=True)}
 
 
 def onnx_bytes(
-    run: RunFiles,
     network: NamedNetwork,
     program: ExportedProgram,
     *,
-    dimensions: Mapping[str, Mapping[int, str]],
+    dimensions: Dimensions,
     outputs: Sequence[str],
     description: Description,
 ) -> bytes:
-    """A checked ONNX file of a captured graph.
+    """Return a checked ONNX file of a captured graph.
 
-    dimensions: names of those that may change, by input and axis. outputs: their names, in order.
-    Raises: ExportRefused for an operator that ONNX does not have; MissingExtraError; RunError where onnx.checker finds
-        a fault, and for more than 2 GiB.
+    Args:
+        network: The network.
+        program: Its graph.
+        dimensions: The names of dimensions that may change, by input and axis.
+        outputs: The names of the outputs, in order.
+        description: The metadata.
+
+    Raises:
+        ExportRefused: ONNX does not have an operator.
+        RunError: onnx.checker refuses the file, or it is larger than 2 GiB.
     """
     onnx = required("onnx", feature="format=onnx")
     size = sum(one.numel() * one.element_size() for one in network.state_dict().values())
@@ -150,37 +162,33 @@ def onnx_bytes(
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise _refusal(run, network, program, error) from error
+            raise _refusal(network, program, error) from error
         assert made is not None
         proto = made.model_proto
-    described(proto, description)
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-    except Exception as error:  # ValidationError, and protobuf's own
-        raise RunError(f"onnx.checker refuses what was exported: {shortened(str(error), most=300)}") from error
-    found: bytes = proto.SerializeToString()
-    return found
-
-
-def described(proto: Any, description: Description) -> None:
-    """Write what a file says of itself into it. proto: onnx.ModelProto."""
-    kept = [one for one in proto.metadata_props if one.key != METADATA]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
     entry = proto.metadata_props.add()
     entry.key, entry.value = METADATA, json.dumps(vars(description))
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except Exception as error:  # onnx's and protobuf's exceptions have no common class
+        raise RunError(f"onnx.checker refuses what was exported: {shortened(str(error), most=300)}") from error
+    content: bytes = proto.SerializeToString()
+    return content
 
 
 def required(package: str, *, feature: str) -> Any:
-    """A package of the extra `export`. Raises: MissingExtraError."""
+    """Return a package of the extra `export`.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingExtraError(feature=feature, package=package, extra=EXTRA) from error
+        raise MissingExtraError(feature=feature, package=package, extra="export") from error
 
 
 def arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Tensors as ONNX Runtime takes them."""
+    """Return tensors as NumPy arrays by name."""
     return {name: one.detach().cpu().contiguous().numpy() for name, one in inputs.items()}
 
 
@@ -190,21 +198,16 @@ def _port(found: Any) -> Port:
     return Port(name=found.name, shape=tuple(found.shape), dtype=NUMPY[found.type])
 
 
-def _refusal(run: RunFiles, network: NamedNetwork, program: ExportedProgram, error: BaseException) -> Exception:
-    """The error of an operator that ONNX does not have, or that its conversion fails for."""
+def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseException) -> ExportRefused:
+    """Return the error for an operator that ONNX does not have, or whose conversion fails."""
     texts = [str(cause) for cause in chain_of(error, explicit=True)]
-    missing, failed = MISSING.search("\n".join(texts)), FAILED.search("\n".join(texts))
-    if missing:
-        name, overload = missing.groups()
-        wanted = f"{name}.{overload}".removesuffix(".default")
-        why = "has no counterpart in ONNX"
-    else:
-        wanted, why = "", f"cannot be written as ONNX: {shortened(texts[-1], most=200)}"
-    # An operator that ONNX lacks may be one that torch has made of another.
+    missing = MISSING.search("\n".join(texts))
+    if missing is None:
+        return ExportRefused("model", f"an operator cannot be written as ONNX: {shortened(texts[-1], most=200)}")
+    operator, why = ".".join(missing.groups()).removesuffix(".default"), "has no counterpart in ONNX"
+    # The operator may be a part of another one.
     for graph in (program.graph, program.run_decompositions().graph):
-        nodes = [node for node in graph.nodes if node.op == "call_function"]
-        by_name = [node for node in nodes if failed and node.name == failed.group(1)]
-        alike = [node for node in nodes if wanted and operator_of(node.target).endswith(wanted.rpartition(".")[2])]
-        for node in [node for node in alike if operator_of(node.target) == wanted] or alike or by_name:
-            return refused(run, network, node, why=why)
-    return RunError(f"the network cannot be exported. {wanted or 'An operator'} {why}")
+        for node in graph.nodes:
+            if node.op == "call_function" and operator_of(node) == operator:
+                return refused(network, node, why)
+    return ExportRefused("model", f"{operator} {why}")

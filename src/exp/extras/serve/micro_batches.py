@@ -45,7 +45,6 @@ class MicroBatches:
         wait_ms: The time for which a request waits for others.
         limit: The samples that may wait.
         joins: False calls each request alone, for a model with a fixed batch.
-        observe: Receives the samples and the seconds of each call.
     """
 
     def __init__(
@@ -56,16 +55,18 @@ class MicroBatches:
         wait_ms: float = 2.0,
         limit: int = 1024,
         joins: bool = True,
-        observe: Callable[[int, float], None] = lambda samples, seconds: None,
     ) -> None:
-        self._call, self._observe = call, observe
-        self._most, self._wait, self._limit, self._joins = most, wait_ms / 1000, limit, joins
+        self._call, self._most, self._wait, self._limit, self._joins = call, most, wait_ms / 1000, limit, joins
         self._queue: list[Request] = []
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.waiting = 0
+        self._waiting = self._requests = self._calls = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of requests and calls so far, and the number of samples that wait."""
+        return {"requests": self._requests, "calls": self._calls, "waiting_samples": self._waiting}
 
     async def submit(self, inputs: Arrays) -> Arrays:
         """Return the model's outputs for the samples of a request.
@@ -77,23 +78,23 @@ class MicroBatches:
         size = len(next(iter(inputs.values())))
         if self._is_closed:
             raise UnavailableError("the server ends")
-        if self.waiting and self.waiting + size > self._limit:
-            raise UnavailableError(f"{self.waiting} samples wait, at most {self._limit} may")
+        if self._waiting and self._waiting + size > self._limit:
+            raise UnavailableError(f"{self._waiting} samples wait, at most {self._limit} may")
         shapes = tuple((name, one.shape[1:]) for name, one in sorted(inputs.items()))
         answer: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
         self._queue.append(Request(inputs=inputs, size=size, shapes=shapes, since=time.perf_counter(), answer=answer))
         self._arrived.set()
         self._task = self._task or asyncio.create_task(self._work())
-        self.waiting += size
+        self._requests, self._waiting = self._requests + 1, self._waiting + size
         try:
             return await answer
         finally:
-            self.waiting -= size
+            self._waiting -= size
 
     async def close(self) -> None:
         """Answer the requests that wait, and refuse new ones."""
         self._is_closed = True
-        while self.waiting:
+        while self._waiting:
             await asyncio.sleep(0.005)
         if self._task is not None:
             self._task.cancel()
@@ -111,8 +112,7 @@ class MicroBatches:
                 self._arrived.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._arrived.wait(), left)
-            # The client of a request that is done has gone.
-            await self._answer([one for one in self._take() if not one.answer.done()])
+            await self._answer(self._take())
 
     def _take(self) -> list[Request]:
         """Take the oldest request and those that fit to it from the queue."""
@@ -128,8 +128,6 @@ class MicroBatches:
         return group
 
     async def _answer(self, group: Sequence[Request]) -> None:
-        if not group:
-            return
         try:
             answers = await self._run(group)
         except Exception as error:  # each request is answered, whatever the model raises
@@ -140,7 +138,7 @@ class MicroBatches:
                 group[0].answer.set_exception(error)
             return
         for one, answer in zip(group, answers, strict=True):
-            if not one.answer.done():
+            if not one.answer.done():  # the client of an answered request has gone
                 one.answer.set_result(answer)
 
     async def _run(self, group: Sequence[Request]) -> list[Arrays]:
@@ -150,17 +148,13 @@ class MicroBatches:
             RunError: The model refuses the samples, or answers with another number of them.
         """
         inputs = {name: np.concatenate([one.inputs[name] for one in group]) for name in group[0].inputs}
-        size = sum(one.size for one in group)
-        start = time.perf_counter()
+        self._calls += 1
         outputs = await asyncio.get_running_loop().run_in_executor(self._thread, self._call, inputs)
-        self._observe(size, time.perf_counter() - start)
         if len(group) == 1:
             return [outputs]
+        sizes = [one.size for one in group]
         for name, one in outputs.items():
-            if one.ndim == 0 or len(one) != size:
-                raise RunError(f"the output {name} is of shape {list(one.shape)} for {size} samples")
-        ends = np.cumsum([one.size for one in group])
-        return [
-            {name: value[end - one.size : end] for name, value in outputs.items()}
-            for one, end in zip(group, ends.tolist(), strict=True)
-        ]
+            if one.ndim == 0 or len(one) != sum(sizes):
+                raise RunError(f"the output {name} is of shape {list(one.shape)} for {sum(sizes)} samples")
+        parts = {name: np.split(one, np.cumsum(sizes)[:-1]) for name, one in outputs.items()}
+        return [{name: each[place] for name, each in parts.items()} for place in range(len(group))]

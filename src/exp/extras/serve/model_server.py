@@ -1,31 +1,28 @@
-"""Serves an ONNX file over HTTP: JSON in and out, micro-batches, limits, metrics, and a page to try it.
+"""Serves an ONNX file over HTTP: JSON in and out, micro-batches and limits.
 
-    POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "classes": {...}, "predictions": [...]}
-    GET  /model     inputs, outputs and classes    GET /health    GET /metrics (Prometheus)    GET / a page to try it
+    POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
+    GET  /model     inputs and outputs    GET /health    requests, calls and waiting samples
 
 Nothing in a request is unpickled or run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import resource
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import prometheus_client
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from exp.errors import ExpError, RunError
@@ -33,17 +30,13 @@ from exp.extras.export.onnx_file import OnnxModel
 from exp.extras.export.served_tables import ServedTable
 from exp.extras.serve.json_samples import BadRequest, answer_of, described, read_rows, read_samples
 from exp.extras.serve.micro_batches import MicroBatches, UnavailableError
-from exp.extras.serve.try_page import PAGE, SCRIPT
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
-PORTS = range(8000, 8100)
-# The time for a body to arrive, and for open requests when the server ends.
-BODY_SECONDS, GRACE_SECONDS = 30.0, 20
-# The page may load only what this server has.
-HEADERS = {"content-security-policy": "default-src 'self'", "x-content-type-options": "nosniff"}
-MODEL_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LOOPBACK_NAMES = ("127.0.0.1", "localhost")
+# Bytes of a request.
+MOST_BYTES = 2**20
+# Seconds for open requests when the server ends.
+GRACE_SECONDS = 20
 
 
 class AddressError(ExpError):
@@ -52,49 +45,34 @@ class AddressError(ExpError):
     exit_status = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the server takes.
-
-    Args:
-        batch: The samples of one call of the model.
-        wait_ms: The time for which a request waits for others.
-        queue: The samples that may wait.
-        samples: The samples of one request.
-        body: The bytes of one request.
-    """
-
-    batch: int = 64
-    wait_ms: float = 2.0
-    queue: int = 1024
-    samples: int = 256
-    body: int = 2**20
-
-
 class ModelServer:
     """A server of one model in a thread of this process. `address` is its URL.
 
     Args:
         model: The model.
         host: The address to listen on.
-        port: None takes the first free port from 8000 on, 0 any free port.
-        limits: What the server takes.
+        port: The port; 0 takes any free port.
+        batch: The samples of one call of the model.
+        wait_ms: The time for which a request waits for others.
 
     Raises:
         AddressError: The address is not free.
     """
 
     def __init__(
-        self, model: OnnxModel, *, host: str = LOOPBACK, port: int | None = None, limits: Limits | None = None
+        self, model: OnnxModel, *, host: str = LOOPBACK, port: int = 0, batch: int = 64, wait_ms: float = 2.0
     ) -> None:
-        self._listener = _listen(host, port)
-        name = f"[{host}]" if ":" in host else host
-        self.address = f"http://{name}:{self._listener.getsockname()[1]}"
+        try:
+            self._listener = socket.create_server((host, port), backlog=2048)
+        except OSError as error:
+            reason = f"port {port} of {host}: {error.strerror or error}"
+            raise AddressError(f"{reason}; expected a free one. Choose another port= or host=") from error
+        self.address = f"http://{host}:{self._listener.getsockname()[1]}"
         # Each connection is an open file.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         settings = uvicorn.Config(
-            Service(model, limits=limits or Limits()).application(host),
+            Service(model, batch=batch, wait_ms=wait_ms).application(host),
             log_level="error", access_log=False, server_header=False, ws="none", loop="asyncio",
             timeout_graceful_shutdown=GRACE_SECONDS,
         )  # fmt: skip
@@ -120,140 +98,74 @@ class ModelServer:
 class Service:
     """Answers the requests for a model."""
 
-    def __init__(self, model: OnnxModel, *, limits: Limits) -> None:
-        self._model, self._limits = model, limits
+    def __init__(self, model: OnnxModel, *, batch: int, wait_ms: float) -> None:
+        self._model = model
         form = model.description.table
         self._table = None if form is None else ServedTable.of(form)
-        registry = self._registry = prometheus_client.CollectorRegistry()
-        Counter, Histogram = prometheus_client.Counter, prometheus_client.Histogram
-        self._requests = Counter("exp_requests", "Requests to /predict", ["status"], registry=registry)
-        self._seconds = Histogram("exp_request_seconds", "Of a request to /predict", registry=registry)
-        self._samples = Histogram("exp_batch_samples", "Of one call", buckets=BATCH_SIZES, registry=registry)
-        self._calls = Histogram("exp_model_seconds", "Of one call", buckets=MODEL_SECONDS, registry=registry)
-        waiting = prometheus_client.Gauge("exp_waiting_samples", "Queued or in a call", registry=registry)
-        self._batches = MicroBatches(
-            model,
-            most=limits.batch, wait_ms=limits.wait_ms, limit=limits.queue, observe=self._observe,
-            joins=all(port.has_free_batch for port in model.inputs),
-        )  # fmt: skip
-        waiting.set_function(lambda: self._batches.waiting)
+        joins = all(port.has_free_batch for port in model.inputs)
+        self._batches = MicroBatches(model, most=batch, wait_ms=wait_ms, joins=joins)
 
     def application(self, host: str) -> Starlette:
         """Return the ASGI application.
 
         On a loopback address it refuses other host names: a page of another site may use its own name for this machine.
         """
-        hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             yield
             await self._batches.close()
 
+        hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
         return Starlette(
             routes=[
                 Route("/predict", self._predict, methods=["POST"]),
                 Route("/model", self._describe),
                 Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/", lambda request: Response(PAGE, headers=HEADERS, media_type="text/html")),
-                Route("/page.js", lambda request: Response(SCRIPT, headers=HEADERS, media_type="text/javascript")),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
             exception_handlers={HTTPException: self._failed},
             lifespan=lifespan,
         )
 
-    async def _predict(self, request: Request) -> Response:
-        start = time.perf_counter()
-        status, content = await self._answer(request)
-        self._requests.labels(status=str(status)).inc()
-        self._seconds.observe(time.perf_counter() - start)
-        headers = {**HEADERS, "retry-after": "1"} if status == 503 else HEADERS
-        return JSONResponse(content, status, headers=headers)
-
-    async def _answer(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """Return the status, and the answer or the reason for which there is none."""
+    async def _predict(self, request: Request) -> JSONResponse:
+        """Answer with the outputs, or with the reason for which there are none."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            return 415, {"error": f"content-type is {kind or 'missing'}; expected application/json"}
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._body(request)
-            if body is None:
-                return 413, {
-                    "error": f"the body is larger than {self._limits.body:,} bytes; send fewer samples at once"
-                }
-            unknown: Mapping[str, Any] = {}
-            if self._table is None:
-                samples = read_samples(body, self._model, most=self._limits.samples)
-            else:
-                samples, unknown = read_rows(body, self._table, self._model, most=self._limits.samples)
-            outputs = await self._batches.submit(samples)
-        except TimeoutError:
-            return 408, {"error": f"the body did not arrive within {BODY_SECONDS:g} s"}
-        except BadRequest as error:
-            return 400, {"error": str(error)}
-        except RunError as error:
-            return 422, {"error": str(error)}
-        except UnavailableError as error:
-            return 503, {"error": f"{error}; ask again in a second"}
-        answer = answer_of(outputs, self._model.description)
-        return 200, {**answer, "unknown": unknown} if unknown else answer
-
-    async def _body(self, request: Request) -> bytes | None:
-        """Return the body; None if it is larger than the limit, beyond which nothing is read."""
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._limits.body:
-            return None
+        if kind != "application/json":  # a form of another site cannot send this type
+            raise HTTPException(415, f"content-type is {kind or 'missing'}; expected application/json")
         body = bytearray()
         async for part in request.stream():
             body += part
-            if len(body) > self._limits.body:
-                return None
-        return bytes(body)
+            if len(body) > MOST_BYTES:
+                raise HTTPException(413, f"the body is larger than {MOST_BYTES:,} bytes; send fewer samples at once")
+        unknown: Mapping[str, Any] = {}
+        try:
+            if self._table is None:
+                samples = read_samples(bytes(body), self._model)
+            else:
+                samples, unknown = read_rows(bytes(body), self._table, self._model)
+            outputs = await self._batches.submit(samples)
+        except BadRequest as error:
+            raise HTTPException(400, str(error)) from error
+        except RunError as error:
+            raise HTTPException(422, str(error)) from error
+        except UnavailableError as error:
+            raise HTTPException(503, f"{error}; ask again in a second", {"retry-after": "1"}) from error
+        answer = answer_of(outputs, self._model.description)
+        return JSONResponse({**answer, "unknown": unknown} if unknown else answer)
 
-    def _observe(self, samples: int, seconds: float) -> None:
-        self._samples.observe(samples)
-        self._calls.observe(seconds)
-
-    async def _describe(self, request: Request) -> Response:
+    async def _describe(self, request: Request) -> JSONResponse:
         about = self._model.description
         inputs = [described(port, about) for port in self._model.inputs]
         found = {
             "run": about.run,
             "inputs": self._table.described() if self._table else inputs,
             "outputs": [described(port, about) for port in self._model.outputs],
-            "classes": list(about.classes),
-            "target_scale": about.target_scale,
-            "quantization": about.quantization,
         }
-        return JSONResponse(found, headers=HEADERS)
+        return JSONResponse(found)
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "waiting_samples": self._batches.waiting}, headers=HEADERS)
+    async def _health(self, request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", **self._batches.counts()})
 
-    async def _metrics(self, request: Request) -> Response:
-        content = prometheus_client.generate_latest(self._registry)
-        return Response(content, headers=HEADERS, media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    async def _failed(self, request: Request, error: HTTPException) -> Response:
-        content = {"error": f"{request.method} {request.url.path}: {error.detail}"}
-        return JSONResponse(content, error.status_code, headers=HEADERS)
-
-
-def _listen(host: str, port: int | None) -> socket.socket:
-    """Return a bound socket.
-
-    Raises:
-        AddressError: No port is free.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reason = ""
-    for wanted in PORTS if port is None else [port]:
-        try:
-            return socket.create_server((host, wanted), family=family, backlog=2048)
-        except OSError as error:
-            reason = error.strerror or str(error)
-    what = f"ports {PORTS[0]} to {PORTS[-1]}" if port is None else f"port {port}"
-    raise AddressError(f"{what} of {host}: {reason}; expected a free one. Choose another port= or host=")
+    async def _failed(self, request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)

@@ -12,43 +12,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
-from exp.extras.export.export import OF_A_RUN, keys_of_a_run, options_of_a_run, words_of_a_run
+from exp.extras.export.export import WORDS_OF_A_RUN, keys_of_a_run, options_of_a_run
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
 
 if TYPE_CHECKING:
     from exp.cli.run_arguments import RunArguments
 
-HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP, with a page to try it in a browser.
+HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP.
 
   python -m exp.serve run=outputs/train/2026-01-31/12-00-00
-  python -m exp.serve run=DIR preprocessing=true quantize=int8 port=8080
+  python -m exp.serve run=DIR preprocessing=true port=8080
   python -m exp.serve model=network.onnx batch=128 wait_ms=5
 
-  run=DIR              a run directory, a job's in a sweep's directory, or a checkpoint: it is exported first
+  run=DIR              a run directory, the directory of a sweep's job, or a checkpoint: it is exported first
   model=FILE           an ONNX file instead, such as python -m exp.export writes
-  weights=, averaged=, preprocessing=, quantize=     of a run, as of exp.export; a table's columns always go in as
-                       exp.predict takes them, by name
-  port=NUMBER          left out: the first free one from 8000 on; 0: any free one
-  host=ADDRESS         left out: 127.0.0.1; another one is open to whoever reaches it, for there is no password
-  batch=NUMBER         samples of one call of the model (64); wait_ms=NUMBER: for which a request waits for others (2)
-  queue=NUMBER         samples that may wait (1024); more are answered with 503
-  samples=NUMBER       samples of one request (256); body_mib=NUMBER: its size (1)
-  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
+  weights=, preprocessing=   for run=DIR, as in exp.export; the columns of a table are taken by name, as in exp.predict
+  port=NUMBER          default: 8000; 0: any free port
+  host=ADDRESS         default: 127.0.0.1; anyone who reaches another address can use the model: there is no password
+  batch=NUMBER         samples of one call of the model (default: 64)
+  wait_ms=NUMBER       the time for which a request waits for others (default: 2)
+  security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust
 
-Ctrl-C and SIGTERM let it answer what has come, and end it."""
+Ctrl-C and SIGTERM end the server after it has answered open requests."""
 KEYS = {
-    "model": "an ONNX file",
-    "host": "an address of this machine",
-    "port": "a port",
-    "batch": "a number of samples",
+    "model": "an ONNX file", "host": "an address of this machine", "port": "a port", "batch": "a number of samples",
     "wait_ms": "milliseconds",
-    "queue": "a number of samples",
-    "samples": "a number of samples",
-    "body_mib": "a number of MiB",
-}
-# The defaults.
-NUMBERS = {"batch": 64.0, "wait_ms": 2.0, "queue": 1024.0, "samples": 256.0, "body_mib": 1.0}
+}  # fmt: skip
+# Default, smallest and largest value.
+NUMBERS = {"port": (8000, 0, 65535), "batch": (64, 1, 10**6), "wait_ms": (2, 0, 10**6)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,26 +61,18 @@ def _command(argv: Sequence[str]) -> int:
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.serve")
-    keys, words = {"run": RUN, **KEYS, **keys_of_a_run()}, words_of_a_run()
-    arguments = read_arguments(argv, keys=keys, words=words, needed=(), takes_overrides=False)
+    keys = {"run": RUN, **KEYS, **keys_of_a_run()}
+    arguments = read_arguments(argv, keys=keys, words=WORDS_OF_A_RUN, needed=(), takes_overrides=False)
     values = arguments.values
     _check_words(values)
-    numbers = {name: _number(name, values[name], otherwise) for name, otherwise in NUMBERS.items()}
-    port = None if values["port"] is None else int(_number("port", values["port"], 0.0))
-    for package in ("starlette", "uvicorn", "prometheus_client"):
+    numbers = {name: _number(name, values[name]) for name in NUMBERS}
+    for package in ("starlette", "uvicorn"):
         if not is_installed(package):
-            raise MissingExtraError(feature="exp.serve", package=package.replace("_", "-"), extra="serve")
+            raise MissingExtraError(feature="exp.serve", package=package, extra="serve")
     # These modules import torch.
     from exp.extras.export.onnx_file import OnnxModel
-    from exp.extras.serve.model_server import LOOPBACK, LOOPBACK_NAMES, Limits, ModelServer
+    from exp.extras.serve.model_server import LOOPBACK, LOOPBACK_NAMES, ModelServer
 
-    limits = Limits(
-        batch=int(numbers["batch"]),
-        wait_ms=numbers["wait_ms"],
-        queue=int(numbers["queue"]),
-        samples=int(numbers["samples"]),
-        body=int(numbers["body_mib"] * 2**20),
-    )
     host = values["host"] or LOOPBACK
     if host not in LOOPBACK_NAMES:
         print(f"{host}: whoever reaches this address can use the model, for there is no password", file=sys.stderr)
@@ -96,7 +80,7 @@ def _command(argv: Sequence[str]) -> int:
     with outliving_output(), _file(arguments) as path, heeding(lambda signum, frame: ended.put(signum)):
         # With more threads for each call, requests wait for threads longer than small networks compute.
         model = OnnxModel(path, threads=1)
-        with ModelServer(model, host=host, port=port, limits=limits) as server:
+        with ModelServer(model, host=host, **numbers) as server:
             print(f"{values['run'] or values['model']}  {server.address}  (Ctrl-C ends it)", flush=True)
             signum = ended.get()
     return 0 if signum == signal.SIGINT else 128 + signum
@@ -119,9 +103,8 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     if table_form(run) is not None:
         options["preprocessing"] = False  # the server prepares the columns of a table, including words and dates
     with tempfile.TemporaryDirectory() as place:
-        exported = export(run, format="onnx", output=Path(place) / "network.onnx", timed=False, **options)
-        for note in exported.notes:
-            print(note)
+        exported = export(run, format="onnx", output=Path(place) / "network.onnx", **options)
+        print(*exported.notes, sep="\n")
         yield exported.path
 
 
@@ -130,24 +113,18 @@ def _check_words(values: Mapping[str, str | None]) -> None:
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} beside model={values['model']}"
         raise ConfigError([Fault(key="run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")])
-    beside = [name for name in OF_A_RUN if values[name] is not None]
+    beside = [name for name in keys_of_a_run() if values[name] is not None]
     if values["model"] is not None and beside:
         got = f"{values[beside[0]]} beside model={values['model']}, which is exported already"
         raise ConfigError([Fault(key=beside[0], got=got, expected="run=DIR", source="command line")])
 
 
-def _number(name: str, text: str | None, otherwise: float) -> float:
-    """Return the number of a word; raise ConfigError if it is not a number in its range."""
+def _number(name: str, text: str | None) -> int:
+    """Return the number of a word; raise ConfigError if it is not a whole number in its range."""
+    default, least, most = NUMBERS[name]
     if text is None:
-        return otherwise
-    is_whole = name not in ("wait_ms", "body_mib")
-    least = 0.0 if name in ("port", "wait_ms") else 1.0 if is_whole else 0.001
-    most = 65535.0 if name == "port" else 1e9
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value <= most or (is_whole and not value.is_integer()):
-        expected = f"{KEYS[name]}, from {least:g} to {most:g}"
+        return default
+    if not text.isdecimal() or not least <= int(text) <= most:
+        expected = f"{KEYS[name]}, from {least} to {most}"
         raise ConfigError([Fault(key=name, got=text, expected=expected, source="command line")])
-    return value
+    return int(text)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from exp.build import Parts, build
@@ -29,13 +28,10 @@ from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_dat
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
 from exp.config.hydra_adapter import text_values
-from exp.construct import build_network, build_objective, build_starting_network
 from exp.data.in_memory import AnyDataset, samples_in
-from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import note_metrics
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
-from exp.engine.forward import forward_by_name
 from exp.engine.runtime import block_launches, set_threads, threads_of
 from exp.errors import ExpError, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
@@ -207,14 +203,11 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
 
 
 def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
-    """What comes before the first step: what loggers show of the run, precision.report."""
-    plain = decided.plain
+    """Give the loggers and train.log what they show of the run before its first step."""
     _describe(decided, parts, directory)
     if rank.is_first:
         for line in _start_lines(decided, parts, directory):
             log.info("%s", line)
-    if rank.is_first and plain["train"] and plain["precision"]["report"]:
-        _report_precision(decided, parts, directory, resume)
 
 
 def _start_lines(decided: Plan, parts: Parts, directory: Path) -> Iterator[str]:
@@ -340,31 +333,3 @@ def _trace(decided: Plan) -> tuple[ForwardTrace | None, Sequence[str]]:
     if decided.own is not None:
         return None, ("what a module of your own computes in its steps is not known before them",)
     return decided.shapes.traces.get(None), decided.shapes.notes
-
-
-def _report_precision(decided: Plan, parts: Parts, directory: Path, resume: Path | None) -> None:
-    """On networks of its own, with the weights that training begins with: nothing of the run is touched."""
-    from exp.precision.advice import report_precision
-
-    plain, start, data = decided.plain, resume or decided.plain["resume"], parts.data
-    assert isinstance(data, StagedData)
-
-    def network() -> nn.Module:
-        if start is None:
-            return build_starting_network(plain, decided.spec)
-        made = build_network(plain, decided.spec)
-        states = read_checkpoint(start, map_location="cpu")["state_dict"]
-        own = {name.removeprefix("network."): tensor for name, tensor in states.items()}
-        made.load_state_dict({name: own[name] for name in made.state_dict()})
-        return made
-
-    report_precision(
-        network_factory=network,
-        forward=partial(forward_by_name, inputs=tuple(decided.spec.inputs)),
-        objective=build_objective(plain),
-        batch=next(iter(data.data.loader("train", rank=data.rank, world_size=data.world_size))),
-        precision=plain["precision"],
-        device=parts.trainer.strategy.root_device,
-        seed=plain["seed"],
-        directory=directory,
-    )

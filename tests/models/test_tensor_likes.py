@@ -67,7 +67,6 @@ def fit(directory: str, **kinds: str) -> dict[str, torch.Tensor]:
             f"hydra.run.dir={directory}", f"model={{_target_: tensor_likes.Net{options}}}", "trainer.max_epochs=1",
             "trainer.limit_train_batches=3", "trainer.enable_progress_bar=false", "launch.accelerator=cpu",
             "test=false", "hooks=[gradients,memory,activations,dtypes]", "logger=[]", "optimizer=sgd",
-            "precision.report=true",
         ])
     )  # fmt: skip
     found: dict[str, torch.Tensor] = torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)["state_dict"]

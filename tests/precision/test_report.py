@@ -1,11 +1,9 @@
-"""precision.report: its measurements and proposals; training is the same with a report."""
+"""The comparison of a precision with float32: its measurements, its proposals and its command."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +11,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-import exp
-from exp.build import Parts
-from exp.config.freeze import freeze
-from exp.errors import ConfigError
-from exp.precision.advice import keep_as_yaml, proposed_keep
-from exp.precision.comparison import Comparison, compare
+from exp.extras.debugging.comparison import Comparison, compare
+from exp.extras.debugging.precision_report import keep_as_yaml, main, proposed_keep
 from exp.precision.plugin import build_precision
-from exp.run import run
 
 pytestmark = pytest.mark.numeric
 
-SHORT = (
-    "hooks=[]", "metrics=[]", "launch.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.max_steps=3",
-    "trainer.max_epochs=-1", "data.batch_size=16", "test=false", "model=mlp", "model.constants.width=16",
-    "trainer.limit_val_batches=1",
-)  # fmt: skip
+SMALL = ("data.batch_size=16", "model=mlp", "model.constants.width=16", "launch.accelerator=cpu")
 
 
 class Cube(nn.Module):
@@ -221,63 +210,15 @@ def test_numbered_names_become_a_pattern() -> None:
     assert yaml.safe_load(keep_as_yaml({})) == {"precision": {"keep": {}}}
 
 
-def train(directory: Path, *overrides: str) -> dict[str, Tensor]:
-    config = exp.compose([f"hydra.run.dir={directory}", *SHORT, "strategy=single", *overrides])
-    exp.validate(config)
-    run(freeze(config))
-    return torch.load(directory / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-
-
-@pytest.mark.any_processor
-@pytest.mark.parametrize("word", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_a_report_does_not_change_training(
-    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The model has dropout, and the data is shuffled."""
-    monkeypatch.chdir(tmp_path)
-    plain = train(tmp_path / "plain", f"precision={word}")
-    assert not (tmp_path / "plain" / "precision.md").exists()
-    capsys.readouterr()
-    reported = train(tmp_path / "reported", f"precision={word}", "precision.report=true")
-    assert all(torch.equal(plain[name], tensor) for name, tensor in reported.items())
-    text = (tmp_path / "reported" / "precision.md").read_text()
+@pytest.mark.parametrize("word", ["bf16", "fp64", "tf32", "fp16_true"])
+def test_the_command_prints_each_layer(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, f"precision={word}", "optimizer.eps=1e-4"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith(f"# precision={word} against float32, one batch\n")
     assert "| blocks.0.norm | LayerNorm |" in text
-    assert "```yaml\nprecision:\n  keep: {}\n```" in text
-    screen = capsys.readouterr().out
-    assert "blocks.1.linear" in screen
-    assert "keep: {}" in screen
+    assert "```yaml\nprecision:\n  keep:" in text
 
 
-@pytest.mark.slow
-def test_a_report_does_not_change_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(tmp_path / "plain", "precision=bf16")
-    resume = f"resume={tmp_path / 'plain' / 'checkpoints' / 'last.ckpt'}"
-    longer = ("trainer.max_steps=5", "precision=bf16", resume)
-    expected = train(tmp_path / "resumed", *longer)
-    found = train(tmp_path / "reported", *longer, "precision.report=true")
-    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
-
-
-@pytest.mark.slow
-@pytest.mark.any_processor
-def test_rank_0_reports_under_ddp(ranks: Any) -> None:
-    run = (*SHORT, "strategy=ddp", "precision=bf16")
-    plain = ranks.train(*run, ranks=2)
-    reported = ranks.train(*run, "precision.report=true", ranks=2)
-    assert reported.losses == plain.losses
-    assert (reported.directory / "precision.md").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("word", ["fp64", "fp32", "tf32", "fp16_true"])
-def test_every_word_can_be_reported(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(tmp_path / "run", f"precision={word}", "precision.report=true", "optimizer.eps=1e-4")
-    assert f"# precision={word} against float32" in (tmp_path / "run" / "precision.md").read_text()
-
-
-def test_a_report_of_a_split_network_is_refused(parts: Callable[..., Parts]) -> None:
-    with pytest.raises(ConfigError, match=r"precision.report: true with strategy=layer_split, with layers split"):
-        parts("precision=bf16", "precision.report=true", "strategy=layer_split", "launch.devices=2")
+def test_the_command_refuses_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment=gan", "launch.accelerator=cpu"]) == 2
+    assert "phases: several losses; expected a network" in capsys.readouterr().err

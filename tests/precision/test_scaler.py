@@ -279,7 +279,7 @@ def test_a_run_without_finite_gradients_warns(parts: Callable[..., Parts], caplo
     built.trainer.fit(built.module, datamodule=built.data)
     assert [record.message for record in caplog.records if "loss scale" in record.message] == [
         "step 32: the loss scale has fallen to 1.52588e-05: a gradient is infinite or not a number whatever the scale. "
-        "Look with precision.report=true for the layer and keep it in fp32 (precision.keep), or train in bf16"
+        "Find the layer with python -m exp.precision and keep it in fp32 (precision.keep), or train in bf16"
     ]
 
 

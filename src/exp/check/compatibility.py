@@ -134,7 +134,6 @@ NEEDS: Mapping[str, str] = {
     "whole_module": "a LightningModule of the user's own runs its own training_step",
     "lasting_writes": "the network's forward writes into parameters",
     "same_writes": "the network's forward writes into parameters what varies with the batch or with random numbers",
-    "one_whole_network": "precision.report measures one network with one loss, whole, on one device",
 }
 
 _PARTS = "it needs whole weights and gradients, and ranks hold parts of them"
@@ -244,10 +243,6 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "owns_step": "its engine keeps weights of its own, in which a write is lost",
     },
     "same_writes": {"ranks": "ranks write what their own shares of a batch say, and their weights drift apart"},
-    "one_whole_network": {
-        "phases": "several losses",
-        **dict.fromkeys(("splits_tensors", "splits_layers", "splits_devices"), "a network in parts"),
-    },
 }
 # Where the network is, for a run that is told what it cannot have.
 PLACES: Mapping[str, str] = {
@@ -404,14 +399,6 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
             needs=frozenset({"other_parameters"}),
             without="{{}}: {reason}",
             cure="Freeze for the whole run, or change {switch}",
-        )
-    if config["precision"]["report"]:
-        yield Part(
-            key="precision.report",
-            named="true",
-            needs=frozenset({"one_whole_network"}),
-            without="false: it measures one network with one loss, whole, on one device",
-            cure="Run it once with strategy=single and without phases",
         )
     yield from _writing_parts(planned)
     for name, callback in planned.callbacks.items():

@@ -86,7 +86,7 @@ NOTHING: Mapping[str, Any] = {
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
 # Of these nodes: what no step depends on, and what a name or word says as well.
-BESIDE = ("precision.report", "precision.scaler.enabled", "strategy.verify", "strategy._target_")
+BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 
 @dataclass(frozen=True, kw_only=True)

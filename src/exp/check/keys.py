@@ -127,7 +127,6 @@ SCHEMA: dict[str, Any] = {
     "precision": {
         "word": Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"],
         "keep": dict[str, Literal["fp32", "fp64"]],
-        "report": bool,
         "scaler": {
             "init_scale": Positive,
             "growth_factor": Annotated[float, Gt(1)],

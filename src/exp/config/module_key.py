@@ -52,7 +52,6 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "lora.layers": ([], _NETWORK),
     "metric_stages": (["val", "test"], "the module gives its metrics to self.log, in the steps that it likes"),
     "precision.keep": ({}, "which layers the module calls, and how, nobody knows before its step"),
-    "precision.report": (False, "it compares losses of exp's objective"),
     "runtime.steps_per_execution": (None, _STEP),
     "runtime.compile": (False, "the module compiles what it likes: self.net = torch.compile(self.net) in setup"),
     "runtime.channels_last": (False, _NETWORK),

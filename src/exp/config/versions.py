@@ -19,7 +19,12 @@ ADDED: Mapping[str, Any] = {
     "data.dataset.any_size": False,
 }
 # Keys that no longer exist, with the values that they had by default.
-REMOVED: Mapping[str, Any] = {"runtime.warm": "auto", "runtime.cuda_graph": False, "runtime.out_of_memory": "stop"}
+REMOVED: Mapping[str, Any] = {
+    "precision.report": False,
+    "runtime.cuda_graph": False,
+    "runtime.out_of_memory": "stop",
+    "runtime.warm": "auto",
+}
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {

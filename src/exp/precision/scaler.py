@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # The scale of the first step comes down from 65536 to 1 in 16 skips; more in a row is no search for a scale.
 SKIPS_IN_A_ROW = 20
 CURE = (
-    "a gradient is infinite or not a number whatever the scale. Look with precision.report=true for the layer and keep "
+    "a gradient is infinite or not a number whatever the scale. Find the layer with python -m exp.precision and keep "
     "it in fp32 (precision.keep), or train in bf16"
 )
 UNSCALED_CURE = (

@@ -50,7 +50,6 @@ RULES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "launch.max_restarts": ((0,), "a stack is one process"),
     "precision.word": (WORDS, "its numbers have a scale, or a dtype, that is of one run"),
     "precision.keep": (({},), "layers with a dtype of their own are converted for one run"),
-    "precision.report": ((False,), "it compares one run"),
     "trainer.accumulate_grad_batches": ((1,), OWN_LOOP),
     "trainer.max_time": ((None,), "members end together by steps or epochs, not by a clock"),
     "trainer.val_check_interval": ((None, 1.0), OWN_LOOP),

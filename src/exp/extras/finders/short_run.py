@@ -28,7 +28,6 @@ SHORT: Mapping[str, Any] = {
     "monitor": "loss/train",
     "mode": "min",
     "test": False,
-    "precision.report": False,
     "scheduler": {"_target_": "exp.optim.schedules.Constant", "interval": "step", "monitor": None},
     "logger": {"tensorboard": {"_target_": "exp.tensorboard.logger.TensorBoardLogger"}},
     "checkpoint.every_n_steps": None,

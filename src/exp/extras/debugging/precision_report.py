@@ -1,0 +1,221 @@
+"""python -m exp.precision [overrides]: compares the layers of a network with float32 and suggests a precision.keep."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from statistics import median
+from typing import TYPE_CHECKING
+
+from exp.errors import ConfigError, Fault
+from exp.output import exit_status, loading_torch, outliving_output
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from exp.check.plan import Plan
+    from exp.extras.debugging.comparison import Comparison, LayerComparison
+
+PROGRAM = "python -m exp.precision"
+HEADINGS = ("layer", "type", "dtype", "error", "own error", "gradient error", "overflow", "underflow")
+# A product of rounded numbers is wrong by about half a unit in the last place. A larger error comes from the layer.
+UNITS = 4
+# A share of lost numbers that no longer averages out.
+LOST = 0.1
+# Largest number of further comparisons, each with more kept layers.
+ROUNDS = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table of the run that `python -m exp.train` with the same command line would train.
+
+    Returns:
+        0; 2 after the list of errors.
+    """
+    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
+
+
+def _command(argv: Sequence[str]) -> int:
+    # Imported here because `main` answers a Ctrl-C during the import of Hydra.
+    from exp.cli.command_line import answer_question, is_question, parse_arguments
+
+    arguments = parse_arguments(argv, program=PROGRAM)
+    if is_question(arguments):
+        answer_question(arguments)
+        return 0
+    if arguments.multirun:
+        raise ConfigError([Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out")])
+    from exp.check.stages import compose, refuse_early
+
+    config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    refuse_early(config)
+    with loading_torch():
+        from exp.check.plan import examine, resolve
+    examined = examine(resolve(config))
+    if examined.plan is None:
+        raise ConfigError(examined.faults)
+    with outliving_output():
+        print(report(examined.plan))
+    return 0
+
+
+def report(plan: Plan) -> str:
+    """Return the comparison of a plan's network as Markdown, with the suggested `precision.keep`.
+
+    Raises:
+        ConfigError: The run is not one network with one loss of one forward pass.
+    """
+    refuse_several(plan)
+    again = comparer(plan)
+    keep = plan.plain["precision"]["keep"]
+    comparison = again(keep)
+    return as_markdown(comparison, keep=proposed_keep(comparison, keep, again=again))
+
+
+def refuse_several(plan: Plan) -> None:
+    """Raise ConfigError for a run with phases, a LightningModule, or no term of one forward pass."""
+    expected = "a network of `model` with one loss of one forward pass"
+    if plan.own is not None:
+        raise ConfigError([Fault(key="module", got="a LightningModule", expected=expected)])
+    if plan.phases:
+        raise ConfigError([Fault(key="phases", got="several losses", expected=expected)])
+    if not _terms(plan):
+        raise ConfigError([Fault(key="objective", got="terms that need several passes", expected=expected)])
+
+
+def _terms(plan: Plan) -> list[str]:
+    return [name for name in plan.objective.terms if not plan.objective.needs_of(name)]
+
+
+def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
+    """Return the function that compares the plan's network with float32 on its first batch, for a `precision.keep`.
+
+    Terms of the objective that need several passes are left out.
+    """
+    import torch
+
+    from exp.construct import build_network, build_starting_network
+    from exp.engine.checkpoint import read_checkpoint
+    from exp.engine.forward import forward_by_name
+    from exp.extras.debugging.comparison import compare
+    from exp.nested import mapped, moved
+    from exp.precision.plugin import build_precision
+    from exp.precision.words import WORDS
+
+    plain, device = plan.plain, torch.device(plan.placement.device(0))
+    precision = plain["precision"]
+    part = plan.objective.only(_terms(plan)).to(device)
+    # The weights of a loss are float64 with the network under fp64.
+    parts = part, copy.deepcopy(part).double() if WORDS[precision["word"]].double else part
+    batch = next(iter(plan.data.loader("train", rank=0, world_size=plan.placement.data_ranks)))
+    data = moved(batch.data, device)
+
+    def network() -> nn.Module:
+        if plain["resume"] is None:
+            return build_starting_network(plain, plan.spec)
+        made = build_network(plain, plan.spec)
+        states = read_checkpoint(plain["resume"], map_location="cpu")["state_dict"]
+        made.load_state_dict({name: states[f"network.{name}"] for name in made.state_dict()})
+        return made
+
+    def compared(keep: Mapping[str, str]) -> Comparison:
+        plugin = build_precision(precision["word"], device_type=device.type, keep=keep, **precision["scaler"])
+        reference, chosen = (network().to(device).train() for _ in range(2))
+
+        def loss(network: nn.Module) -> Tensor:
+            is_chosen = network is chosen
+            # A copy, because a first layer may work in place.
+            given = mapped(data, torch.clone)
+            given = plugin.convert_input(given) if is_chosen else given
+            values = forward_by_name(network, tuple(plan.spec.inputs))(network, given)
+            total: Tensor = parts[is_chosen](values)[0]
+            return total
+
+        return compare(reference, chosen, loss=loss, precision=plugin, seed=plain["seed"])
+
+    return compared
+
+
+def proposed_keep(
+    comparison: Comparison, keep: Mapping[str, str], *, again: Callable[[Mapping[str, str]], Comparison]
+) -> dict[str, str]:
+    """Return `keep` with the layers that should be in fp32.
+
+    Errors of the first layers hide errors of later layers. So the first layers are kept and the batch is compared
+    again, until no layer is found.
+
+    Args:
+        again: Compares under another keep.
+    """
+    proposed = dict(keep)
+    for _ in range(ROUNDS):
+        more = [name for name in _worst(comparison) if name not in proposed]
+        if not more:
+            break
+        proposed |= dict.fromkeys(more, "fp32")
+        comparison = again(proposed)
+    names = [layer.name for layer in comparison.layers]
+    patterns = _patterns([name for name in names if name in proposed.keys() - keep.keys()], names)
+    return {**keep, **dict.fromkeys(patterns, "fp32")}
+
+
+def _worst(comparison: Comparison) -> list[str]:
+    """Return layers where infinity begins; else layers with own errors; else layers with an outlying gradient."""
+    import torch
+
+    from exp.precision.words import HALF, WORDS
+
+    dtype, layers = WORDS[comparison.word].compute, comparison.layers
+    if dtype not in HALF:
+        return []
+    limit = UNITS * torch.finfo(dtype).eps
+    usual = median(layer.gradient_error for layer in layers) if layers else 0.0
+    stages = (
+        [layer.name for layer in layers if layer.is_origin],
+        [layer.name for layer in layers if layer.overflow],
+        [layer.name for layer in layers if layer.own_error > limit or layer.underflow > LOST],
+        [layer.name for layer in layers if layer.gradient_error > max(limit, UNITS * usual)],
+    )
+    return next((names for names in stages if names), [])
+
+
+def keep_as_yaml(keep: Mapping[str, str]) -> str:
+    """Return `keep` as YAML, to paste into an experiment."""
+    if not keep:
+        return "precision:\n  keep: {}"
+    return "\n".join(["precision:", "  keep:", *(f'    "{pattern}": {dtype}' for pattern, dtype in keep.items())])
+
+
+def as_markdown(comparison: Comparison, *, keep: Mapping[str, str]) -> str:
+    """Return a comparison as text. keep: the suggested one."""
+    error = abs(comparison.loss - comparison.loss_float32)
+    lines = [
+        f"# precision={comparison.word} against float32, one batch",
+        "",
+        f"- loss {comparison.loss:.6g}, in float32 {comparison.loss_float32:.6g}, difference {error:.2g}",
+    ]
+    if comparison.loss_scale != 1.0:
+        lines.append(f"- gradients measured at a loss scale of {comparison.loss_scale:g}")
+    lines += ["", f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
+    lines += [f"| {' | '.join(_cells(layer))} |" for layer in comparison.layers]
+    return "\n".join([*lines, "", "```yaml", keep_as_yaml(keep), "```"])
+
+
+def _cells(layer: LayerComparison) -> tuple[str, ...]:
+    errors = (layer.output_error, layer.own_error, layer.gradient_error)
+    shown = [f"{error:.1e}" if error else "0" for error in errors]
+    underflow = "0" if (share := f"{layer.underflow:.1%}") == "0.0%" else share
+    return (layer.name, layer.kind, layer.dtype, *shown, str(layer.overflow), underflow)
+
+
+def _patterns(names: Collection[str], all_names: Collection[str]) -> list[str]:
+    """Return blocks.0.norm and blocks.1.norm as blocks.*.norm, if the pattern names no other layer."""
+    patterns = []
+    for name in names:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        is_exact = {other for other in all_names if fnmatchcase(other, pattern)} <= set(names)
+        patterns.append(pattern if pattern != "*" and is_exact else name)
+    return list(dict.fromkeys(patterns))

@@ -82,12 +82,3 @@ def test_a_resumed_run_of_local_sgd_is_exact(ranks):
     assert second.losses == unbroken.losses[6:]
     for name, value in weights(unbroken).items():
         assert torch.equal(weights(second)[name], value), name
-
-
-@pytest.mark.slow
-def test_a_node_averages_gradients_when_asked(ranks):
-    ddp = ranks.train(*RUN, "trainer.max_steps=7", ranks=2)
-    for within in ("true", "false"):
-        options = ("strategy.local_sgd.every_n_steps=100", f"strategy.local_sgd.within_node={within}")
-        local = ranks.train(*RUN, "trainer.max_steps=7", *options, ranks=2)
-        assert (local.losses == pytest.approx(ddp.losses, rel=0, abs=1e-10)) == (within == "true")

@@ -50,7 +50,7 @@ from exp.errors import UserCodeError, own_frames
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
 from exp.shared_types import Batch
-from exp.strategies.ddp import ExpDDPStrategy
+from exp.strategies.strategy import WrapsModule
 
 log = logging.getLogger(__name__)
 
@@ -443,15 +443,11 @@ class LeanStep:
             return
         if type(strategy).training_step is LightningStrategy.training_step and strategy.model is self.module:
             self._forward = self.module.training_step
-        elif isinstance(strategy, ExpDDPStrategy) and self._goes_through_wrapper(strategy):
+        elif isinstance(strategy, WrapsModule) and strategy.is_plain and strategy.model is not self.module:
             self._forward = self._forward_through_wrapper
         else:
             return
         self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
-
-    def _goes_through_wrapper(self, strategy: ExpDDPStrategy) -> bool:
-        is_own = type(strategy).training_step is ExpDDPStrategy.training_step
-        return is_own and strategy.is_plain and strategy.model is not self.module
 
     def _forward_through_wrapper(self, batch: Batch, batch_idx: int) -> Any:
         """Call DistributedDataParallel, which calls the module's forward: its training step meanwhile."""
@@ -572,7 +568,7 @@ class LeanStep:
 def _steps_plainly(strategy: LightningStrategy) -> bool:
     """Return whether the strategy adds nothing to an optimizer's step."""
     own = type(strategy).optimizer_step
-    if isinstance(strategy, ExpDDPStrategy) and own is ExpDDPStrategy.optimizer_step:
+    if isinstance(strategy, WrapsModule):
         return strategy.is_plain
     if isinstance(strategy, DDPStrategy) and own is DDPStrategy.optimizer_step:
         return strategy._model_averager is None

@@ -39,8 +39,8 @@ from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule, turns_of
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch
-from exp.strategies.ddp import ExpDDPStrategy
 from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
+from exp.strategies.strategy import WrapsModule
 
 
 class PhasedModule(TrainingModule):
@@ -154,7 +154,7 @@ class PhasedModule(TrainingModule):
         step = self.trainer.global_step + 1
         # Only exp's ddp may be told not to.
         strategy = self.trainer.strategy
-        if not isinstance(strategy, ExpDDPStrategy) or strategy.broadcasts_buffers:
+        if not isinstance(strategy, WrapsModule) or strategy.broadcasts_buffers:
             broadcast_buffers(self)
         precision = self._precision
         losses: dict[str, Tensor] = {}

@@ -5,7 +5,6 @@ bf16, fp16   each bucket is sent in that dtype. As torch's default_hooks, whose 
              unless the backend is NCCL; gloo adds bfloat16 as well (seen in torch 2.13).
 powersgd     each matrix is sent as two of low rank, and what was lost is added to the next step's gradients (Vogels et
              al. 2019, torch's powerSGD_hook).
-ring         as they are, from neighbour to neighbour (exp.strategies.ring_all_reduce), which logs what it sends.
 
 local_sgd takes steps without communication, and averages the weights every so many of them. With all ranks' gradients
 averaged at every step there is one trajectory; here each rank has its own between two averagings (Lin et al. 2018,
@@ -17,11 +16,10 @@ arXiv:1808.07217, post-local SGD; torch's post_localSGD_hook and PeriodicModelAv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -31,26 +29,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from exp.errors import Fault, RunError
-from exp.models.partition import Patterns
+from exp.errors import Fault
 from exp.precision.words import WORDS
 from exp.shared_types import Batch
 from exp.spelling import show
 from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
 from exp.strategies.gradient_averaging import average_tensors, broadcast_buffers, broadcast_state
-from exp.strategies.layer_split import (
-    MEETS,
-    Layers,
-    LayerSplitStrategy,
-    OverDevices,
-    device_places,
-    inner_split,
-    split_faults,
-)
-from exp.strategies.placement import CPU_RANKS, DEFAULT_DEMAND, Demand, Dimensions, Placement
+from exp.strategies.placement import Placement
 from exp.strategies.rank import Rank
-from exp.strategies.ring_all_reduce import Ring
 from exp.strategies.strategy import Blueprint, Strategy, module_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,14 +67,10 @@ class LocalSGD:
 
     every_n_steps: optimizer steps between two averagings of the weights; None is no local SGD.
     start_step: optimizer steps of ordinary ddp before the first local one.
-    within_node: the gradients are still averaged among the ranks of each node, at every step.
-    average_optimizer_state: momenta are averaged with the weights, so that a run resumes exactly.
     """
 
     every_n_steps: int | None = None
     start_step: int = 0
-    within_node: bool = False
-    average_optimizer_state: bool = True
 
 
 # Options of ddp that tell DistributedDataParallel's reducer what to do, and their defaults.
@@ -109,11 +92,8 @@ class DDP(Strategy):
         and test.
     bucket_cap_mb: size of a bucket in MiB; None is torch's default.
     sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
-    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd, ring.
+    communication_hook: how gradients are sent: None as they are, fp16, bf16, powersgd.
     powersgd: the options of that hook. local_sgd: steps without communication.
-    inner: `layer_split` lays the network of each rank over several devices; None has it on one.
-    devices_per_rank, layers: of that split, see exp.strategies.layer_split; None is one device for each of `layers`,
-        or two.
     """
 
     steps_once = False
@@ -128,17 +108,11 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
-        communication_hook: Literal["fp16", "bf16", "powersgd", "ring"] | None = None,
+        communication_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
         powersgd: PowerSGD | None = None,
         local_sgd: LocalSGD | None = None,
-        inner: Literal["layer_split"] | None = None,
-        devices_per_rank: Annotated[int, Ge(2)] | None = None,
-        layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        self.inner = inner_split(inner, devices_per_rank=devices_per_rank, layers=layers)
-        self.splits_devices = self.inner is not None
-        self.meets = MEETS if self.splits_devices else frozenset()
         self.options = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -152,63 +126,43 @@ class DDP(Strategy):
         self.local_sgd = local_sgd or LocalSGD()
         self.averages_between_steps = self.local_sgd.every_n_steps is not None
 
-    @property
-    def demand(self) -> Demand:
-        """One device a rank, or those of its layers; a machine without a GPU tries two ranks."""
-        if self.inner is None:
-            return DEFAULT_DEMAND
-        return Demand(dimensions=Dimensions(devices=self.inner.devices), cpu_devices=CPU_RANKS * self.inner.devices)
-
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Options that contradict each other, the network or the machine."""
         faults = [*self._contradictions(planned), *self._phase_faults(planned)]
-        faults += batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)
-        if self.inner is not None:
-            faults += split_faults(planned, count=self.inner.devices, layers=self.inner.layers)
-        return faults
+        return [*faults, *batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Lightning's DDPStrategy with these options."""
-        if self.inner is None:
-            return ExpDDPStrategy(placement=placement, options=self)
-        devices, layers = placement.devices(rank.local_rank), self.inner.layers
-        if placement.world_size == 1:
-            return LayerSplitStrategy(devices=devices, layers=layers)
-        return SplitDDPStrategy(devices=devices, layers=layers, placement=placement, options=self)
+        """Return Lightning's DDPStrategy with these options."""
+        return ExpDDPStrategy(placement=placement, options=self)
 
     def footprint(self, load: Load) -> Footprint:
-        """A copy a rank. Where gradients are no views of the buckets that are sent, these are there as well."""
-        ranks = tuple(range(load.placement.world_size))
-        is_alone, sizes = len(ranks) == 1, load.gradient_bytes
-        buffers = {} if is_alone or self.options["gradient_as_bucket_view"] else {"buckets of gradients": sizes}
-        if self.inner is None:
-            places = [Place(ranks=ranks, held=whole(load), buffers=buffers)]
-        else:
-            places = device_places(load, count=self.inner.devices, layers=self.inner.layers, ranks=ranks)
-        if is_alone:
+        """Return a copy for each rank, and the buckets that are sent if gradients are not views of them."""
+        count = load.placement.world_size
+        has_buckets = count > 1 and not self.options["gradient_as_bucket_view"]
+        buffers = {"buckets of gradients": load.gradient_bytes} if has_buckets else {}
+        places = [Place(ranks=tuple(range(count)), held=whole(load), buffers=buffers)]
+        if count == 1:
             return Footprint(places=places)
-        transfers, notes = self._transfers(load)
+        transfers = self._transfers(load)
         if load.buffers and self.options["broadcast_buffers"] and not self.averages_between_steps:
-            sent = gather(load.buffers, len(ranks)) * load.micro_batches
-            transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=len(ranks)))
-        return Footprint(places=places, transfers=transfers, notes=tuple(notes))
+            sent = gather(load.buffers, count) * load.micro_batches
+            transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=count))
+        is_powersgd = self.communication_hook == "powersgd"
+        notes = ("powersgd sends less: its gradients are counted whole",) if is_powersgd else ()
+        return Footprint(places=places, transfers=transfers, notes=notes)
 
-    def _transfers(self, load: Load) -> tuple[list[Transfer], list[str]]:
-        """Of gradients, or of weights where ranks step by themselves."""
+    def _transfers(self, load: Load) -> list[Transfer]:
+        """Return the transfer of gradients, or of weights between two meetings of local SGD."""
         ranks, every = load.placement.data_ranks, self.local_sgd.every_n_steps
         if every is not None:
             sent = all_reduce(load.gradient_bytes, ranks) / every
-            return [Transfer(what=f"all-reduce of weights, every {every} steps", sent=sent, over=ranks)], []
-        if self.communication_hook == "powersgd":
-            found = averaged(load, factor=_powersgd_share(load, self.powersgd))
-            return found, [f"powersgd sends so little behind step {self.powersgd.start_step}, and all of it before"]
-        if self.communication_hook is None:
-            return averaged(load), []
+            return [Transfer(what=f"all-reduce of weights, every {every} steps", sent=sent, over=ranks)]
+        if self.communication_hook not in DTYPES:
+            return averaged(load)
         largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
-        return averaged(load, factor=2 / largest), []
+        return averaged(load, factor=2 / largest)
 
     def _contradictions(self, planned: Blueprint) -> Iterator[Fault]:
-        is_local = self.local_sgd.every_n_steps is not None
         if self.options["static_graph"] and self.options["find_unused_parameters"]:
             yield Fault(
                 key="strategy.static_graph",
@@ -216,75 +170,46 @@ class DDP(Strategy):
                 expected="one of the two: a static graph finds unused parameters once",
                 cure="Write strategy.find_unused_parameters=false",
             )
-        if is_local and self.communication_hook is not None:
+        if not self.averages_between_steps:
+            return
+        if self.communication_hook is not None:
             yield Fault(
                 key="strategy.communication_hook",
                 got=f"{self.communication_hook} with local_sgd",
                 expected="null: local steps send no gradients",
             )
-        if is_local and WORDS[planned.precision].compute is torch.float16:
+        if WORDS[planned.precision].compute is torch.float16:
             yield Fault(
                 key="strategy.local_sgd",
                 got=f"local steps with precision={planned.precision}",
                 expected="bf16 or fp32: each rank would have a loss scale of its own",
                 cure="Write precision=bf16",
             )
-        if is_local and self.sync_batchnorm:
+        if self.sync_batchnorm:
             yield Fault(
                 key="strategy.sync_batchnorm",
                 got="true with local_sgd",
-                expected="false: it makes ranks talk at every layer of every step",
+                expected="false: it makes ranks communicate at every layer of every step",
             )
-        if self.inner is not None and (is_local or self.communication_hook is not None):
-            key = "local_sgd" if is_local else "communication_hook"
-            got, expected = f"{key} with inner=layer_split", "neither: torch has them for networks on one device"
-            yield Fault(key=f"strategy.{key}", got=got, expected=expected)
-        yield from self._powersgd_faults(planned)
 
     def _phase_faults(self, planned: Blueprint) -> Iterator[Fault]:
-        """Phases average their gradients after each backward themselves, without ddp's reducer."""
+        """Yield an error for each option of the gradient average: phases average without DistributedDataParallel."""
         if not planned.config["phases"] or planned.placement.world_size == 1:
             return
-        taken = {
-            "communication_hook": self.communication_hook is not None,
-            "local_sgd.every_n_steps": self.local_sgd.every_n_steps is not None,
+        given = {
+            "communication_hook": self.communication_hook,
+            "local_sgd.every_n_steps": self.local_sgd.every_n_steps,
             "sync_batchnorm": self.sync_batchnorm,
+            **{key: self.options[key] for key in OF_THE_REDUCER},
         }
-        for key in (key for key, is_set in taken.items() if is_set):
-            yield Fault(
-                key=f"strategy.{key}",
-                got="set, with phases, which average their gradients after each backward themselves",
-                expected="false" if key == "sync_batchnorm" else "null",
-            )
-        for key, default in OF_THE_REDUCER.items():
-            if self.options[key] != default:
+        defaults = {"communication_hook": None, "local_sgd.every_n_steps": None, "sync_batchnorm": False}
+        for key, default in {**defaults, **OF_THE_REDUCER}.items():
+            if given[key] != default:
                 yield Fault(
                     key=f"strategy.{key}",
-                    got=f"{show(self.options[key])}, with phases, which run without ddp's reducer",
-                    expected=f"{show(default)}: it would do nothing",
+                    got=f"{show(given[key])}, with phases, which average their gradients without it",
+                    expected=show(default),
                 )
-
-    def _powersgd_faults(self, planned: Blueprint) -> Iterator[Fault]:
-        if self.communication_hook != "powersgd":
-            return
-        if planned.placement.accelerator == "cpu" and torch.cuda.is_available():
-            yield Fault(
-                key="strategy.communication_hook",
-                got="powersgd on cpu ranks of a machine with a GPU",
-                expected="bf16, fp16 or null: torch's hook waits for the GPU",
-            )
-
-
-def _powersgd_share(load: Load, options: PowerSGD) -> float:
-    """The numbers that are sent, of all: two matrices of the rank for one of n by m (Vogels et al. 2019)."""
-    sent = count = 0
-    for one in load.sizes.values():
-        if one.learns:
-            rows = one.shape[0] if one.shape else 1
-            small = options.rank * (rows + one.count // max(rows, 1))
-            is_small = len(one.shape) > 1 and small * options.min_compression_rate < one.count
-            sent, count = sent + (small if is_small else one.count), count + one.count
-    return sent / max(count, 1)
 
 
 class ExpDDPStrategy(DDPStrategy):
@@ -302,48 +227,42 @@ class ExpDDPStrategy(DDPStrategy):
     """
 
     def __init__(self, *, placement: Placement, options: DDP) -> None:
-        is_local = options.local_sgd.every_n_steps is not None
         # In local SGD they are averaged with the weights, and sent at no other time.
-        self.broadcasts_buffers = bool(options.options["broadcast_buffers"]) and not is_local
+        self.broadcasts_buffers = bool(options.options["broadcast_buffers"]) and not options.averages_between_steps
         of_torch: dict[str, Any] = {**options.options, "broadcast_buffers": self.broadcasts_buffers}
         super().__init__(process_group_backend=placement.backend, **of_torch)
-        self._placement, self._options = placement, options
+        self._options = options
         self._share = Share() if options.sync_batchnorm else None
         self._classes_before: dict[nn.Module, type[nn.Module]] = {}
         self._local: LocalSteps | None = None
-        self._ring = Ring()
         self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
-        """Raises: RunError where the module averages its own gradients, and an option is about how ddp does it."""
+        """Wrap the module, unless it averages its gradients."""
         module, options = module_of(self), self._options
         if self._share is not None and not self._classes_before:
             self._classes_before = join_statistics(module, self._share, device_type=self.root_device.type)
-        is_local = options.local_sgd.every_n_steps is not None
         # A LightningModule that is not exp's own says nothing of it.
         if getattr(module, "averages_gradients", False):
-            if is_local or options.communication_hook is not None:
-                raise RunError(
-                    f"{type(module).__name__} averages its gradients itself; expected neither "
-                    "strategy.communication_hook nor strategy.local_sgd: leave them null"
-                )
             broadcast_state(module)
             return
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if options.communication_hook is not None:
-            compress(self.model, options, steps_done=lambda: module.trainer.global_step, ring=self._ring)
-        if is_local:
-            self._local = LocalSteps(options.local_sgd, node_group=self._node_group())
+            compress(self.model, options, steps_done=lambda: module.trainer.global_step)
+        if options.averages_between_steps:
+            self._local = LocalSteps(options.local_sgd)
             self.model.register_comm_hook(self._local, _unless_local)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step has nothing of it but DistributedDataParallel: neither local steps nor shared statistics.
+        """Whether a step does nothing but call DistributedDataParallel.
 
         Relied on, and tested: Lightning's `_model_averager` is None but for its own post-local SGD (lightning 2.6.6).
         """
-        return self._local is None and self._share is None and self._model_averager is None
+        own = (type(self).training_step, type(self).optimizer_step)
+        is_own = own == (ExpDDPStrategy.training_step, ExpDDPStrategy.optimizer_step)
+        return is_own and self._local is None and self._share is None and self._model_averager is None
 
     def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
@@ -383,7 +302,6 @@ class ExpDDPStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         self._meet()
-        self._ring.tell()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All ranks' weights and buffers, the same in each: what a checkpoint holds. Every rank must call it."""
@@ -404,41 +322,12 @@ class ExpDDPStrategy(DDPStrategy):
         if self._local is not None:
             self._local.meet(module_of(self), self.optimizers)
 
-    def _node_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this node, where they average their gradients at every step."""
-        if not self._options.local_sgd.within_node or self._placement.ranks_per_node == 1:
-            return None
-        new_subgroups: Callable[[int], tuple[dist.ProcessGroup, object]] = dist.new_subgroups
-        return new_subgroups(self._placement.ranks_per_node)[0]
-
-
-class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
-    """Ranks that average their gradients, each with a network on several devices.
-
-    DistributedDataParallel takes such a module without device_ids.
-    """
-
-    def __init__(self, *, devices: Sequence[str], layers: Patterns | None, placement: Placement, options: DDP) -> None:
-        self.devices = tuple(map(torch.device, devices))
-        self.layers = layers
-        ExpDDPStrategy.__init__(self, placement=placement, options=options)
-
-    @property
-    def root_device(self) -> torch.device:
-        return self.devices[-1]
-
-    def determine_ddp_device_ids(self) -> list[int] | None:
-        return None
-
 
 class LocalSteps:
-    """Knows at which step ranks are on their own, and brings them together again.
+    """Steps that each rank takes alone, and the averages that follow them."""
 
-    node_group: ranks whose gradients are averaged at every step all the same; None where each is on its own.
-    """
-
-    def __init__(self, options: LocalSGD, *, node_group: dist.ProcessGroup | None) -> None:
-        self.options, self.node_group = options, node_group
+    def __init__(self, options: LocalSGD) -> None:
+        self.options = options
         self.is_local = False
         self._is_apart = False
 
@@ -460,20 +349,18 @@ class LocalSteps:
         self._is_apart = False
         tensors: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         tensors += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        if self.options.average_optimizer_state:
-            tensors += [tensor for optimizer in optimizers for tensor in _state(optimizer)]
+        tensors += [tensor for optimizer in optimizers for tensor in _state(optimizer)]
         average_tensors([tensor.detach() for tensor in tensors])
 
 
 def _unless_local(steps: LocalSteps, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Averages gradients over all ranks, and in local steps over the node's or not at all."""
+    """Average gradients over all ranks, except in local steps."""
     buffer: Tensor = bucket.buffer()
-    group = steps.node_group if steps.is_local else dist.group.WORLD
-    if group is None:
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-    return _added_up(buffer.div_(dist.get_world_size(group)), group, then=lambda total: total)
+    if not steps.is_local:
+        return _added_up(buffer.div_(dist.get_world_size()), then=lambda total: total)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def _state(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -510,14 +397,13 @@ class LowRank:
         return self._state
 
 
-def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int], ring: Ring) -> None:
-    """Registers the communication hook that the options name.
+def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int]) -> None:
+    """Register the communication hook that the options name.
 
-    steps_done: how many steps of the run are done, asked when the first gradients are there. ring: counts for `ring`.
+    Args:
+        steps_done: Returns the number of the run's finished steps. Called when the first gradients exist.
     """
-    if options.communication_hook == "ring":
-        wrapped.register_comm_hook(ring, _around)
-    elif options.communication_hook == "powersgd":
+    if options.communication_hook == "powersgd":
         wrapped.register_comm_hook(LowRank(options.powersgd, steps_done), _in_low_rank)
     elif options.communication_hook is not None:
         wrapped.register_comm_hook(DTYPES[options.communication_hook], _in_dtype)
@@ -526,26 +412,16 @@ def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Call
 def _in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     buffer: Tensor = bucket.buffer()
     # Divided before they are added: float16 overflows less.
-    return _added_up(buffer.to(dtype).div_(dist.get_world_size()), dist.group.WORLD, then=buffer.copy_)
-
-
-def _around(ring: Ring, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    buffer: Tensor = bucket.buffer()
-    ring.average(buffer, index=bucket.index(), is_last=bucket.is_last())
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(buffer)
-    return done
+    return _added_up(buffer.to(dtype).div_(dist.get_world_size()), then=buffer.copy_)
 
 
 def _in_low_rank(low_rank: LowRank, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return powerSGD_hook(low_rank.state, bucket)
 
 
-def _added_up(
-    sent: Tensor, group: dist.ProcessGroup | None, *, then: Callable[[Tensor], Tensor]
-) -> torch.futures.Future[Tensor]:
-    """What `then` makes of the sum over a group's ranks, once it is there."""
-    work = dist.all_reduce(sent, group=group, async_op=True)
+def _added_up(sent: Tensor, *, then: Callable[[Tensor], Tensor]) -> torch.futures.Future[Tensor]:
+    """Return the future of what `then` makes of the sum over all ranks."""
+    work = dist.all_reduce(sent, async_op=True)
     assert work is not None
     found: torch.futures.Future[Tensor] = work.get_future().then(lambda future: then(future.value()[0]))
     return found

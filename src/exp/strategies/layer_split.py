@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 import torch
@@ -69,9 +69,8 @@ class LayerSplit(Strategy):
         """A split that does not fit the network or the devices."""
         placement = planned.placement
         if placement.world_size > 1:
-            got = f"{placement.nodes} nodes"
-            cure = "Write strategy=ddp strategy.inner=layer_split"
-            return [Fault(key="launch.nodes", got=got, expected="1: layer_split is one process", cure=cure)]
+            expected = "1: layer_split is one process"
+            return [Fault(key="launch.nodes", got=f"{placement.nodes} nodes", expected=expected)]
         count = placement.devices_per_rank
         return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
 
@@ -87,31 +86,6 @@ class LayerSplit(Strategy):
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """One process with several devices."""
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InnerSplit:
-    """How the network of each rank is laid over devices. devices: of each rank. layers: as LayerSplit's."""
-
-    devices: int
-    layers: Layers | None
-
-
-def inner_split(inner: str | None, *, devices_per_rank: int | None, layers: Layers | None) -> InnerSplit | None:
-    """The options of a strategy of several ranks whose `inner` may be layer_split. Raises: ConfigError."""
-    faults = []
-    if inner is None:
-        for key, value in (("devices_per_rank", devices_per_rank), ("layers", layers)):
-            if value is not None:
-                cure = "Add strategy.inner=layer_split"
-                faults.append(Fault(key=key, got=f"{value} without inner", expected="null", cure=cure))
-    count = devices_per_rank if devices_per_rank is not None else (2 if layers is None else len(layers))
-    if layers is not None and len(layers) != count:
-        expected = f"{len(layers)}, one for each part of strategy.layers"
-        faults.append(Fault(key="devices_per_rank", got=str(count), expected=expected))
-    if faults:
-        raise ConfigError(faults)
-    return None if inner is None else InnerSplit(devices=count, layers=layers)
 
 
 def split_faults(planned: Blueprint, *, count: int, layers: Layers | None) -> list[Fault]:

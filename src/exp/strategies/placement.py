@@ -4,7 +4,7 @@ placement(strategy, devices=..., nodes=..., accelerator=..., demand=...) -> Plac
 adopted(rank, strategy, devices=..., ...) -> Placement                 in a rank: what its launcher really made
 
 A strategy fixes some Dimensions and says which one takes the rest of the devices: `hybrid` with tensor=2 on 8 devices
-has data=4 and tensor=2, `ddp inner=layer_split` has data=4 and devices=2.
+has data=4 and tensor=2.
 
 Ranks that work on one share of a batch together (tensor or pipeline parallel) are neighbours: with tensor=2, ranks
 0 and 1 hold the first share, 2 and 3 the second.

@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -86,6 +86,20 @@ TRAITS = (
     "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
     "averages_between_steps",
 )  # fmt: skip
+
+
+@runtime_checkable
+class WrapsModule(Protocol):
+    """A Lightning strategy that calls the module through DistributedDataParallel.
+
+    is_plain: whether a step does nothing else. broadcasts_buffers: whether rank 0's buffers go to all ranks before each
+    forward; of phases, before each step.
+    """
+
+    broadcasts_buffers: bool
+
+    @property
+    def is_plain(self) -> bool: ...
 
 
 class Strategy(ABC):

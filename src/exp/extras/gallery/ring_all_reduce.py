@@ -1,22 +1,59 @@
-"""A ring all-reduce of gradients by messages between neighbours, which logs what it sends: communication_hook=ring.
+"""Distributed data parallel whose gradients go around a ring of ranks, which logs what it sends.
 
 For what an all-reduce does, and what it costs; the backend's own is faster. A bucket is cut into as many pieces as
-there are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the one that it receives, so that in
-the end each has one piece of the whole sum; in n - 1 further turns these go round. So each rank sends 2 (n - 1) / n of
-a bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+there are ranks. In n - 1 turns each rank sends a piece to the next rank and adds the piece that it receives, so that
+each rank has one piece of the whole sum. In n - 1 further turns these pieces go round. So each rank sends 2 (n - 1) / n
+of a bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 """
 
-from __future__ import annotations
+# No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
 
 import logging
 import time
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
+from torch.nn.parallel import DistributedDataParallel
+
+from exp.strategies.ddp import DDP, ExpDDPStrategy
+from exp.strategies.placement import Placement
+from exp.strategies.rank import Rank
 
 log = logging.getLogger(__name__)
 KIB = 2**10
+
+
+class RingDDP(DDP):
+    """Data parallel with the options of ddp, except `communication_hook`."""
+
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
+        """Return the strategy of one rank."""
+        return RingDDPStrategy(placement=placement, options=self)
+
+
+class RingDDPStrategy(ExpDDPStrategy):
+    """Registers the ring as the hook of DistributedDataParallel."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._ring = Ring()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(self._ring, _around)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._ring.tell()
+
+
+def _around(ring: "Ring", bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
+    ring.average(buffer, index=bucket.index(), is_last=bucket.is_last())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 class Ring:

@@ -1,0 +1,87 @@
+"""Distributed data parallel whose ranks each lay their network over several devices.
+
+PyTorch's DDP tutorial combines the two in the same way. DistributedDataParallel takes such a module without device_ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+
+from exp.errors import ConfigError, Fault
+from exp.strategies.ddp import DDP, ExpDDPStrategy
+from exp.strategies.footprint import Footprint, Load, averaged
+from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_faults
+from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
+from exp.strategies.rank import Rank
+from exp.strategies.strategy import Blueprint
+
+
+class SplitDDP(DDP):
+    """Data parallel over ranks of several devices.
+
+    layers: name patterns of the layers of each device of a rank, in order; None balances them by bytes.
+    devices_per_rank: None is one for each of `layers`, or two. The other options are those of ddp.
+    """
+
+    splits_devices = True
+    meets = MEETS
+
+    def __init__(
+        self, *, layers: Layers | None = None, devices_per_rank: Annotated[int, Ge(2)] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.layers = layers
+        self.devices_per_rank = devices_per_rank or (2 if layers is None else len(layers))
+        if layers is not None and len(layers) != self.devices_per_rank:
+            expected = f"{len(layers)}, one for each part of strategy.layers"
+            raise ConfigError([Fault(key="devices_per_rank", got=str(devices_per_rank), expected=expected)])
+
+    @property
+    def demand(self) -> Demand:
+        """Return the devices of a rank; a machine without a GPU tries two ranks."""
+        each = self.devices_per_rank
+        return Demand(dimensions=Dimensions(devices=each), cpu_devices=CPU_RANKS * each)
+
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+        """Return what ddp refuses, an option that needs a network on one device, and a split that does not fit."""
+        faults = [*super().faults(planned), *split_faults(planned, count=self.devices_per_rank, layers=self.layers)]
+        given = {"communication_hook": self.communication_hook, "local_sgd": self.local_sgd.every_n_steps}
+        return faults + [
+            Fault(key=f"strategy.{key}", got=str(value), expected="null for a network over several devices")
+            for key, value in given.items()
+            if value is not None
+        ]
+
+    def footprint(self, load: Load) -> Footprint:
+        """Return the parts on each device, and the gradients that are averaged."""
+        ranks = tuple(range(load.placement.world_size))
+        places = device_places(load, count=self.devices_per_rank, layers=self.layers, ranks=ranks)
+        return Footprint(places=places, transfers=averaged(load))
+
+    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
+        """Return the strategy of one rank."""
+        devices = placement.devices(rank.local_rank)
+        if placement.world_size == 1:
+            return LayerSplitStrategy(devices=devices, layers=self.layers)
+        return SplitDDPStrategy(devices=devices, placement=placement, options=self)
+
+
+class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
+    """One rank, whose data and loss are on its last device."""
+
+    def __init__(self, *, devices: Sequence[str], placement: Placement, options: SplitDDP) -> None:
+        self.devices = tuple(map(torch.device, devices))
+        self.layers = options.layers
+        ExpDDPStrategy.__init__(self, placement=placement, options=options)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.devices[-1]
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None

@@ -12,9 +12,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from exp.engine.checkpoint import read_checkpoint
-from exp.engine.checkpointing import AT_START
-
 
 class ByEpoch(Callback):
     """Sets a layer's dropout to a function of the epoch."""
@@ -24,16 +21,19 @@ class ByEpoch(Callback):
 
 
 class ByCount(Callback):
-    """Sets a layer's dropout to a function of a number that the callback saves, and counts the epochs."""
+    """Counts epochs and batches, which the callback saves, and scales gradients by them."""
 
     count = batches = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.network[3].p = 0.2 * self.count
         self.count += 1
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.batches += 1
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad *= self.count + 0.1 * self.batches
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count, "batches": self.batches}
@@ -77,35 +77,12 @@ class Freezes(Callback):
         pl_module.network[0].requires_grad_(trainer.current_epoch % 2 == 1)
 
 
-class Remembers(Callback):
-    """Holds the weights to those that the epoch started with, and collects losses that its end acts upon."""
-
-    batches = 0
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.batches = 0
-        self.anchor = [parameter.detach().clone() for parameter in pl_module.parameters()]
-        self.losses: list[Any] = []
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.batches += 1
-        self.losses.append(pl_module.last.loss.clone())
-        for parameter, anchor in zip(pl_module.parameters(), self.anchor, strict=True):
-            parameter.lerp_(anchor, 0.1)
-
-    @torch.no_grad()
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.network[4].bias += torch.stack(self.losses).mean() / self.batches
-
-
 ACTING: dict[str, Any] = {
     "by_epoch": ByEpoch,
     "by_count": ByCount,
     "by_chance": ByChance,
     "changes": Changes,
     "freezes": Freezes,
-    "remembers": Remembers,
     "accumulates": lambda: GradientAccumulationScheduler(scheduling={0: 3, 2: 1}),
 }
 
@@ -127,14 +104,3 @@ def test_start_hooks_act_once_in_a_resumed_run(tmp_path: Path, small_run: Module
             part.fit(resume=part.last if part.last.is_file() else None)
     found, expected = small_run.saved(part.last), small_run.saved(whole.last)
     assert found == expected
-
-
-def test_a_checkpoint_holds_what_epoch_hooks_set(tmp_path: Path, small_run: ModuleType) -> None:
-    run = small_run.Small(tmp_path, callbacks=(ByCount(),), max_steps=10)
-    run.fit()
-    assert read_checkpoint(run.last)[AT_START] == [
-        {"module.network.3": {"p": 0.2}, "ByCount": {"count": 2, "batches": 10}}
-    ]
-    run = small_run.Small(tmp_path / "plain", max_steps=10)
-    run.fit()
-    assert AT_START not in read_checkpoint(run.last)

@@ -1,7 +1,4 @@
-"""Note what trains badly without an error, as far as the config and the traced forward show it.
-
-engine/first_steps.py notes what only the data and the first steps show.
-"""
+"""Note what trains badly without an error, as far as the config and the traced forward show it."""
 
 # ruff: noqa: SIM905  (a list of words is easier to read as words)
 

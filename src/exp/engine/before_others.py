@@ -1,23 +1,16 @@
 """The callback that acts before other callbacks do: saves before their hooks, and restores what a resume calls again.
 
 A resumed run calls the hooks of a start again: on_train_start, and within an epoch on_train_epoch_start. In the
-unbroken run they were called once. What they set must be there, and the saved state must not change twice:
-
-    on_train_start of the others            the saved state is put back: weights, optimizers, schedules, callbacks
-    on_train_epoch_start of the others      at an epoch's start: as in the unbroken run. Within an epoch: the saved
-                                            state is put back, and attributes get the values that they had when the
-                                            checkpoint was written
-
-Where there is such a hook, a checkpoint within an epoch holds the attributes of the module and the callbacks that were
-set since the epoch started, and those of layers that the hooks set, if they are plain values. Other objects, such as a
-loss, are what the hooks set when they are called again.
+unbroken run they were called once, and the saved state must not change twice. So the saved state (weights, optimizers,
+schedules, callbacks) is put back after on_train_start of the others and, within an epoch, after their
+on_train_epoch_start.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,22 +19,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from exp.engine.checkpoint import State, is_plain
-from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing, Values
+from exp.engine.checkpoint import State
+from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing
 from exp.engine.datamodule import RunTrainer
 from exp.engine.lean_loop import is_own, overridden
 from exp.engine.module import TrainingModule
-from exp.engine.progress import accumulation_scheduler, before_batch, is_epoch_complete
+from exp.engine.progress import before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
-from exp.errors import RunError
-from exp.nested import moved, tensors_in
 from exp.optim.phase import PhaseSchedule
 from exp.optim.schedules import ScheduleState, take_length
 from exp.shared_types import Batch
 
 log = logging.getLogger(__name__)
 
-MODULE, LAYER = "module", "module."
+# Share of the length of a run by which the length of a schedule may differ.
+TOLERANCE = 0.05
 START_HOOKS = ("on_train_start", "on_train_epoch_start")
 
 
@@ -58,13 +50,9 @@ class BeforeOthers(Callback):
     def __init__(self, checkpointing: Checkpointing, stopping: Stopping) -> None:
         super().__init__()
         self.checkpointing, self.stopping = checkpointing, stopping
-        checkpointing.values_at_start = self._values
         self._put_back: Callable[[], None] | None = None
-        # What others held before their hooks of the epoch under way; of layers what the hooks set alone.
-        self._before: Values = {}
-        self._is_starting = self._has_hooks = False
+        self._is_starting = False
         self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
-        self._window = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # By Lightning's rule they would write below the folder of a logger.
@@ -77,7 +65,6 @@ class BeforeOthers(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Nothing of a checkpoint is in optimizers and schedules yet.
         self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
-        self._window = trainer.accumulate_grad_batches
 
     def _take_lengths(self) -> None:
         there = list(_schedules(self._trainer))  # without those that a callback has replaced
@@ -88,72 +75,29 @@ class BeforeOthers(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = cast(RunTrainer, trainer)
+        if isinstance(pl_module, TrainingModule) and trainer.is_global_zero:
+            for note in _schedule_notes(pl_module):
+                log.warning("%s", note)
         if self.checkpointing.resumed is not None:
             self._take_lengths()
         if self.checkpointing.resumed is not None and any(_others(self._trainer, START_HOOKS)):
             self._put_back = _way_back(self._trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_starting = True
         if self._put_back is None:
             self._start_batch(trainer, 0)
         else:
             self._put_back()
-        self._is_starting = self._has_hooks = any(_others(self._trainer, START_HOOKS[1:]))
-        self._before = _attributes(self._trainer) if self._has_hooks else {}
 
     def _epoch_has_started(self) -> None:
-        """See what the hooks did at the start of the epoch; after a resume, put the saved state back."""
+        """Put the saved state back after the hooks of an epoch that a resume starts again."""
         self._is_starting = False
-        self._refuse_other_windows()
-        now = _attributes(self._trainer) if self._has_hooks else {}
-        for key in now:
-            if key.startswith(LAYER):  # whose forward may hold values of each batch, such as its outputs
-                before = self._before.get(key, {})
-                self._before[key] = {
-                    name: before.get(name, self) for name, one in now[key].items() if before.get(name, self) is not one
-                }
         if self._put_back is not None:
             if self.checkpointing.resumed is not None and self.checkpointing.resumed.is_inside:
                 self._put_back()
-                self._restore()
             self._put_back = None
         self.checkpointing.resumed = None
-
-    def _refuse_other_windows(self) -> None:
-        """Raise for another number of accumulated batches than the length of a schedule was made with."""
-        trainer, module = self._trainer, self._trainer.lightning_module
-        window = trainer.accumulate_grad_batches
-        if window == self._window or accumulation_scheduler(trainer) is not None:
-            return
-        # A callback may have put another schedule in its place.
-        is_there = any(schedule in _schedules(trainer) for schedule, _ in self._fresh)
-        if is_there and isinstance(module, TrainingModule) and module.needs_total_steps:
-            raise RunError(
-                f"trainer.accumulate_grad_batches was set to {window} in epoch {trainer.current_epoch}, and the "
-                f"schedule is as long as a run with {self._window}; expected callbacks with Lightning's "
-                "GradientAccumulationScheduler, whose steps are known. Or give scheduler.total_steps"
-            )
-
-    def _restore(self) -> None:
-        owners = _owners(self._trainer)
-        for key, values in self.checkpointing.restored_values.items():
-            for name, value in values.items() if key in owners else ():
-                first = next(tensors_in(getattr(owners[key], name, None)), None)
-                device = self._trainer.strategy.root_device if first is None else first.device
-                setattr(owners[key], name, moved(value, device))
-
-    def _values(self) -> Values | None:
-        """What others have set since the epoch started, its hooks included, if it is plain; None without such hooks."""
-        if not self._has_hooks:
-            return None
-        found: Values = {}
-        for key, values in _attributes(self._trainer).items():
-            before = self._before.get(key, {})
-            names = [name for name in values if name in before or not key.startswith(LAYER)]
-            changed = [name for name in names if values[name] is not before.get(name, self)]
-            if plain := {name: values[name] for name in changed if is_plain(values[name])}:
-                found[key] = plain
-        return found
 
     # --- before other callbacks ---
 
@@ -193,30 +137,39 @@ def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
             yield schedule
 
 
+def _schedule_notes(module: TrainingModule) -> Iterator[str]:
+    """Yield a warning for each schedule whose length does not fit the run."""
+    steps, epochs = module.lengths()
+    phases = {f"phases.{phase.name}.scheduler": phase.optimization for phase in module.phases}
+    for key, optimization in (phases or {"scheduler": module.optimization}).items():
+        total = steps if optimization.interval == "step" else epochs
+        if total is not None and optimization.schedule_factory is not None:
+            yield from _length_notes(
+                key, optimization.schedule_factory.keywords, f"{total} {optimization.interval}s", total
+            )
+
+
+def _length_notes(key: str, given: Mapping[str, Any], length: str, total: int) -> Iterator[str]:
+    """Yield a warning for each argument of a schedule that does not fit a run of `total` of its steps."""
+    for name in ("total_steps", "T_max"):
+        value = given.get(name)
+        if value is not None and abs(value - total) > TOLERANCE * total:
+            yield f"{key}.{name} is {value}, and the run has {length}. Write {key}.{name}={total}"
+    for name in ("warmup_steps", "total_iters", "step_size"):
+        value = given.get(name)
+        if value is not None and value >= total:
+            yield f"{key}.{name} is {value}, and the run has {length}. Lower it, or train longer"
+    milestones = given.get("milestones")
+    if milestones and min(milestones) >= total:
+        yield f"{key}.milestones begins at {min(milestones)}, and the run has {length}: the rate never changes"
+
+
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
     """Yield the callbacks and the module, those of exp left out, that give one of the hooks a body."""
     owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
     for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
         if not is_own(owner) and any(overridden(owner, base, hook) for hook in hooks):
             yield owner
-
-
-def _owners(trainer: RunTrainer) -> dict[str, object]:
-    """Return by name the module, its layers and the callbacks; not those of exp and Lightning, which keep their own."""
-    parts = {LAYER + name if name else MODULE: part for name, part in trainer.lightning_module.named_modules()}
-    owners: dict[str, object] = {**parts, **{callback.state_key: callback for callback in trainer.callbacks}}
-    return {
-        key: one for key, one in owners.items() if type(one).__module__.partition(".")[0] not in ("exp", "lightning")
-    }
-
-
-def _attributes(trainer: RunTrainer) -> Values:
-    """Return what `_owners` hold, what torch and Lightning keep with every module left out."""
-    known = vars(LightningModule()).keys()
-    return {
-        key: {name: value for name, value in vars(owner).items() if name not in known}
-        for key, owner in _owners(trainer).items()
-    }
 
 
 def _way_back(trainer: RunTrainer) -> Callable[[], None]:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +50,8 @@ POSITION, BEST, KEPT, CONFIG = "exp_position", "exp_best", "exp_kept", "exp_conf
 OF_LIGHTNING = "lightning"
 # What a checkpoint keeps of the best.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
-# Of a checkpoint within an epoch: of each rank, what others set since the epoch started.
-AT_START = "exp_at_start"
 # Of a best.ckpt whose state_dict is what was scored, and whose run had other weights when it was written.
 SCORED = "exp_scored"
-# By object and attribute.
-Values = dict[str, dict[str, Any]]
 
 
 class Checkpointing(Callback):
@@ -128,10 +124,8 @@ class Checkpointing(Callback):
         self._home: os.stat_result | None = None
         self._saved_step = 0
         self._position: Position | None = None
-        # Of BeforeOthers: where a resumed run begins, and what others had set since that epoch started, and have now.
+        # Where a resumed run begins, for BeforeOthers.
         self.resumed: Position | None = None
-        self.restored_values: Values = {}
-        self.values_at_start: Callable[[], Values | None] = lambda: None
 
     @property
     def last_path(self) -> Path:
@@ -436,8 +430,6 @@ class Checkpointing(Callback):
         if self._position is None:
             return  # a callback of the user's saves: good to evaluate, not to go on from
         checkpoint[POSITION] = dataclasses.asdict(self._position)
-        if self._position.is_inside and (values := self.values_at_start()) is not None:
-            checkpoint[AT_START] = _of_ranks(values, trainer)
         # Without the path: one that comes out of a file is not followed.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         checkpoint[KEPT] = [dict(entry) for entry in self.kept]
@@ -472,9 +464,6 @@ class Checkpointing(Callback):
         if SCORED in checkpoint:
             pl_module.load_state_dict(checkpoint[CURRENT])
         self._is_restored, self.resumed = True, position
-        of_ranks = checkpoint.get(AT_START, [])
-        # With another number of ranks no rank has values of its own.
-        self.restored_values = of_ranks[trainer.global_rank] if len(of_ranks) == trainer.world_size else {}
         self._tell(trainer, f"{trainer.ckpt_path} is of step {position.step}, and good")
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
@@ -496,15 +485,6 @@ def position_in(path: Path | str) -> Position | None:
     """Return the position in a checkpoint that was looked at before; None if it holds none."""
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return Position(**state[POSITION]) if POSITION in state else None
-
-
-def _of_ranks(values: Values, trainer: Trainer) -> list[Values]:
-    """Return what every rank holds. Every rank must call it."""
-    if trainer.world_size == 1:
-        return [values]
-    found: list[Values] = [{}] * trainer.world_size
-    torch.distributed.all_gather_object(found, values)
-    return found
 
 
 def monitored_value(values: Mapping[str, Any], monitor: str) -> float:

@@ -35,7 +35,6 @@ from exp.objectives.measures import Measure, as_measure, as_scored
 from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
-from exp.optim.schedules import needs_total
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import INPUT, STAGES, Batch, Stage, StepWeights
 from exp.strategies.model_parallel import ModelParallel
@@ -245,13 +244,6 @@ class TrainingModule(LightningModule):
         """Return optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
         trainer = self._trainer
         return total_steps(trainer, self.limits, trainer.datamodule.batches("train")), total_epochs(trainer)
-
-    @property
-    def needs_total_steps(self) -> bool:
-        """Whether a schedule ends with the steps of the run."""
-        made = [phase.optimization for phase in self.phases] or [self.optimization]
-        factories = [one.schedule_factory for one in made if one.interval == "step"]
-        return any(factory is not None and needs_total(factory) for factory in factories)
 
     def schedule_config(self, schedule: LRScheduler, optimization: Optimization) -> dict[str, Any]:
         """Say when a schedule steps, in Lightning's form."""

@@ -28,7 +28,6 @@ from exp.data.randomness import reseed_epoch
 from exp.engine.buffer import Recorded, StepBuffer, on_host_values
 from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
-from exp.engine.first_steps import FirstSteps
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import refuse_lost
 from exp.engine.observer import StepResult
@@ -40,7 +39,7 @@ from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger
-from exp.optim.phase import each_optimizer, rate_names
+from exp.optim.phase import rate_names
 from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import EPOCH_LOSS, Batch, Stage
@@ -248,7 +247,6 @@ class Recording(StepRecording):
     """
 
     _module: TrainingModule
-    _first_steps: FirstSteps
 
     def __init__(
         self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None, skips: bool = False
@@ -286,13 +284,11 @@ class Recording(StepRecording):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._index = self._first = trainer.global_step
         self._start_window()
-        self._first_steps = FirstSteps(self._trainer, self._module)
         trainer.callback_metrics.update(_tensors(self.metrics))
         self._begin_writing(self._index + 1)
         self._reseed(-1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_steps.end()
         self.flush(trainer)
         self._end_writing(trainer)
         # Before an average takes the place of the weights, and whether or not they are saved.
@@ -302,8 +298,6 @@ class Recording(StepRecording):
     # --- the step ---
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        if self._first_steps.is_watching:
-            self._first_steps.start_batch(batch, batch_idx)
         self._size += batch.global_size
         vars(self._module)["is_counting"] = True
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
@@ -314,8 +308,6 @@ class Recording(StepRecording):
             self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._first_steps.is_watching:
-            self._first_steps.before_step(optimizer)
         turn = self._step_hooks.turn
         if turn.phase is None and self._values is not None:
             return  # an optimizer that evaluates its closure several times in a step
@@ -337,8 +329,6 @@ class Recording(StepRecording):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         self._step_hooks.end_batch()
-        if self._first_steps.is_watching:
-            self._first_steps.after_step(each_optimizer(trainer.optimizers))
         module, values = self._module, self._values
         loss, parts = self._result or module.last
         if loss is None or (module.phases and values is None):
@@ -399,7 +389,6 @@ class Recording(StepRecording):
     # --- epochs ---
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_steps.end_epoch()
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")

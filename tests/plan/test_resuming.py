@@ -103,40 +103,21 @@ def test_a_run_resumes_in_another_precision(finished, caplog):
 
 # Edits of a checkpoint whose file stays readable, and the message.
 EDITS = {
-    "no_optimizer": (lambda held: held.update(optimizer_states=[]), "optimizer_states is [] and was a list of 1"),
-    "another_rate": (
-        lambda held: held["optimizer_states"][0]["param_groups"][0].update(lr=1.0),
-        "optimizer_states.0.param_groups.0.lr is 1.0 and was",
-    ),
-    "half": (
-        lambda held: held.update(state_dict={name: value.half() for name, value in held["state_dict"].items()}),
-        "state_dict.network.conv1.weight is float16[6, 1, 5, 5] and was float32[6, 1, 5, 5]",
-    ),
+    "no_optimizer": (lambda held: held.update(optimizer_states=[]), "whose optimizer_states is []"),
     "fewer_weights": (
         lambda held: held["state_dict"].pop("network.head.bias"),
-        "state_dict.network.head.bias is not there and was float32[10]",
+        "where network.head.bias is not there",
     ),
-    "other_numbers": (
-        lambda held: held["state_dict"]["network.conv1.weight"][0, 0, 0].add_(1e-3),
-        "state_dict.network.conv1.weight holds other numbers",
-    ),
-    "elsewhere": (lambda held: held["exp_position"].update(step=99), "exp_position.step is 99 and was 40"),
     "future": (
         lambda held: held["exp_manifest"].update(format=7),
         "is of format 7, and this exp reads",
     ),
-    "no_manifest": (lambda held: held.update(exp_manifest=None), "its exp_manifest is no manifest"),
-    # Of an exp from before manifests.
-    "old_and_empty": (
-        lambda held: (held.pop("exp_manifest"), held.update(optimizer_states=[])),
-        "whose optimizer_states is []",
-    ),
-    "old_with_a_number_for_a_weight": (
-        lambda held: (held.pop("exp_manifest"), held["state_dict"].update({"network.head.bias": 3})),
+    "a_number_for_a_weight": (
+        lambda held: held["state_dict"].update({"network.head.bias": 3}),
         "whose state_dict is ",
     ),
     "newer_lightning": (
-        lambda held: (held.pop("exp_manifest"), held.update({"pytorch-lightning_version": "99.0"})),
+        lambda held: held.update({"pytorch-lightning_version": "99.0"}),
         "written with Lightning 99.0",
     ),
 }
@@ -151,21 +132,12 @@ def test_an_edited_checkpoint_is_an_error(finished, edit):
     assert message in faults("resume=edited.ckpt", "model=lenet", "trainer.max_epochs=4")["resume"]
 
 
-def test_an_edited_checkpoint_without_manifest_is_noted(finished):
+@pytest.mark.parametrize(
+    "manifest", [{"format": 2, "entries": {}, "checksums": {}}, {"format": 1, "entries": {}}, None]
+)
+def test_a_checkpoint_of_an_earlier_format_is_read(finished, manifest):
     held = torch.load(finished, weights_only=True)
-    held["state_dict"]["network.head.bias"].zero_()
-    torch.save(held, "edited.ckpt")
-    resume = ("resume=edited.ckpt", "model=lenet", "trainer.max_epochs=4")
-    assert "If it was you, and it is meant: delete its exp_manifest" in faults(*resume)["resume"]
-    held.pop("exp_manifest")
-    torch.save(held, "edited.ckpt")
-    (note,) = notes(*resume)
-    assert "edited.ckpt does not say what it held" in note
-
-
-def test_a_checkpoint_without_checksums_is_read(finished):
-    held = torch.load(finished, weights_only=True)
-    held["exp_manifest"] = {"format": 1, "entries": held["exp_manifest"]["entries"]}
+    held["exp_manifest"] = manifest
     torch.save(held, "older.ckpt")
     assert not notes("resume=older.ckpt", "model=lenet", "trainer.max_epochs=4")
 

@@ -21,7 +21,7 @@ from exp.config.freeze import read_overrides
 from exp.config.module_key import brings_data
 from exp.config.plain_tree import are_same
 from exp.config.versions import as_before
-from exp.engine.checkpoint import MANIFEST, State, read_checkpoint
+from exp.engine.checkpoint import State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
 from exp.spelling import among, show
@@ -123,7 +123,7 @@ def examine_resume(
         return Resuming(faults=(Fault(key="resume", got=got, expected="a last.ckpt or best.ckpt of exp"),))
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
-    if MANIFEST not in checkpoint and (incomplete := _incomplete(checkpoint, path)):
+    if incomplete := _incomplete(checkpoint, path):
         return Resuming(faults=(incomplete,))
     # A checkpoint of before there were these had none.
     saved = _saved_config(checkpoint[CONFIG])
@@ -144,8 +144,6 @@ def examine_resume(
     if network is not None and not faults:
         faults += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     notes = _notes(before, config, path) if config["train"] else ()
-    if MANIFEST not in checkpoint:
-        notes += (f"{path} does not say what it held: an older exp wrote it, or somebody has changed it since",)
     return Resuming(faults=tuple(faults), notes=notes)
 
 
@@ -163,7 +161,7 @@ def _saved_config(text: str) -> dict[str, Any] | None:
 
 
 def _incomplete(checkpoint: State, path: Path) -> Fault | None:
-    """What an older exp's checkpoint must have and lacks; a newer one says itself what it holds."""
+    """Return an error for an entry that a resume needs and that the checkpoint lacks."""
     wrong = [key for key, kind in HELD.items() if not isinstance(checkpoint.get(key), kind)]
     wrong = wrong or [key for key, is_whole in WITHIN.items() if not is_whole(checkpoint[key])]
     if not wrong:

@@ -7,13 +7,12 @@ import io
 import os
 import shutil
 import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -25,17 +24,11 @@ from exp.nested import mapped, tensors_in
 
 # The folder of a run directory in which they are.
 CHECKPOINTS = "checkpoints"
-# The entry that says what the others are, and the version of what exp writes.
-# Format 1 had no checksums of tensors.
-MANIFEST, FORMAT = "exp_manifest", 2
-SHOWN = 3
-CONTAINER = ("a mapping of ", "a list of ")
-NESTED = (Tensor, Mapping, list, tuple, Set)
+# The entry with the version of what exp writes. Formats 1 and 2 also had the shapes and the checksums of all entries.
+MANIFEST, FORMAT = "exp_manifest", 3
 NUMBERS = frozenset({bool, int, float, type(None)})
 # Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
 LARGEST_COPY = 2**30
-# How often a file is begun whose directory somebody removes under it.
-ATTEMPTS = 3
 # Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
 CURRENT = "current_model_state"
 # What a checkpoint holds, by name: tensors and plain values, nested as they are.
@@ -74,26 +67,13 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(packed(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file.
-
-        A directory that somebody removes meanwhile is made anew.
-        """
-        for attempt in range(1, ATTEMPTS + 1):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._write(checkpoint, path)
-            except FileNotFoundError:
-                if attempt == ATTEMPTS:
-                    raise
-            else:
-                return
-
-    def _write(self, checkpoint: State | bytes, path: Path) -> None:
+        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
             write_whole(path, checkpoint, is_synced=self._is_synced)
             return
         with _written(path, is_synced=self._is_synced) as file:
-            torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, cast(BinaryIO, file))
+            torch.save(with_manifest(checkpoint), cast(BinaryIO, file))
 
     def load_checkpoint(
         self,
@@ -105,7 +85,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
         What waits to be written is written first.
 
-        Raises: RunError where the file is not there, is damaged, holds anything else, or is not as exp wrote it.
+        Raises: RunError where the file is not there, is damaged, or holds anything else.
         """
         self.settle()
         return read_checkpoint(path, map_location=map_location)
@@ -116,7 +96,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """Copy a file that was saved, whole or not at all.
 
-        Where somebody has removed it, there is no copy either, and Checkpointing misses that as any that was removed.
+        If the file was removed meanwhile, there is no copy.
         """
         with suppress(FileNotFoundError):
             copy_checkpoint(source, target)
@@ -126,26 +106,18 @@ class AtomicCheckpointIO(CheckpointIO):
         """Save what may be written later, where that is possible: whoever enters this settles before it is read."""
         yield
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything that was asked for is done."""
-        return True
-
     def settle(self) -> None:
         """Return when everything that was asked for is done.
 
         Raises: what went wrong with it.
         """
 
-    def abandon(self) -> None:
-        """Return when everything that was asked for is done, whatever became of it: its directory is no more."""
-
 
 class ThreadedCheckpointIO(AtomicCheckpointIO):
     """Writes in a thread, while the steps go on: one thing after the other, in the order in which it was asked for.
 
     What is saved is brought to the host first: a small state as the bytes of its file, for a thread that pickled would
-    take the interpreter from the steps; a large one as a copy, whose checksums and writes need the interpreter little.
+    take the interpreter from the steps; a large one as a copy, whose writes need the interpreter little.
     At most one checkpoint waits behind the one that is being written: the next waits for its place. What went wrong is
     raised by the next call, and nothing is written behind it. What is not saved `in_background` is on the disk when it
     is saved: a callback of the user's may read it at once.
@@ -187,18 +159,9 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         self._submit(super().copy_checkpoint, source, target)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._has_failed and all(future.done() for future in self._pending)
-
     def settle(self) -> None:
         while self._pending:
             self._pending.popleft().result()
-
-    def abandon(self) -> None:
-        while self._pending:
-            self._pending.popleft().exception()
-        self._has_failed = False
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         def run() -> None:
@@ -221,8 +184,13 @@ def bytes_of(checkpoint: State) -> int:
 def packed(checkpoint: State) -> bytes:
     """Return the file that a checkpoint becomes."""
     buffer = io.BytesIO()
-    torch.save({**checkpoint, MANIFEST: manifest_of(checkpoint)}, buffer)
+    torch.save(with_manifest(checkpoint), buffer)
     return buffer.getvalue()
+
+
+def with_manifest(checkpoint: State) -> State:
+    """Return a checkpoint with the version of its format."""
+    return {**checkpoint, MANIFEST: {"format": FORMAT}}
 
 
 def on_host(checkpoint: State) -> State:
@@ -255,105 +223,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
-    if MANIFEST in checkpoint:
-        _require_unchanged(path, checkpoint)
-    return checkpoint
-
-
-def manifest_of(checkpoint: State) -> State:
-    """What a checkpoint holds, by which a changed file is known: shapes, dtypes, counts, plain values, checksums.
-
-    The file's own checksums hold for its bytes alone: whoever changes it and saves it again writes others. Those of the
-    tensors' numbers take 0.3 ms a MB.
-    """
-    held = {name: value for name, value in checkpoint.items() if name != MANIFEST}
-    found = list(_entries(held, ""))
-    return {
-        "format": FORMAT,
-        "entries": {key: words for key, words, _ in found},
-        "checksums": {key: _checksum(value) for key, _, value in found if _has_bytes(value)},
-    }
-
-
-def _has_bytes(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of plain numbers, of no other package's kind."""
-    is_tensor = type(value) in (Tensor, nn.Parameter)
-    return is_tensor and isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-
-
-def _checksum(tensor: Tensor) -> int:
-    whole = tensor.detach()
-    if not (whole.is_cpu and whole.is_contiguous()) or whole.is_complex() or whole.is_neg():
-        whole = whole.cpu().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data)
-
-
-def _entries(value: object, key: str) -> Iterator[tuple[str, str, object]]:
-    """Every value by its dotted key, in a few words, and itself; a mapping or a list before what it holds."""
-    if type(value) in NUMBERS:  # most of them, and of the others abstract classes are asked
-        yield key, _in_words(value), value
-    elif isinstance(value, Tensor):
-        yield key, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}", value
-    elif isinstance(value, Mapping):
-        yield key, f"{CONTAINER[0]}{len(value)}", value
-        for name, item in value.items():
-            yield from _entries(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple) and any(isinstance(item, NESTED) for item in value):
-        yield key, f"{CONTAINER[1]}{len(value)}", value
-        for place, item in enumerate(value):
-            yield from _entries(item, f"{key}.{place}")
-    elif isinstance(value, Set):
-        yield key, f"a set of {len(value)}", value
-    else:
-        yield key, _in_words(value), value
-
-
-def _in_words(value: object) -> str:
-    text = repr(value)
-    if len(text) <= 60:
-        return text
-    # A long one by its beginning and its checksum: a config, the history of a callback.
-    return f"{text[:40]}... ({len(text)} characters, {zlib.crc32(text.encode()):08x})"
-
-
-def _require_unchanged(path: str | os.PathLike[str], checkpoint: State) -> None:
-    """Raises: RunError naming what the file's manifest says of it, and is not so."""
-    manifest = checkpoint[MANIFEST]
-    kinds = {"format": int, "entries": dict, "checksums": dict}
-    if isinstance(manifest, dict) and manifest.get("format") == 1:
-        manifest = {**manifest, "checksums": {}}
-    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(key), kinds[key]) for key in kinds):
-        raise RunError(f"{path} was changed after exp wrote it: its {MANIFEST} is no manifest. Take another checkpoint")
-    if manifest["format"] > FORMAT:
+    manifest = checkpoint.get(MANIFEST)
+    if isinstance(manifest, dict) and manifest["format"] > FORMAT:
         raise RunError(
             f"{path} is of format {manifest['format']}, and this exp reads formats up to {FORMAT}: "
-            "a newer exp wrote it. Update exp to go on from it"
+            "a newer exp wrote it. Update exp to resume from it"
         )
-    found = manifest_of(checkpoint)
-    told = _changes(manifest["entries"], found["entries"])
-    was, now = manifest["checksums"], found["checksums"]
-    # Of another shape or dtype, it is told already.
-    same = [key for key in was if manifest["entries"].get(key) == found["entries"].get(key)]
-    told += [f"{key} holds other numbers" for key in same if was[key] != now.get(key)]
-    if told:
-        more = f", and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-        raise RunError(
-            f"{path} was changed after exp wrote it: {'; '.join(told[:SHOWN])}{more}. "
-            "No run goes on from that exactly: take the file that exp wrote. If it was you, and it is meant: "
-            f"delete its {MANIFEST}, and it is taken as it is"
-        )
-
-
-def _changes(was: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    told: dict[str, str] = {}
-    for key in {**was, **found}:
-        before, now = was.get(key, "not there"), found.get(key, "not there")
-        # Of what has fewer entries, or more, those are named; of what is empty, or no longer nested, it alone.
-        is_told_below = all(words.startswith(CONTAINER) for words in (before, now)) and not now.endswith(" 0")
-        is_told_above = any(key[:place] in told for place, letter in enumerate(key) if letter == ".")
-        if before != now and not is_told_below and not is_told_above:
-            told[key] = f"{key} is {now} and was {before}"
-    return list(told.values())
+    return checkpoint
 
 
 def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:

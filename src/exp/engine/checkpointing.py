@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -120,8 +119,6 @@ class Checkpointing(Callback):
         self._is_restored = False
         # What the run goes on from lies elsewhere: its own last.ckpt is written in any case.
         self._owes_last = False
-        self._has_last = False
-        self._home: os.stat_result | None = None
         self._saved_step = 0
         self._position: Position | None = None
         # Where a resumed run begins, for BeforeOthers.
@@ -154,26 +151,14 @@ class Checkpointing(Callback):
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
         """Write the state at a position. Every rank must call it.
 
-        Raises: OSError of the write, on rank 0; RunError of a loss that is not a number, and where somebody has taken
-            the run directory away, once the state is saved.
+        Raises: OSError of the write, on rank 0; RunError of a loss that is not a number.
         """
-        is_gone = trainer.strategy.broadcast(trainer.is_global_zero and self._is_gone())
-        if is_gone:
-            # What was being written when the directory went failed for that, and this state is not its.
-            _io(trainer).abandon()
         self._position = position
         try:
             with _io(trainer).in_background():
                 trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._position = None
-        if is_gone:
-            self.settle(trainer)
-            raise RunError(
-                f"{self.directory.parent} was removed or renamed while the run wrote into it: its config, log and "
-                f"curves are gone from there. The run ends here; the state at step {position.step} is in {path}, from "
-                f"which its command goes on with resume={path}"
-            )
         self._tell(trainer, f"checkpoints/{path.name} is of step {position.step}, and good")
 
     def _tell(self, trainer: Trainer, saved: str) -> None:
@@ -181,50 +166,11 @@ class Checkpointing(Callback):
         if isinstance(module := trainer.lightning_module, TrainingModule):
             module.saved = saved
 
-    def _is_gone(self) -> bool:
-        if self._home is None:
-            return False
-        try:
-            return not os.path.samestat(self._home, self.directory.parent.stat())
-        except FileNotFoundError:
-            return True
-
-    def _notice_losses(self, trainer: Trainer) -> None:
-        """Say which of its files somebody has removed, and do without them. Every rank must call it."""
-        lost: list[Path] = []
-        if trainer.is_global_zero and _io(trainer).is_idle and not self._is_gone():
-            lost = [path for path in self._files(trainer) if not path.is_file()]
-        lost = trainer.strategy.broadcast(lost)
-        if not lost:
-            return
-        if self.last_path in lost:
-            self._has_last, self._owes_last = False, self.is_saving_last
-        if self.best_path in lost:
-            self.best = None
-        self.kept = [entry for entry in self.kept if self._kept_path(entry["step"]) not in lost]
-        ends = ["last.ckpt is written anew"] * (self.last_path in lost)
-        ends += ["the best is sought anew from here"] * (self.best_path in lost)
-        ends += ["the others are kept no longer"] * bool({*lost} - {self.last_path, self.best_path})
-        log.warning(
-            "%s: removed while the run goes on, by another program or by hand. The run goes on: %s",
-            ", ".join(str(path) for path in lost),
-            "; ".join(ends),
-        )
-
-    def _files(self, trainer: Trainer) -> list[Path]:
-        """What this run has written, or brought along, and has not given up."""
-        step = trainer.global_step
-        files = [self.last_path] if self._has_last else []
-        files += [self.best_path] if self.best is not None and not self._is_better else []
-        kept = [entry["step"] for entry in self.kept]
-        return files + [self._kept_path(one) for one in kept if self.keep > 1 and not (self._is_kept and one == step)]
-
     # --- when ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self._home = self.directory.parent.stat() if self.directory.parent.is_dir() else None
         sweep_run(self.directory.parent)
         if trainer.ckpt_path is not None:
             sweep_run(Path(trainer.ckpt_path).absolute().parent.parent)
@@ -258,7 +204,6 @@ class Checkpointing(Callback):
     def end(self, trainer: Trainer, position: Position) -> None:
         """Write the last state, unless it is written, and wait for all that is not. Every rank must call it."""
         self.settle(trainer)  # what is not written yet cannot be missed
-        self._notice_losses(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._is_kept or self._owes_last:
             self._write(trainer, position, is_due=True)
         self.settle(trainer)
@@ -274,7 +219,6 @@ class Checkpointing(Callback):
                 copy_checkpoint(source, self.last_path)
 
     def _write(self, trainer: Trainer, position: Position, *, is_due: bool) -> None:
-        self._notice_losses(trainer)
         if is_due:
             self._saved_step, self._saved_at = position.step, time.monotonic()
             self.is_wanted = False
@@ -282,7 +226,7 @@ class Checkpointing(Callback):
         best += [self._kept_path(trainer.global_step)] if self._is_kept else []
         source = None
         if is_due and self.is_saving_last:
-            self._owes_last, self._has_last = False, True
+            self._owes_last = False
             self.save(trainer, position, self.last_path)
             # One file does for both, unless a callback has changed the weights since they were scored.
             is_other = self._scored is not None and trainer.strategy.broadcast(self._is_changed)

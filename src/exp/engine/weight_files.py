@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from exp.engine.checkpoint import CURRENT, MANIFEST, load_plain, read_checkpoint, read_plain
+from exp.engine.checkpoint import CURRENT, load_plain, read_plain
 from exp.errors import MissingExtraError, RunError
 from exp.models.lora import merged
 from exp.spelling import among
@@ -31,8 +31,6 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
         return _safetensors(path)
     # What torch wrote before 1.6 is no zip file.
     content = read_plain(path) if zipfile.is_zipfile(path) else _legacy(path)
-    if isinstance(content, Mapping) and MANIFEST in content:
-        content = read_checkpoint(path)
     if isinstance(content, Mapping) and not averaged:
         if CURRENT not in content:
             raise RunError(f"{path} has no average beside its weights; leave weights.averaged out")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from exp.launch.failure import UNWRITABLE, Failure, Kind, death, first_cause, read_failure, read_hang
+from exp.launch.failure import Failure, Kind, death, first_cause, read_failure, read_hang
 from exp.launch.spawn import RankProcess
 from exp.signals import heeding
 
@@ -180,9 +180,6 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
             continue
         failure = read_failure(exchange, rank=rank.rank) or read_hang(exchange, rank=rank.rank)
         failure = failure or death(rank=rank.rank, returncode=returncode, detail=end_of(rank.log))
-        if returncode == UNWRITABLE and not exchange.is_dir():
-            gone = f"failed: {exchange.parent} was removed or renamed while the run went on; its own words are above"
-            failure = dataclasses.replace(failure, reason=gone)
         found.append(failure)
     return found
 

@@ -169,6 +169,14 @@ class Batch(NamedTuple):
     world_size: int
     step: StepWeights | None = None
 
+    def with_data(self, data: object) -> Batch:
+        """Return the same share with other data."""
+        return Batch(data, self.size, self.global_size, self.world_size, self.step)
+
+    def with_step(self, step: StepWeights) -> Batch:
+        """Return the same share with the divisors of its step."""
+        return Batch(self.data, self.size, self.global_size, self.world_size, step)
+
     @property
     def mean_size(self) -> float:
         """The samples by which the step divides the sum over this batch."""

@@ -37,11 +37,9 @@ SHORT = [
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    before = torch._dynamo.config.skip_nnmodule_hook_guards
     torch._dynamo.reset()
     counters.clear()
     yield
-    torch._dynamo.config.skip_nnmodule_hook_guards = before
     torch._dynamo.reset()
 
 
@@ -68,17 +66,6 @@ def test_the_network_is_compiled_in_place_and_keeps_its_state_dict() -> None:
         other.second.bias.add_(1.0)
     torch.testing.assert_close(other(x), expected + 1.0)
     torch.testing.assert_close(network(x), expected)
-
-
-def test_a_compiled_network_calls_later_hooks() -> None:
-    network, x, seen = small(), torch.randn(5, 4), []
-    compile_network(network, backend="aot_eager", needs=frozenset())
-    network(x)
-    handle = network.first.register_forward_hook(lambda *_: seen.append("first"))
-    network(x)
-    handle.remove()
-    network(x)
-    assert seen == ["first"]
 
 
 def test_a_double_backward_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> None:

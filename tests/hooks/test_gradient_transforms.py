@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
-from exp.engine.compilation import compile_network, forget_compiled
+from exp.engine.compilation import compile_network
 from exp.errors import RunError
 from exp.extras.research.clip_module import ClipModule
 from exp.extras.research.gradient_reversal import GradientReversal
@@ -238,7 +238,7 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     yield
-    forget_compiled()
+    torch._dynamo.reset()
 
 
 # torch's compiler makes an instance of each Function that it traces (torch 2.13).

@@ -10,7 +10,6 @@ from torch import nn
 
 import exp
 from exp.construct import plain_config
-from exp.engine.compilation import forget_compiled
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
 from exp.hooks.norms import norms, with_total
@@ -219,7 +218,7 @@ def test_a_compiled_network_logs_the_same_values(fit):
     run = [*SMALL, EACH, "hooks=[gradients,memory]", "trainer.gradient_clip_val=0.1", CLIPPED, "trainer.max_steps=2"]
     plain = fit(*run).values
     found = fit(*run, "runtime.compile=true", "runtime.compile_backend=aot_eager").values
-    forget_compiled()
+    torch.compiler.reset()
     assert found.keys() == plain.keys()
     for tag in (tag for tag in plain if tag.startswith("gradients/")):
         assert found[tag] == pytest.approx(plain[tag], rel=1e-4, abs=1e-9), tag

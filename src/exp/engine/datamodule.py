@@ -160,7 +160,7 @@ class PlainData(StagedData):
 
 def placed(batch: Batch, device: torch.device) -> Batch:
     """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
-    return batch if device.type == "cpu" else batch._replace(data=moved(batch.data, device))
+    return batch if device.type == "cpu" else batch.with_data(moved(batch.data, device))
 
 
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
@@ -240,7 +240,7 @@ class PlainBatches(Batches):
             if self._stage == "train":
                 # Of a stream Lightning reads one ahead.
                 module.shares.pop(number - 2, None)
-                module.shares[number] = batch._replace(data=None)
+                module.shares[number] = batch.with_data(None)
             yield batch.data
 
 

@@ -176,14 +176,14 @@ class TrainingModule(LightningModule):
             weights = self._step_weights(found)
             micro = _Micro(epoch, batch_idx, batch_idx + weights.micro_batches, count, weights)
             self.__dict__["_micro"] = micro
-        return batch._replace(step=micro.weights)
+        return batch.with_step(micro.weights)
 
     def in_window(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
         """Return all micro-batches of a step with its divisors. Every rank must call it."""
         if len(window) == 1:
             return window
         weights = self._step_weights([batch for batch, _ in window])
-        return [(batch._replace(step=weights), batch_idx) for batch, batch_idx in window]
+        return [(batch.with_step(weights), batch_idx) for batch, batch_idx in window]
 
     def _step_weights(self, batches: Sequence[Batch]) -> StepWeights:
         names = [self.objective.terms[name].names.values() for name in self.objective.weighed]
@@ -362,7 +362,7 @@ class TrainingModule(LightningModule):
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
         # Each rank's means of its own samples: what they weigh over ranks is known behind the last batch.
         try:
-            values, means = self._means(batch._replace(global_size=max(batch.size, 1), world_size=1))
+            values, means = self._means(Batch(batch.data, batch.size, global_size=max(batch.size, 1), world_size=1))
             self._add(stage, values, means if batch.size else [])
         except StopIteration as error:
             # Lightning would take it for the end of the data.

@@ -60,7 +60,7 @@ class BatchesOfData(OwnBatches):
         return self.data.seconds_waited
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
-        self.current = self.data.shares[batch_idx]._replace(data=batch)
+        self.current = self.data.shares[batch_idx].with_data(batch)
         return self.current
 
 

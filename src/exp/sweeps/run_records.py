@@ -20,7 +20,7 @@ from exp.errors import ConfigError, ExpError, shortened
 from exp.files import is_locked
 from exp.redaction import covered
 from exp.run_report import Report, parsed_report
-from exp.shared_types import Mode, compared_tag, searched_tags
+from exp.shared_types import Mode, compared_tag
 from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import Curve, event_files, read_curves
 
@@ -44,7 +44,7 @@ class RunRecord:
 
     status: the report's; running, where a process holds the run; no report, where none does; unreadable.
     typed: key to value of its overrides, as text. config: the plain frozen one; empty where it cannot be read.
-    monitor, mode: None where the config cannot be read. objectives: the tags of sweep.monitor; else empty.
+    monitor, mode: None where the config cannot be read.
     value: the monitored one, also of a run that failed or is under way, then the best so far; nan without one.
     step: of the optimizer, at which it was. metrics: tag to last value. seconds: nan where nobody knows.
     curves: those that were asked for.
@@ -57,7 +57,6 @@ class RunRecord:
     monitor: str | None = None
     mode: Mode | None = None
     repeat_over: str | None = None
-    objectives: Mapping[str, Mode] = field(default_factory=dict)
     value: float = math.nan
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -148,9 +147,8 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
     known = Values(config)
     monitor = known["monitor"] if isinstance(known["monitor"], str) else None
     mode = cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None
-    objectives = searched_tags(known["sweep.monitor"], mode=mode or "min")
     over = known["sweep.repeat_over"]
-    wanted = {"loss/train", "loss/val", *tags, *objectives, *([] if monitor is None else [compared_tag(monitor)])}
+    wanted = {"loss/train", "loss/val", *tags, *([] if monitor is None else [compared_tag(monitor)])}
     found = read_curves(directory / EVENTS, wants=lambda tag: tag in wanted or is_of_validation(tag))
     record = RunRecord(
         directory=directory,
@@ -160,7 +158,6 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
         monitor=monitor,
         mode=mode,
         repeat_over=over if isinstance(over, str) else None,
-        objectives=objectives,
         curves=found.by_tag,
     )
     told = _reported(record, problems)

@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exp.config.freeze import make_exclusively
 from exp.errors import MissingExtraError, RunError
+from exp.extras.report.charts import Chart, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import Comparison, ReportError, compare, tags_of
 from exp.files import sweep_partial_files, write_whole
@@ -27,9 +27,6 @@ from exp.output import exit_status
 from exp.spelling import nearest
 from exp.sweeps.results import again_command, best_line, rich_tables
 from exp.sweeps.run_records import MARKS, Found, find_runs, is_sweep, read_run
-
-if TYPE_CHECKING:
-    from exp.extras.report.charts import Chart
 
 PAGE = "report.html"
 # On the terminal; the page has all notes.
@@ -48,15 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
-    found = find_runs(_existing(arguments.directories))
+    for place in arguments.directories:
+        _refuse_missing(place)
+    found = find_runs(arguments.directories)
     if not found.runs:
         raise _nothing(arguments.directories, found)
     comparison = comparison_of(found, arguments)
-    charts, notes = _drawn(comparison, tags_of(arguments.metric))
-    notes = [*notes, *comparison.notes]
+    charts: Sequence[Chart] = ()
+    try:
+        charts, notes = draw(comparison, tags=tags_of(arguments.metric))
+    except MissingExtraError as error:
+        notes = [f"no pictures: {error}"]
+    notes += comparison.notes
     about = f"Written by python -m exp.report on {datetime.datetime.now().astimezone():%Y-%m-%d at %H:%M:%S %Z}."
-    directory = _output(arguments)
-    _write(directory, page(comparison, charts, notes=notes, about=about), charts)
+    directory = _write(arguments, page(comparison, charts, notes=notes, about=about), charts)
     _print(comparison, notes, directory)
     return 0
 
@@ -65,7 +67,7 @@ def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
     """Read and compare runs.
 
     Raises:
-        ReportError: The runs cannot be compared so.
+        ReportError: The runs do not have a key or a tag of the command.
     """
     records = [read_run(run, tags=tags_of(arguments.metric)) for run in found.runs]
     trained = [record for record in records if record.value_of("train") != "false"] or records
@@ -75,15 +77,26 @@ def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
     return compare(trained, repeat_over=arguments.repeat_over, metrics=arguments.metric, problems=problems)
 
 
-def _write(directory: Path, text: str, charts: Sequence[Chart]) -> None:
+def _write(arguments: argparse.Namespace, text: str, charts: Sequence[Chart]) -> Path:
+    """Write the page and the pictures to --output, report/ of a single sweep, or a new directory of outputs/reports.
+
+    Returns:
+        The directory.
+    """
+    places = arguments.directories
+    directory = arguments.output or places[0] / "report"
     try:
+        if arguments.output is None and (len(places) > 1 or not is_sweep(places[0])):
+            directory = make_exclusively(Path("outputs", "reports", *time.strftime("%Y-%m-%d %H-%M-%S").split()))
         directory.mkdir(parents=True, exist_ok=True)
         sweep_partial_files(directory)
         for chart in charts:
             write_whole(directory / f"{chart.name}.png", chart.png, is_synced=False)
         write_whole(directory / PAGE, text, is_synced=False)
     except OSError as error:
-        raise _unwritable(directory, error) from error
+        where = f"{error.filename or directory}: {error.strerror or error}"
+        raise RunError(f"the report cannot be written to {where}. Choose another --output") from error
+    return Path(directory)
 
 
 def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> None:
@@ -105,28 +118,13 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _drawn(comparison: Comparison, tags: Sequence[str]) -> tuple[Sequence[Chart], Sequence[str]]:
-    """Return the pictures, and one line for each picture that is not drawn."""
-    from exp.extras.report.charts import draw
-
-    try:
-        charts = draw(comparison, tags=tags)
-    except MissingExtraError as error:
-        return (), [f"no pictures: {error}"]
-    return charts.drawn, charts.notes
-
-
-def _existing(places: Sequence[Path]) -> Sequence[Path]:
-    """Return the places; raise ReportError if one is not a directory."""
-    for place in places:
-        if os.path.isdir(place):
-            continue
-        is_file = os.path.exists(place)
-        there = "is a file" if is_file else "is not there"
-        near = [] if is_file else nearest(place.name, (path.name for path in place.parent.glob("*/")))
+def _refuse_missing(place: Path) -> None:
+    """Raise ReportError if a place is not a directory."""
+    if not os.path.isdir(place):
+        there = "is a file" if os.path.exists(place) else "is not there"
+        near = nearest(place.name, (path.name for path in place.parent.glob("*/")))
         cure = f". Did you mean {place.parent / near[0]}?" if near else ""
         raise ReportError(f"{place} {there}; expected {EXPECTED}{cure}")
-    return places
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
@@ -138,25 +136,6 @@ def _nothing(places: Sequence[Path], found: Found) -> ReportError:
     return ReportError(f"{' '.join(map(str, places))}: no run is there; expected {EXPECTED}{cure}{problems}")
 
 
-def _output(arguments: argparse.Namespace) -> Path:
-    """Return --output, report/ of a single sweep, or a new directory below outputs/reports."""
-    if arguments.output is not None:
-        return Path(arguments.output)
-    places = arguments.directories
-    if len(places) == 1 and is_sweep(places[0]):
-        return Path(places[0]) / "report"
-    wanted = Path("outputs", "reports", *time.strftime("%Y-%m-%d %H-%M-%S").split())
-    try:
-        return make_exclusively(wanted)
-    except OSError as error:
-        raise _unwritable(wanted, error) from error
-
-
-def _unwritable(directory: Path, error: OSError) -> RunError:
-    where = error.filename or directory
-    return RunError(f"the report cannot be written to {where}: {error.strerror or error}. Choose another --output")
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = argparse.ArgumentParser(
@@ -166,6 +145,6 @@ def parser() -> argparse.ArgumentParser:
     add("directories", nargs="+", type=Path, metavar="DIR", help="runs, sweeps, or folders above them")
     add("--output", type=Path, metavar="DIR", help="default: report/ of one sweep, else outputs/reports/DATE/TIME")
     add("--repeat-over", metavar="KEY", help="runs that differ only in it are repeats; none: no run is a repeat")
-    more = "compare by this tag, and draw it; TAG:max if more is better. Repeated, the tags are a Pareto front"
+    more = "compare by this tag, and draw it; TAG:max if more is better. Further tags are drawn"
     add("--metric", action="append", default=[], metavar="TAG", help=more)
     return found

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from exp.errors import RunError
 from exp.hooks.activations import Activations, figures, merged, saturation
 from exp.hooks.panels import Column, Histogram
 
@@ -113,14 +112,11 @@ def test_a_softmax_saturates_by_distribution(measured):
     assert not [tag for tag in measured(nn.Sequential(nn.ReLU()), scores) if "saturated" in tag]
 
 
-def test_units_are_features_or_the_named_axis(measured):
+def test_units_of_a_sequence_are_its_features(measured):
     values = torch.zeros(2, 3, 4)
     values[0, 1, 2] = 1.0
     net = nn.Sequential(nn.Identity())
     assert measured(net, values)["activations/dead_units/0"] == pytest.approx(3 / 4)
-    assert measured(net, values, unit_axis=1)["activations/dead_units/0"] == pytest.approx(2 / 3)
-    with pytest.raises(RunError, match=r"unit_axis is 3; 0 gives \[2, 3, 4\], which has no such axis"):
-        measured(net, values, unit_axis=3)
 
 
 class Twice(nn.Module):

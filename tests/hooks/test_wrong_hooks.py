@@ -27,11 +27,6 @@ def test_wrong_hooks_are_errors_before_the_run(refused, monkeypatch, case: str) 
     assert len(errors) == len(WRONG[case]["errors"]), errors
 
 
-def test_two_separate_profile_windows_pass_the_check(in_tmp: Path) -> None:
-    apart = "{_target_: exp.extras.debugging.profile.Profile, start_step: 3, steps: 2, warmup: 1}"
-    exp.validate(exp.compose(["+hooks=profile", f"+hooks.earlier={apart}", "debug=profiler", "trainer.max_steps=12"]))
-
-
 TRANSFORMS = ("clip_module", "gradient_reversal", "scale_gradient")
 HOOKS = sorted(path.stem for path in (OWN_CONF / "hooks").glob("*.yaml"))
 # Strategies, other classes of the same kind, and hooks that each refuses.

@@ -53,9 +53,14 @@ MOVED: Mapping[str, str] = {
 # Parameters that classes no longer have. The names of the classes are those of this version.
 REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.data.delimited.Csv": ["packed"],
+    "exp.extras.debugging.profile.Profile": ["rows"],
+    "exp.hooks.activations.Activations": ["unit_axis"],
+    "exp.hooks.confusion.Confusion": ["normalised"],
     "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],
     "exp.hooks.memory.Memory": ["record_history"],
     "exp.hooks.nan_guard.NanGuard": ["steps_in_flight"],
+    "exp.hooks.pr_curve.PRCurve": ["positive_class", "thresholds"],
+    "exp.hooks.samples.Samples": ["columns"],
 }
 
 

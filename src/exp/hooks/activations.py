@@ -1,36 +1,35 @@
-"""The hook `activations`: what the layers of a network give, in a few numbers each."""
+"""The hook `activations`: a few numbers on the output of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exp.errors import RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Boundary, Hook, Period, Values
 from exp.hooks.panels import Column, Healthy, Histogram
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 
-# Of the way from one bound to the other.
+# Share of the range of a bounded module that counts as its bound.
 MARGIN = 0.01
-# Of modules that are bounded; Hardtanh, and what derives from it, says its own bounds.
+# Bounds of modules whose output is bounded. Hardtanh and its subclasses have attributes for them.
 BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
     nn.Softsign: (-1.0, 1.0),
     nn.Sigmoid: (0.0, 1.0),
     nn.Hardsigmoid: (0.0, 1.0),
 }
-# The figures of a part: how many entries, their mean, the sum of squares about it, how many are zero; and of how many
-# it was asked whether they are saturated, and how many are.
+# The figures of a part: number of entries, mean, sum of squared deviations, number of zeros, number of entries that
+# could be saturated, number of those that are.
 COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED = range(6)
 
-# Layers that a signal fades or grows in by three orders of magnitude, half of whose units give nothing, or which are
-# at their bounds in half of what they give.
+# Layers in which a signal fades or grows by three orders of magnitude, half of whose units are dead, or half of whose
+# entries are at their bounds.
 HEALTHY: dict[str, Healthy] = {
     "std": Healthy(low=1e-3, high=1e3),
     "dead_units": Healthy(high=0.5, is_logarithmic=False),
@@ -41,28 +40,27 @@ HEALTHY: dict[str, Healthy] = {
 
 
 class Activations(Hook):
-    """Draws five figures of each module's output over the batch of a due step, of all ranks and micro-batches together.
+    """Draws five figures of the output of each module over the batch of a due step, of all ranks and micro-batches.
 
-    Each is a heat map, layers by steps, whose numbers are in the run's table.csv: `activations/std` and so on. With
-    `each_layer` they are scalars, too:
+    Each is a heat map, layers by steps, whose numbers are in the run's table.csv. With `each_layer` they are scalars,
+    too, under `activations/<figure>/<module>`:
 
-    `activations/mean/<module>`, `activations/std/<module>`: of all entries of the output, the deviation by their number
-    (not by one less).
-    `activations/zeros/<module>`: share of the entries that are 0.
-    `activations/dead_units/<module>`: share of the units whose every entry is 0, for each sample and place of the
-    batch. A unit is a feature, the last axis of `[B, C]` and `[B, T, C]`, or a channel, axis 1 of `[B, C, H, W]`.
-    `activations/saturated/<module>`, of modules that are bounded: share of the entries within 1 per cent of the range
-    of a bound of Tanh, Softsign, Sigmoid, Hardsigmoid, Hardtanh; of the upper bound of ReLU6, for its lower one is
-    what zeros count; of Softmax the share of its distributions whose largest probability is above 0.99.
-    `activations/histogram/<module>`, where wanted: of the last micro-batch's entries, of the first rank.
+    `activations/mean`, `activations/std`: over all entries of the output. The deviation divides by their number.
+    `activations/zeros`: share of entries that are 0.
+    `activations/dead_units`: share of units whose every entry is 0. A unit is a feature, the last axis of `[B, C]` and
+    `[B, T, C]`, or a channel, axis 1 of `[B, C, H, W]`.
+    `activations/saturated`, of bounded modules: share of entries within 1 per cent of the range of a bound. For ReLU6
+    that is the upper bound. For Softmax it is the share of distributions whose largest probability is above 0.99.
+    `activations/histogram/<module>`, on request: of the last micro-batch of rank 0.
 
-    A module that is called several times in a step counts with all its calls, and a unit is dead if it is in all of
-    them; of several tensors that it returns the first one counts. Functions in a forward program are no modules. The
-    figures are taken in float32, and put together in float64.
+    A module that is called several times in a step counts with all its calls, and with the first tensor that it
+    returns. Functions in a forward program are no modules. Figures are computed in float32 and merged in float64.
 
-    each_layer: whether the figures are scalars, too.
-    modules: `*` alone means layers, the modules without others below them.
-    unit_axis: the axis of the units, for outputs that are laid out in another way: 1 for `[B, C, T]` of Conv1d.
+    Args:
+        every_n_steps: Period. `auto` depends on the length of the run.
+        each_layer: Whether the figures are scalars, too.
+        modules: Patterns of modules. `*` alone means layers, which are modules without submodules.
+        histogram: Whether histograms are logged.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
@@ -74,17 +72,16 @@ class Activations(Hook):
         every_n_steps: Period = "auto",
         each_layer: bool = False,
         modules: Sequence[str] = ("*",),
-        unit_axis: int | None = None,
         histogram: bool = False,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.each_layer, self.unit_axis, self.histogram = each_layer, unit_axis, histogram
+        self.each_layer, self.histogram = each_layer, histogram
         self._seen: dict[str, _Seen] = {}
         self._counts = True
 
     def passed(self, boundary: Boundary, step: Step) -> None:
         if boundary == "batch":
-            # A rank without a share of the batch holds a stand-in, and takes part in the sums with nothing.
+            # A rank without a share of the batch has a stand-in, which adds nothing to the sums.
             self._counts = step.weight != 0.0
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -95,15 +92,10 @@ class Activations(Hook):
             return
         found = found.detach()
         seen = self._seen.setdefault(name, _Seen(bounded=is_bounded(module)))
-        part = figures(found, module)
-        seen.parts.append(part if self._counts else torch.zeros_like(part))
-        if self.unit_axis is not None and not -found.dim() <= self.unit_axis < found.dim():
-            raise RunError(
-                f"hooks.{self.name}.unit_axis is {self.unit_axis}; {name} gives {list(found.shape)}, which has no such "
-                f"axis. Leave the module out of hooks.{self.name}.modules, or choose another axis"
-            )
-        live = live_units(found, axis=self.unit_axis)
-        live = live if self._counts else torch.zeros_like(live)
+        part, live = figures(found, module), live_units(found)
+        if not self._counts:
+            part, live = torch.zeros_like(part), torch.zeros_like(live)
+        seen.parts.append(part)
         units = len(live)
         seen.live[units] = seen.live[units] | live if units in seen.live else live
         seen.last = found if self.histogram else None
@@ -139,7 +131,7 @@ class Activations(Hook):
 
 @dataclass(slots=True)
 class _Seen:
-    """A module's calls in a step. live: bool by unit, of calls with one number of units together."""
+    """The calls of a module in a step. live: bool by unit, for each number of units."""
 
     bounded: bool
     parts: list[Tensor] = field(default_factory=list)
@@ -148,7 +140,7 @@ class _Seen:
 
 
 def figures(output: Tensor, module: nn.Module) -> Tensor:
-    """Six numbers of one output of a module, `[6]`, float64: COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED."""
+    """Return six numbers on one output of a module, `[6]`, float64: COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED."""
     values = output.to(at_least_float32(output.dtype))
     count = float(values.numel())
     # In two passes: torch.var_mean takes fifteen times as long on a CPU.
@@ -162,7 +154,7 @@ def figures(output: Tensor, module: nn.Module) -> Tensor:
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
-    """The figures of all entries of several parts, from those of each: `[6]`. Chan, Golub and LeVeque 1979."""
+    """Return the figures of the entries of all parts, `[6]`, from those of each. Chan, Golub and LeVeque 1979."""
     if len(parts) == 1:
         return parts[0]
     table = torch.stack(list(parts))
@@ -173,45 +165,37 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def live_units(output: Tensor, *, axis: int | None) -> Tensor:
-    """Whether a unit gives anything but 0, for each of C units: bool `[C]`. axis: of the units; None as Activations."""
-    if axis is None:
-        axis = 1 if output.dim() > 3 else -1
-    others = [one for one in range(output.dim()) if one != axis % output.dim()]
+def live_units(output: Tensor) -> Tensor:
+    """Return whether each unit has an entry other than 0: bool `[C]`."""
+    axis = 1 if output.dim() > 3 else output.dim() - 1
+    others = [one for one in range(output.dim()) if one != axis]
     return (output.abs().amax(others) if others else output.abs().amax()[None]) != 0
 
 
 def is_bounded(module: nn.Module) -> bool:
-    """Whether `saturated` is asked of it."""
+    """Return whether `saturated` applies to a module."""
     return isinstance(module, (nn.Softmax, nn.Softmax2d, nn.Hardtanh, *BOUNDS))
 
 
 def saturation(values: Tensor, module: nn.Module) -> tuple[Tensor, float]:
-    """How many entries of a bounded module's output (of Softmax: distributions) are saturated, 0-d; and of how many."""
-    if isinstance(module, (nn.Softmax, nn.Softmax2d)):
-        largest = values.amax(-3 if isinstance(module, nn.Softmax2d) else softmax_axis(values, module.dim))
+    """Return the number of saturated entries of an output, 0-d, and of all; for Softmax, of distributions."""
+    if isinstance(module, nn.Softmax | nn.Softmax2d):
+        largest = values.amax(-3 if isinstance(module, nn.Softmax2d) else _softmax_axis(values, module.dim))
         return (largest > 1 - MARGIN).sum(), float(largest.numel())
-    at_bound = _at_bound(module)
-    if at_bound is None:
-        return values.new_zeros(()), 1.0
-    return at_bound(values).sum(), float(values.numel())
-
-
-def softmax_axis(values: Tensor, axis: int | None) -> int:
-    """Along which Softmax sums; not told, torch goes by the number of axes (torch.nn.functional.softmax)."""
-    return axis if axis is not None else 0 if values.dim() in (0, 1, 3) else 1
-
-
-def _at_bound(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """What says of each entry whether it is at a bound; None of a module that has none."""
     if isinstance(module, nn.Hardtanh):  # and ReLU6, which derives from it
         low, high = float(module.min_val), float(module.max_val)
     else:
         bounds = next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
         if bounds is None:
-            return None
+            return values.new_zeros(()), 1.0
         low, high = bounds
     margin = MARGIN * (high - low)
-    if isinstance(module, nn.ReLU6):
-        return lambda values: values >= high - margin
-    return lambda values: (values >= high - margin) | (values <= low + margin)
+    at_bound = values >= high - margin
+    if not isinstance(module, nn.ReLU6):  # whose lower bound is counted as zeros
+        at_bound |= values <= low + margin
+    return at_bound.sum(), float(values.numel())
+
+
+def _softmax_axis(values: Tensor, axis: int | None) -> int:
+    """Return the axis of Softmax; by default as torch.nn.functional.softmax chooses it."""
+    return axis if axis is not None else 0 if values.dim() in (0, 1, 3) else 1

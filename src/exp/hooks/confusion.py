@@ -1,4 +1,4 @@
-"""The hook `confusion`: which classes an evaluation takes for which others."""
+"""The hook `confusion`: the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from exp.shared_types import Stage
 class Confusion(ClassCounts):
     """Draws `confusion/<stage>`, the confusion matrix of each evaluation: a row a target, a column a prediction.
 
-    Every sample of every rank counts once; a text or a map of pixels by its places. Targets that are no class from 0 to
-    V - 1, such as an ignored -100, do not count. It counts on the device, and is drawn once a stage.
+    Every sample of every rank counts once; a text or a map of pixels by its places. Targets outside 0 to V - 1, such as
+    an ignored -100, do not count. Cells show their count up to 45 classes, and colors alone beyond.
 
-    num_classes: V, from 2 to 1000. Cells have figures up to 45 classes, and colours beyond.
-    normalised: whether figures are per cent of their row, that is of the target's samples, instead of counts.
-    threshold: of a network with one output for two classes: above it is class 1. 0 of a score, 0.5 of a probability.
-    output, target: names among the batch's entries and the network's outputs.
+    Args:
+        num_classes: V, from 2 to 1000.
+        stages: Evaluations that are drawn, of val and test.
+        threshold: For one output and two classes: class 1 is above it. 0 for a score, 0.5 for a probability.
+        output: Name of the scores among the outputs of the network.
+        target: Name of the classes among the entries of the batch.
     """
 
     most_classes = 1000
@@ -34,13 +36,12 @@ class Confusion(ClassCounts):
         *,
         num_classes: int | None,
         stages: Sequence[str] = EVALUATIONS,
-        normalised: bool = False,
         threshold: float = 0.0,
         output: str = "output",
         target: str = "target",
     ) -> None:
         super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
-        self.normalised, self.threshold = normalised, threshold
+        self.threshold = threshold
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,18 +51,19 @@ class Confusion(ClassCounts):
         return counts(predicted(scores, threshold=self.threshold), classes, num_classes=self.classes)
 
     def shown(self, stage: Stage, counts: Tensor) -> Values:
-        return {f"confusion/{stage}": Matrix(counts, self.normalised, tuple(self._class_names.get(self.target, ())))}
+        return {f"confusion/{stage}": Matrix(counts, tuple(self._class_names.get(self.target, ())))}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix(Panel):
     """A confusion matrix that is drawn on the host.
 
-    counts: `[V, V]`, int64, by target and prediction. normalised: see Confusion. names: of the classes; else none.
+    Args:
+        counts: `[V, V]`, int64, by target and prediction.
+        names: Names of the classes, if they have any.
     """
 
     counts: Tensor
-    normalised: bool
     names: Sequence[str] = ()
 
     def drawn(self) -> Image:
@@ -70,20 +72,22 @@ class Matrix(Panel):
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))
         right = f", {100 * hits / samples:.1f} % right" if samples else ""
-        figures = "per cent of each target's" if self.normalised else "counts"
-        picture = matrix(
-            counts, normalised=self.normalised, title=f"{samples:,} samples{right}; {figures}", names=self.names
-        )
+        picture = matrix(counts, title=f"{samples:,} samples{right}", names=self.names)
         return Image(torch.from_numpy(picture).permute(2, 0, 1)[None])
 
 
 def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
-    """How often each prediction met each class: `[V, V]`, int64, by class and prediction; nothing waits for the device.
+    """Return how often each prediction met each class: `[V, V]`, int64, by class and prediction.
 
-    predictions, classes: `[N]`, int64. A class that is none from 0 to V - 1 does not count.
+    It does not wait for the device.
+
+    Args:
+        predictions: `[N]`, int64.
+        classes: `[N]`, int64. A class outside 0 to V - 1 does not count.
+        num_classes: V.
     """
     counted = (classes >= 0) & (classes < num_classes)
-    # What does not count goes to a place behind the last one, for to pick the others would wait for the device.
+    # Ignored samples go to a place after the last one, because selecting the others would wait for the device.
     places = torch.where(counted, classes * num_classes + predictions, num_classes**2)
     found = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=classes.device)
     found.index_add_(0, places, torch.ones_like(places))

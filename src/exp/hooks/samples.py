@@ -1,4 +1,4 @@
-"""The hook `samples`: what the network is shown, what it should say, and what it says."""
+"""The hook `samples`: inputs with their targets and the outputs of the network."""
 
 from __future__ import annotations
 
@@ -25,28 +25,33 @@ if TYPE_CHECKING:
 
 # A caption has room for so many numbers.
 NUMBERS = 3
+COLUMNS = 4
 CHANNELS = (1, 3, 4)
 
 
 class Samples(Hook):
     """Draws `samples/<stage>`: pictures of an evaluation, or of a due training step, each with its captions.
 
-    A caption says the target and what the network gave: of a classification the classes, with a blue frame where they
-    agree and an orange one where they do not (for a class at each of several places the share that agrees); of a
-    regression the numbers, up to three; of anything else its shape. Pictures are un-normalised by `mean` and `std`;
-    bytes are shown as they are; without the two, each picture's smallest value is black and its largest white.
+    A caption has the target and the output: for classes their names, with a blue frame if they agree and an orange one
+    if not; for a regression up to three numbers. Pictures are un-normalized by `mean` and `std`. Bytes are shown
+    unchanged. Without `mean` and `std`, the smallest value of a picture is black and its largest white.
 
-    Of an evaluation they are chosen at random from the first rank's whole share, the same ones each time. Of a training
-    step they are the first ones. Classes are called as the data calls them.
+    An evaluation shows a random choice from the share of rank 0, always the same one. A training step shows its first
+    samples.
 
-    stages: of train, val, test. every_n_steps: for train; an evaluation is drawn each time.
-    count: pictures. columns: of the grid.
-    mean, std: by which the data set normalised pixels from 0 to 1, one number or one a channel; null where it did not.
-    threshold: of a network with one output for two classes: above it is class 1. 0 of a score, 0.5 of a probability.
-    input, output, target: names among the batch's entries and the network's outputs.
+    Args:
+        every_n_steps: Period in training. Each evaluation is drawn.
+        stages: Stages that are drawn, of train, val, test.
+        count: Number of pictures.
+        mean: Mean by which pixels from 0 to 1 were normalized, one number or one a channel.
+        std: Deviation by which they were normalized.
+        threshold: For one output and two classes: class 1 is above it. 0 for a score, 0.5 for a probability.
+        input: Name of the pictures among the entries of the batch.
+        output: Name of the outputs.
+        target: Name of the targets.
     """
 
-    least = {"count": 1, "columns": 1}
+    least = {"count": 1}
 
     def __init__(
         self,
@@ -54,7 +59,6 @@ class Samples(Hook):
         every_n_steps: int = 500,
         stages: Sequence[str] = ("val",),
         count: int = 16,
-        columns: int = 4,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         threshold: float = 0.0,
@@ -63,10 +67,10 @@ class Samples(Hook):
         target: str = "target",
     ) -> None:
         super().__init__(every_n_steps=every_n_steps)
-        self.stages, self.count, self.columns = tuple(stages), count, columns
+        self.stages, self.count = tuple(stages), count
         self.mean, self.std, self.threshold = mean, std, threshold
         self.input, self.output, self.target = input, output, target
-        # Of an evaluation: its pictures so far, by the numbers that were drawn for them.
+        # The pictures of an evaluation so far, by the numbers that were drawn for them.
         self._parts: dict[float, Shown] = {}
         self._draw = np.random.default_rng(0)
         self._drawn_step = 0
@@ -75,19 +79,29 @@ class Samples(Hook):
         yield from super().faults(planned)
         yield from stage_faults(self, self.stages, known=STAGES)
         inputs = DataSpec.of(planned.config["data"]).inputs
-        if self.input not in inputs:
-            if self.input == "input":
-                yield self.fault("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
-            yield from self._scale_faults(None)  # of another entry of the batch nothing is declared
+        channels = None
+        if self.input in inputs:
+            shape, dtype = list(inputs[self.input].shape), inputs[self.input].dtype
+            channels = shape[0] if len(shape) == 3 else 1
+            if len(shape) not in (2, 3) or channels not in CHANNELS or dtype.startswith("int"):
+                expected = "pictures, float32 or uint8 [H, W] or [C, H, W] with C of 1, 3 or 4"
+                yield self.fault(got=f"{dtype} input of shape {shape}", expected=expected, cure=self.leave_out)
+                return
+        elif self.input == "input":  # the data declare no other entries of a batch
+            yield self.fault("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
+        yield from self._scale_faults(channels)
+
+    def _scale_faults(self, channels: int | None) -> Iterator[Fault]:
+        if (self.mean is None) != (self.std is None):
+            given, other = ("mean", "std") if self.std is None else ("std", "mean")
+            yield self.fault(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
             return
-        shape, dtype = list(inputs[self.input].shape), inputs[self.input].dtype
-        if len(shape) not in (2, 3) or (len(shape) == 3 and shape[0] not in CHANNELS):
-            expected = "data whose input is a picture, [H, W] or [C, H, W] with C of 1, 3 or 4"
-            yield self.fault(got=f"input of shape {shape}", expected=expected, cure=self.leave_out)
-        elif dtype.startswith("int"):
-            yield self.fault(got=f"input of {dtype}", expected="pixels: float32 or uint8")
-        else:
-            yield from self._scale_faults(shape[0] if len(shape) == 3 else 1)
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if numbers is not None and channels is not None and len(numbers) not in (1, channels):
+                expected = f"one number, or one a channel: {channels}"
+                yield self.fault(name, got=f"{len(numbers)} numbers", expected=expected)
+        if self.std is not None and min(self.std, default=0.0) <= 0:
+            yield self.fault("std", got=list(self.std), expected="numbers above 0")
 
     def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         if "train" not in self.stages or self._drawn_step == step.index:
@@ -110,37 +124,26 @@ class Samples(Hook):
         parts, self._parts, self._draw = list(self._parts.values()), {}, np.random.default_rng(0)
         return {f"samples/{stage}": joined(parts)} if parts else None
 
-    def _scale_faults(self, channels: int | None) -> Iterator[Fault]:
-        if (self.mean is None) != (self.std is None):
-            given, other = ("mean", "std") if self.std is None else ("std", "mean")
-            yield self.fault(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
-            return
-        for name, numbers in (("mean", self.mean), ("std", self.std)):
-            if numbers is not None and channels is not None and len(numbers) not in (1, channels):
-                expected = "one number" + (f", or {channels}: one a channel" if channels > 1 else "")
-                yield self.fault(name, got=f"{len(numbers)} numbers", expected=expected)
-        if self.std is not None and min(self.std, default=0.0) <= 0:
-            yield self.fault("std", got=list(self.std), expected="numbers above 0")
-
     def _shown(self, values: Mapping[str, object], places: slice) -> Shown:
         """Return some samples of a batch."""
-        shown = next(tensors_in(values[self.input]))
-        pixels = pictures(shown.detach()[places], mean=self.mean, std=self.std)
-        output = next(tensors_in(values.get(self.output)), None)
-        target = next(tensors_in(values.get(self.target)), None)
-        if output is not None:
-            output = output.detach()[places]
-        if target is not None:
-            target = target.detach()[places]
+        shown, output, target = (
+            None if found is None else found.detach()[places]
+            for found in (next(tensors_in(values.get(name)), None) for name in (self.input, self.output, self.target))
+        )
+        assert shown is not None
+        if output is not None and target is not None:
             output = _as_classes(output, target, threshold=self.threshold)
-        names = tuple(self._class_names.get(self.target, ()))
-        return Shown(pixels, _numbers(target), _numbers(output), _shape(target), _shape(output), self.columns, names)
+        pixels = pictures(shown, mean=self.mean, std=self.std)
+        return Shown(pixels, _numbers(target), _numbers(output), tuple(self._class_names.get(self.target, ())))
 
 
 def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """`[N, H, W]` or `[N, C, H, W]` as pixels: uint8 `[N, C, H, W]`. Nothing waits for the device.
+    """Return pixels, uint8 `[N, C, H, W]`. It does not wait for the device.
 
-    mean, std: see Samples; without them floats are stretched, each picture from black to white.
+    Args:
+        values: `[N, H, W]` or `[N, C, H, W]`. Without mean and std, floats are stretched from black to white.
+        mean: See Samples.
+        std: See Samples.
     """
     values = values[:, None] if values.dim() == 3 else values
     if values.dtype == torch.uint8 or mean is None or std is None:
@@ -152,37 +155,44 @@ def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown(Panel):
-    """Pictures and what is said of them, which is drawn on the host.
+    """Pictures and their captions, which are drawn on the host.
 
-    pixels: uint8 `[N, C, H, W]`.
-    targets, outputs: `[N, K]`, a few numbers for each, whole ones of classes; None where there are none, or too many.
-    target_shape, output_shape: of one sample's; None where there is none.
-    names: of the classes, in the order of their numbers; empty where they have none.
+    Args:
+        pixels: uint8 `[N, C, H, W]`.
+        targets: `[N, K]`, a few numbers of each, integers for classes. None if there are none, or too many.
+        outputs: Same as targets.
+        names: Names of the classes, if they have any.
     """
 
     pixels: Tensor
     targets: Tensor | None
     outputs: Tensor | None
-    target_shape: tuple[int, ...] | None
-    output_shape: tuple[int, ...] | None
-    columns: int
     names: Sequence[str] = ()
 
     def drawn(self) -> Image:
         from exp.hooks.figures import Caption, captioned
 
-        captions, hits = [], []
-        for place in range(len(self.pixels)):
-            target = _words(self.targets, self.target_shape, place, self.names)
-            output = _words(self.outputs, self.output_shape, place, self.names)
-            right = self._right(place)
-            hits.append(right)
-            lines = [f"{name} {words}" for name, words in (("target", target), ("output", output)) if words]
-            captions.append(Caption(lines=lines, right=right))
-        judged = [right for right in hits if right is not None]
+        captions = [
+            Caption(
+                lines=[
+                    f"{word} {self._words(numbers[place])}"
+                    for word, numbers in (("target", self.targets), ("output", self.outputs))
+                    if numbers is not None
+                ],
+                right=self._right(place),
+            )
+            for place in range(len(self.pixels))
+        ]
+        judged = [caption.right for caption in captions if caption.right is not None]
         title = f"{sum(judged)} of {len(judged)} right; orange is wrong" if judged else f"{len(captions)} samples"
-        sheet = captioned(coloured(self.pixels), captions, title=title, columns=self.columns)
+        sheet = captioned(coloured(self.pixels), captions, title=title, columns=COLUMNS)
         return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
+
+    def _words(self, numbers: Tensor) -> str:
+        if numbers.is_floating_point():
+            return " ".join(f"{number:.3g}" for number in numbers.tolist())
+        known = range(len(self.names))
+        return " ".join(self.names[one] if one in known else str(one) for one in numbers.tolist())
 
     def _right(self, place: int) -> bool | None:
         if self.targets is None or self.outputs is None or self.targets.shape != self.outputs.shape:
@@ -193,25 +203,23 @@ class Shown(Panel):
 
 
 def joined(parts: Sequence[Shown]) -> Shown:
-    """The pictures of several batches as one panel."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
+    """Return the pictures of several batches, which may differ in size, as one panel."""
 
-    def whole(name: str) -> Tensor | None:
-        tensors = [one for part in parts if (one := getattr(part, name)) is not None]
-        is_same = len(tensors) == len(parts) and len({one.shape[1:] for one in tensors}) == 1
-        return torch.cat(tensors) if is_same else None
+    def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        known = [one for one in tensors if one is not None]
+        is_same = len(known) == len(tensors) and len({one.shape[1:] for one in known}) == 1
+        return torch.cat(known) if is_same else None
 
     high, wide = (max(part.pixels.shape[side] for part in parts) for side in (2, 3))
     sizes = [(0, wide - part.pixels.shape[3], 0, high - part.pixels.shape[2]) for part in parts]
     pixels = torch.cat([pad(part.pixels, size, value=255) for part, size in zip(parts, sizes, strict=True)])
-    return replace(first, pixels=pixels, targets=whole("targets"), outputs=whole("outputs"))
+    targets, outputs = whole([part.targets for part in parts]), whole([part.outputs for part in parts])
+    return replace(parts[0], pixels=pixels, targets=targets, outputs=outputs)
 
 
-def _as_classes(output: Tensor | None, target: Tensor, *, threshold: float) -> Tensor | None:
-    """Scores for class numbers as the classes that they choose; another output as it is."""
-    if output is None or target.is_floating_point():
+def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
+    """Return the classes that scores choose; another output unchanged."""
+    if target.is_floating_point():
         return output
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape and output.shape[-1] > 1:
         return output.argmax(-1)
@@ -219,7 +227,7 @@ def _as_classes(output: Tensor | None, target: Tensor, *, threshold: float) -> T
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """`[N, K]` where K is small: what a caption has room for."""
+    """Return `[N, K]` if a caption has room for K numbers."""
     if tensor is None or not tensor.dim():
         return None
     flat = tensor.reshape(len(tensor), -1)
@@ -228,21 +236,8 @@ def _numbers(tensor: Tensor | None) -> Tensor | None:
     return flat if 1 <= flat.shape[1] <= NUMBERS else None
 
 
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape[1:])
-
-
-def _words(numbers: Tensor | None, shape: tuple[int, ...] | None, place: int, names: Sequence[str]) -> str:
-    if numbers is None:
-        return "" if shape is None else str(list(shape))
-    row = numbers[place].tolist()
-    if numbers.is_floating_point():
-        return " ".join(f"{number:.3g}" for number in row)
-    return " ".join(names[number] if 0 <= number < len(names) else str(number) for number in row)
-
-
 def coloured(pixels: Tensor) -> np.ndarray:
-    """uint8 `[N, C, H, W]` as NumPy `[N, H, W, 3]`; opacity is laid on white."""
+    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with a white paper behind transparent pixels."""
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255
         pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)

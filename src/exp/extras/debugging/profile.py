@@ -1,46 +1,50 @@
-"""The hook `profile`: torch.profiler over some steps, as files and panels."""
+"""The hook `profile`: torch.profiler over some steps, as files and a table."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from annotated_types import Ge, MinLen
 from torch import nn
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from exp.errors import Fault
-from exp.extras.debugging.profile_files import RecordedWindow
+from exp.files import write_whole
 from exp.hooks.hook import Boundary, Hook, Values
-from exp.hooks.panels import Panel
+from exp.hooks.panels import Panel, Text
 from exp.hooks.step import Step
 from exp.strategies.process_group import global_rank
 from exp.strategies.strategy import Blueprint
 
 log = logging.getLogger(__name__)
 
+LIGHTNINGS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
+# The file has all rows.
+PANEL_ROWS = 30
+
 
 class Profile(Hook):
-    """Records every operator of some steps, and writes below the run directory, in a folder of the hook's name:
+    """Records every operator of some steps, and writes two files into a folder of the hook's name in the run directory:
 
         trace.rank0.json.gz      a chrome trace, for https://ui.perfetto.dev and chrome://tracing
-        operators.rank0.md       the operators, the most expensive first; its top is the text `profile/operators`
-        memory.rank0.csv, .png   with `memory` each allocation, and a picture, which is the image `profile/memory`
+        operators.rank0.md       torch's table of the operators; its top is the text `profile/operators`
 
-    Steps, forwards and backwards are ranges in the trace. A recorded step is slower, by its operators' number: the
-    shares hold, and the times of small operators do not. A run that ends inside the window writes what it has.
+    Steps, forwards and backwards are ranges in the trace. A recorded step is slower, by the number of its operators:
+    the shares hold, and the times of small operators do not. A run that ends inside the window writes what it has.
 
-    start_step: the first step that is recorded, counted from 1. steps: how many are.
-    warmup: so many steps before them run under the profiler, too, and are thrown away: its first step is slow.
-    ranks: global ranks that record, each to its own files; `all` is every one. Rank 0's panels are shown.
-    shapes: tell operators apart by the shapes of their inputs. stacks: the trace has Python's functions; slow.
-    rows: of the table in the text; the file has all.
+    Args:
+        start_step: The first step that is recorded, counted from 1.
+        steps: Number of steps that are recorded.
+        warmup: Number of steps before them that run under the profiler and are discarded, because its first is slow.
+        ranks: Global ranks that record, each to its own files. Rank 0's table is shown.
+        shapes: Whether the table has a row for each shape of inputs.
+        memory: Whether allocations are recorded.
+        stacks: Whether the trace has Python functions, which is slow.
     """
 
     def __init__(
@@ -53,53 +57,55 @@ class Profile(Hook):
         shapes: bool = True,
         memory: bool = True,
         stacks: bool = False,
-        rows: Annotated[int, Ge(1)] = 30,
     ) -> None:
         super().__init__()
-        self.window = ProfileWindow(start=start_step, steps=steps, warmup=warmup, ranks=ranks)
-        self._shapes, self._memory, self._stacks, self._rows = shapes, memory, stacks, rows
-        # Whether the window is still to come, or under way, in a run that is.
+        if start_step <= warmup:
+            raise ValueError(
+                f"start_step is {start_step}; expected {warmup + 1} or more: steps are counted from 1, and {warmup} of "
+                "warm-up come before it"
+            )
+        self.first, self.start, self.last = start_step - warmup, start_step, start_step + steps - 1
+        self.ranks = ranks
+        self._shapes, self._memory, self._stacks = shapes, memory, stacks
+        # Whether the window is still to come, or has begun.
         self._is_waiting = False
         self._forget()
 
     def _forget(self) -> None:
-        self._profiler: torch.profiler.profile | None = None
+        self._profiler: profile | None = None
         self._is_recording = self._on_device = False
         self._ranges: list[record_function] = []
         self._recorded: list[int] = []
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
         yield from super().faults(planned)
-        window, config, world = self.window, planned.config, planned.placement.world_size
-        limit, profiler = config["trainer"]["max_steps"], config["trainer"]["profiler"]
-        if isinstance(limit, int) and 0 <= limit < window.last:
-            got = f"{window.start}, and steps: {window.steps}: {window}, of a run with trainer.max_steps={limit}"
+        trainer, world = planned.config["trainer"], planned.placement.world_size
+        limit, profiler = trainer["max_steps"], trainer["profiler"]
+        if isinstance(limit, int) and 0 <= limit < self.last:
+            got = f"{self.start}, of a window to step {self.last} in a run with trainer.max_steps={limit}"
             yield self.fault("start_step", got=got, expected=f"a window that ends at step {limit} or before")
-        if window.ranks != "all" and max(window.ranks) >= world:
-            got = f"{list(window.ranks)}, of a run in {world} process{'es' if world > 1 else ''}"
+        if self.ranks != "all" and max(self.ranks) >= world:
+            got = f"{list(self.ranks)}, of a run in {world} process{'es' if world > 1 else ''}"
             yield self.fault("ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
-        if (profiler.get("_target_") if isinstance(profiler, Mapping) else profiler) in LIGHTNINGS:
+        others = [f"hooks.{name}" for name, hook in planned.hooks.items() if isinstance(hook, Profile)]
+        if (profiler["_target_"] if isinstance(profiler, Mapping) else profiler) in LIGHTNINGS:
+            others.append("trainer.profiler")
+        if len(others) > 1 and others[0] == f"hooks.{self.name}":
             yield self.fault(
-                got="torch.profiler, beside trainer.profiler=pytorch, which is the same one",
-                expected="one of the two: a process has one torch.profiler at a time",
+                got=" and ".join(others),
+                expected="one of them: a process has one torch.profiler",
                 cure=f"Leave one out: ~hooks.{self.name}, or trainer.profiler=null",
             )
-        # With the windows of the hooks before this one, so that each pair is told once.
-        for other, hook in itertools.takewhile(lambda item: item[0] != self.name, planned.hooks.items()):
-            if isinstance(hook, Profile) and window.overlaps(before := hook.window):
-                got = f"{window.start}: {window} and {window.warmup} before them, beside hooks.{other} with {before}"
-                expected = "windows that do not overlap: a process has one torch.profiler at a time"
-                yield self.fault("start_step", got=got, expected=expected)
 
     def setup(self, network: nn.Module) -> None:
         self._forget()
         self._rank = global_rank()
-        self._is_waiting = self.window.is_of(self._rank)
+        self._is_waiting = self.ranks == "all" or self._rank in self.ranks
 
     def due(self, index: int) -> bool:
-        if index > self.window.last and not self._recorded:
-            self._is_waiting = False  # a run that was resumed behind its window
-        return self._is_waiting and self.window.first <= index <= self.window.last
+        if index > self.last and not self._recorded:
+            self._is_waiting = False  # a run that was resumed after its window
+        return self._is_waiting and self.first <= index <= self.last
 
     # --- the window ---
 
@@ -114,7 +120,7 @@ class Profile(Hook):
         elif boundary == "forward":
             self._open("backward")
         elif boundary == "backward" and len(self._ranges) > 1:
-            self._close()
+            self._ranges.pop().__exit__(None, None, None)
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
         return record_function("forward") if self._is_recording else None
@@ -123,42 +129,40 @@ class Profile(Hook):
         self._close_all()
         if self._profiler is None:
             return None
-        if step.index + 1 == self.window.start:
+        if step.index + 1 == self.start:
             # From here, so that the wait for the first step's batch is in the trace.
             self._start()
-        return self._finish() if step.index == self.window.last else None
+        return self._finish() if step.index == self.last else None
 
     def ended(self) -> None:
-        # Before the strategy is taken down: fsdp could not, while a profiler looks at its parameters.
+        # Before the strategy is taken down: fsdp could not be, while a profiler refers to its parameters.
         self.teardown()
 
     def teardown(self) -> None:
-        """Ends what was begun, whatever ended the run, so that nothing goes on recording."""
+        """Write the steps of a window that the end of the run cuts, so that nothing goes on recording."""
         if not self._is_waiting:
             return
-        recorded, is_cut = len(self._recorded), bool(self._ranges)
+        recorded = len(self._recorded)
         self._close_all()
         try:
             self._finish()
         except Exception:
-            # The run may be ending by an error of its own, which is the one to tell.
+            # The run may be ending by an error, which is the one to report.
             log.exception("hooks.%s could not write what it had recorded", self.name)
-        else:
-            log.warning(
-                "hooks.%s: the run ended before the end of its window, %s; %s",
-                self.name,
-                self.window,
-                f"{recorded} of them {'is' if recorded == 1 else 'are'} written{', the last one in part' * is_cut}"
-                if recorded
-                else "nothing is written",
-            )
+            return
+        log.warning(
+            "hooks.%s: the run ended before the end of its window at step %s; steps written: %s",
+            self.name,
+            self.last,
+            recorded,
+        )
 
     # --- the profiler ---
 
     def _prepare(self, step: Step) -> None:
         self._on_device = step.device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_device else [])
-        self._profiler = torch.profiler.profile(
+        self._profiler = profile(
             activities=activities,
             record_shapes=self._shapes,
             profile_memory=self._memory,
@@ -167,7 +171,7 @@ class Profile(Hook):
             acc_events=True,
         )
         self._profiler.prepare_trace()
-        if step.index >= self.window.start:
+        if step.index >= self.start:
             self._start()
 
     def _start(self) -> None:
@@ -176,35 +180,39 @@ class Profile(Hook):
         self._is_recording = True
 
     def _finish(self) -> dict[str, Panel]:
-        """Stops, writes, and lets everything go."""
-        profiler, recorded, is_recording = self._profiler, self._recorded, self._is_recording
+        """Stop the profiler, write the files, and free everything."""
+        profiler, recorded = self._profiler, self._recorded
+        if profiler is not None and not self._is_recording:
+            # Only a trace that began can be stopped.
+            self._start()
+        on_device = self._on_device
         self._forget()
         self._is_waiting = False
         if profiler is None:
             return {}
-        if not is_recording:
-            # It is ended by being begun: what was prepared is given back then only.
-            profiler.start_trace()
         profiler.stop_trace()
-        if not recorded:
-            return {}
-        assert self.directory is not None
-        steps = f"step {recorded[0]}" if len(recorded) == 1 else f"steps {recorded[0]} to {recorded[-1]}"
-        ended = RecordedWindow(
-            profiler=profiler,
-            what=f"{steps}, rank {self._rank}",
-            rank=self._rank,
-            on_device=self._on_device,
-            with_shapes=self._shapes,
-            with_memory=self._memory,
-            rows=self._rows,
-        )
         try:
-            return ended.write(self.directory / self.name)
+            if not recorded:
+                return {}
+            assert self.directory is not None
+            title = f"Operators of steps {recorded[0]} to {recorded[-1]}, rank {self._rank}, all steps together"
+            return self._write(profiler, self.directory / self.name, title=title, on_device=on_device)
         finally:
             # A profiler refers to itself, and to tensors that it saw: fsdp could not be taken down.
-            del profiler, ended
+            del profiler
             gc.collect()
+
+    def _write(self, profiler: profile, folder: Path, *, title: str, on_device: bool) -> dict[str, Panel]:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"trace.rank{self._rank}.json.gz"))
+        averages = profiler.key_averages(group_by_input_shape=self._shapes)
+        order = "self_device_time_total" if on_device else "self_cpu_time_total"
+        whole, top = (
+            f"{title}:\n\n```\n{averages.table(sort_by=order, row_limit=rows, max_name_column_width=80)}\n```\n"
+            for rows in (-1, PANEL_ROWS)
+        )
+        write_whole(folder / f"operators.rank{self._rank}.md", whole)
+        return {"profile/operators": Text(top)}
 
     # --- its ranges ---
 
@@ -213,53 +221,6 @@ class Profile(Hook):
         entered.__enter__()
         self._ranges.append(entered)
 
-    def _close(self) -> None:
-        self._ranges.pop().__exit__(None, None, None)
-
     def _close_all(self) -> None:
         while self._ranges:
-            self._close()
-
-
-LIGHTNINGS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileWindow:
-    """Steps from `start` on, `steps` of them, and `warmup` before; of some global ranks.
-
-    Raises ValueError: a window that no run has.
-    """
-
-    start: int = 10
-    steps: int = 3
-    warmup: int = 2
-    ranks: Sequence[int] | Literal["all"] = (0,)
-
-    def __post_init__(self) -> None:
-        if self.start <= self.warmup:
-            raise ValueError(
-                f"start_step is {self.start}; expected {self.warmup + 1} or more: steps are counted from 1, and "
-                f"{self.warmup} of warm-up come before it"
-            )
-
-    @property
-    def first(self) -> int:
-        """The first step under the profiler."""
-        return self.start - self.warmup
-
-    @property
-    def last(self) -> int:
-        return self.start + self.steps - 1
-
-    def is_of(self, rank: int) -> bool:
-        return self.ranks == "all" or rank in self.ranks
-
-    def overlaps(self, other: ProfileWindow) -> bool:
-        """Whether one rank would have two profilers at a time, which torch does not keep apart."""
-        if self.ranks != "all" and other.ranks != "all" and not set(self.ranks) & set(other.ranks):
-            return False
-        return self.first <= other.last and other.first <= self.last
-
-    def __str__(self) -> str:
-        return f"step {self.start}" if self.steps == 1 else f"steps {self.start} to {self.last}"
+            self._ranges.pop().__exit__(None, None, None)

@@ -54,7 +54,7 @@ def test_the_metadata_states_author_and_license(metadata: Message) -> None:
 
 def test_the_classifiers_start_at_the_required_python(metadata: Message) -> None:
     found = [line.rpartition(" ")[2] for line in metadata.get_all("Classifier") if " :: 3." in line]
-    least = metadata["Requires-Python"].removeprefix(">=")
+    least = ".".join(metadata["Requires-Python"].removeprefix(">=").split(".")[:2])
     assert min(found, key=lambda version: int(version.partition(".")[2])) == least
 
 

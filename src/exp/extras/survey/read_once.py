@@ -1,8 +1,9 @@
-"""Reads each sample of a part once and in order, as batches that know the numbers of their samples."""
+"""Reads each sample of a part once and in order, as batches with the numbers and the hashes of their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -17,10 +18,11 @@ from exp.data.entries import TARGET, by_name
 from exp.data.in_memory import Entries, Tensors, gathered, sample_name, samples_in
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
-from exp.extras.survey.fingerprints import Fingerprint, fingerprint
+from exp.nested import is_record
 from exp.shared_types import Stage
 
-Print = Callable[[object], Fingerprint | None]
+# Bytes of a hash: two different samples have the same one by chance in 1 of 10^38 pairs.
+HASH_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,14 @@ class Read:
     Args:
         data: Their batch, before batch transforms.
         first, count: The number of the first sample, and how many there are.
-        prints: The fingerprint of each sample, before transforms.
+        hashes: The hash of the inputs of each sample, before transforms; None for an object without bytes to compare.
         sizes: By the name of a padded entry, the shape of each sample.
     """
 
     data: object
     first: int
     count: int
-    prints: list[Fingerprint | None]
+    hashes: list[bytes | None]
     sizes: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
 
@@ -52,13 +54,13 @@ class ReadAssembly(Assembly):
         if isinstance(batch, ExpError):
             return batch
         read = [sample for sample in samples if isinstance(sample, Sample)]
-        prints = [cast(Fingerprint | None, sample.fingerprint) for sample in read]
+        hashes = [cast(bytes | None, sample.fingerprint) for sample in read]
         sizes: dict[str, list[tuple[int, ...]]] = {}
         if isinstance(self.collate, Pad):
             named = [entries_of(sample.data, self.inputs) for sample in read]
             shapes = {name: [tuple(np.shape(one[name])) for one in named] for name in named[0]}
             sizes = {name: own for name, own in shapes.items() if len({*own}) > 1}
-        return Read(data=as_batch(batch), first=read[0].index, count=len(read), prints=prints, sizes=sizes)
+        return Read(data=as_batch(batch), first=read[0].index, count=len(read), hashes=hashes, sizes=sizes)
 
 
 def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
@@ -68,37 +70,32 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
         data: The data.
         stage: The stage of the part.
         count: The number of samples; the last batch may exceed it.
-        targets: The entries of a sample that are targets. Fingerprints keep inputs and targets apart.
+        targets: The entries of a sample that are targets, which hashes leave out.
 
     Raises:
         ExpError: A sample cannot be read, or a label is not a class.
     """
-    inputs = data.held
-    taken = partial(fingerprint, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(inputs))
-    if data.is_indexed(stage):
-        yield from _read_indexed(data, stage, count=min(count, samples_in(data.part(stage))), taken=taken)
+    names = data.held
+    taken = partial(input_hash, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(names))
+    if not data.is_indexed(stage):
+        seen = 0
+        for batch in data.ordered_loader(
+            stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=names)
+        ):
+            assert isinstance(batch.data, Read)
+            yield batch.data
+            seen += batch.data.count
+            if seen >= count:
+                return
         return
-    seen = 0
-    for batch in data.ordered_loader(
-        stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=inputs)
-    ):
-        assert isinstance(batch.data, Read)
-        yield batch.data
-        seen += batch.data.count
-        if seen >= count:
-            return
-
-
-def _read_indexed(data: Data, stage: Stage, *, count: int, taken: Print) -> Iterator[Read]:
-    dataset, size = data.part(stage), data.batch_size
-    for first in range(0, count, size):
-        indices = torch.arange(first, min(first + size, count))
+    dataset, count = data.part(stage), min(count, samples_in(data.part(stage)))
+    for indices in torch.arange(count).split(data.batch_size):
         raw = gathered(dataset, indices, stage=stage)
-        batch = data.form(raw)
+        formed = data.form(raw)
         if not isinstance(dataset, Tensors):
-            named = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
-            data.labels.refuse(batch, named.__getitem__)
-        yield Read(data=batch, first=first, count=len(indices), prints=[taken(row) for row in _rows(raw)])
+            numbered = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
+            data.labels.refuse(formed, numbered.__getitem__)
+        yield Read(data=formed, first=int(indices[0]), count=len(indices), hashes=[taken(row) for row in _rows(raw)])
 
 
 def _rows(entries: Entries) -> Iterator[Entries]:
@@ -134,3 +131,55 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, value
     for key, one in inside:
         yield from _flat(f"{name}.{key}" if name else str(key), one)
+
+
+def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str], values: int = 0) -> bytes | None:
+    """Return the hash of a sample's inputs; None if they hold an object without bytes to compare.
+
+    Args:
+        sample: The sample.
+        inputs: The entries of a mapping that are inputs; if the sample has none of them, all but the targets are. Other
+            entries, such as a path, are left out because no two samples share them.
+        targets: The entries of a mapping that are targets.
+        values: How many values of a tuple are inputs, before one target; 0 if unknown.
+    """
+    given: object = sample
+    if isinstance(sample, Mapping):
+        rest = {name: value for name, value in sample.items() if name not in targets}
+        given = {name: value for name, value in rest.items() if name in inputs} or rest
+    elif isinstance(sample, tuple | list) and len(sample) in (2, max(values, 1) + 1):
+        given = sample[:-1]
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    try:
+        for part in _bytes_of(given):
+            digest.update(part)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return digest.digest()
+
+
+def _bytes_of(value: object) -> Iterator[bytes]:
+    """Yield the bytes of numbers, text, and containers of them.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: Another object.
+    """
+    if isinstance(value, Tensor):
+        yield f"{value.dtype}{list(value.shape)}".encode()
+        # NumPy lacks some of torch's dtypes.
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        yield f"{type(value).__name__} {value!r};".encode(errors="backslashreplace")
+    elif isinstance(value, Mapping | list | tuple):
+        yield f"{'{' if isinstance(value, Mapping) else '['}{len(value)}".encode()
+        for one in value.items() if isinstance(value, Mapping) else value:
+            yield from _bytes_of(one)
+    elif is_record(value):
+        yield from _bytes_of(vars(value))
+    else:
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise TypeError(f"a {type(value).__name__} has no bytes to compare")
+        yield f"{array.dtype}{list(array.shape)}".encode()
+        yield array.tobytes()

@@ -19,8 +19,7 @@ from exp.data.randomness import preserve_generators
 from exp.data.streams import declared_length
 from exp.data.tables import Table
 from exp.data.value_names import ValueNames, value_names
-from exp.extras.survey.fingerprints import Comparison, Repeats
-from exp.extras.survey.read_once import entries_of, read_once
+from exp.extras.survey.read_once import Read, entries_of, read_once
 from exp.extras.survey.tallies import Numbers, combined, moments, statistics, whole
 from exp.shared_types import Stage, dtype_name
 
@@ -31,10 +30,12 @@ LEAST_SIDE = 8
 MOST_COLUMNS = 256
 # Different whole numbers of an input that count as classes.
 FEW = 20
-# Samples that are drawn: pictures, and rows of the first COLUMNS columns for histograms.
-PICTURES, ROWS, COLUMNS = 16, 10_000, 64
+# Pictures of a part that are drawn.
+PICTURES = 16
 # Rows from which a column with a different number in each row is a finding.
 LEAST_ROWS = 20
+# Pairs of the same samples that are kept.
+MOST_PAIRS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,44 +62,9 @@ class Classes:
     ignored: int
     imbalance: float
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
     def named(self, label: int) -> str:
         """Return the number of a class, and its name."""
         return f"{label} {self.names[label]}" if 0 <= label < len(self.names) else str(label)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Whole numbers that are not classes, such as tokens.
-
-    Args:
-        count: How many there are.
-        distinct: How many different ones there are.
-        vocabulary: How many different ones are possible; None if unknown.
-        low, high: The smallest and the largest one.
-        unknown: How often the number for unknown tokens occurs; None without one.
-    """
-
-    count: int
-    distinct: int
-    vocabulary: int | None
-    low: int
-    high: int
-    unknown: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Lengths of sequences."""
-
-    count: int
-    total: int
-    low: int
-    high: int
-    mean: float
 
 
 @dataclass(kw_only=True)
@@ -109,7 +75,8 @@ class Part:
         samples, batches: None if a stream does not state its length.
         looked_at: How many samples were read.
         batch: The values of the first batch, by name.
-        numbers, classes, whole_numbers, lengths: By the name of the value.
+        numbers, classes, lengths: By the name of the value; lengths are those of sequences.
+        incomparable: How many samples cannot be compared with others.
     """
 
     samples: int | None
@@ -118,8 +85,8 @@ class Part:
     batch: dict[str, Value] = field(default_factory=dict)
     numbers: dict[str, list[Numbers]] = field(default_factory=dict)
     classes: dict[str, Classes] = field(default_factory=dict)
-    whole_numbers: dict[str, Whole] = field(default_factory=dict)
-    lengths: dict[str, Lengths] = field(default_factory=dict)
+    lengths: dict[str, Numbers] = field(default_factory=dict)
+    incomparable: int = 0
 
 
 @dataclass(kw_only=True)
@@ -129,33 +96,43 @@ class Shown:
     Args:
         indices: The numbers of the samples that `pictures` and `labels` hold.
         pictures, labels: Pictures `[N, C, H, W]` or `[N, H, W]`, and targets `[N, ...]`, by name.
-        rows: Rows of other values for histograms, `[K, C]` in float32, by name.
     """
 
     indices: list[int] = field(default_factory=list)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
+class Repeats:
+    """Samples of a part that are also in another part, or several times in their own.
+
+    Args:
+        part, within: The part of the samples, and the part in which they are found.
+        count: How many samples of `part`.
+        pairs: The first of them: the number in `part` and the number in `within`.
+    """
+
+    part: Stage
+    within: Stage
+    count: int = 0
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
 class Survey:
     """What was found in all parts.
 
     Args:
         parts, shown: By stage.
         columns: Findings about columns of a table, one sentence each.
-        leaks: Samples of a part that are in an earlier part.
-        duplicates: Samples that a part has more than once.
-        incomparable: How many samples cannot be compared, by stage.
+        repeats: Samples that are in the data more than once.
     """
 
-    parts: dict[Stage, Part]
-    shown: dict[Stage, Shown]
-    columns: list[str]
-    leaks: list[Repeats]
-    duplicates: list[Repeats]
-    incomparable: dict[Stage, int]
+    parts: dict[Stage, Part] = field(default_factory=dict)
+    shown: dict[Stage, Shown] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
+    repeats: list[Repeats] = field(default_factory=list)
 
 
 def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
@@ -169,33 +146,41 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
     Raises:
         ExpError: A sample cannot be read.
     """
-    comparison = Comparison()
-    parts: dict[Stage, Part] = {}
-    shown: dict[Stage, Shown] = {}
-    columns: list[str] = []
+    found = Survey()
+    # By stage and hash, the number of the first sample.
+    known: dict[Stage, dict[bytes, int]] = {}
+    repeats: dict[tuple[Stage, Stage], Repeats] = {}
     with preserve_generators():
         for stage in data.stages:
             reader = _Reader(data, stage, targets=targets, count=count)
-            reader.read(comparison)
-            parts[stage], shown[stage] = reader.part, reader.shown
-            columns += table_findings(data, stage, seen=reader.part.looked_at)
-    return Survey(
-        parts=parts, shown=shown, columns=columns, leaks=comparison.leaks, duplicates=comparison.duplicates,
-        incomparable=comparison.incomparable,
-    )  # fmt: skip
+            own = known.setdefault(stage, {})
+            for read in read_once(data, stage, count=count, targets=sorted(targets)):
+                reader.add(read)
+                hashes = [(index, one) for index, one in enumerate(read.hashes, read.first) if one is not None]
+                for index, one in hashes:
+                    for within in [within for within, seen in known.items() if one in seen]:
+                        repeat = repeats.setdefault((stage, within), Repeats(part=stage, within=within))
+                        repeat.count += 1
+                        repeat.pairs += [(index, known[within][one])] if repeat.count <= MOST_PAIRS else []
+                    own.setdefault(one, index)
+            reader.close()
+            found.parts[stage], found.shown[stage] = reader.part, reader.shown
+            found.columns += table_findings(data, stage, seen=reader.part.looked_at)
+    found.repeats = list(repeats.values())
+    return found
 
 
 class _Reader:
-    """Reads one part, batch by batch."""
+    """Adds up one part, batch by batch."""
 
     def __init__(self, data: Data, stage: Stage, *, targets: Sequence[str], count: int) -> None:
         self._data, self._stage, self._targets, self._count = data, stage, targets, count
         dataset = data.part(stage)
-        is_stream = isinstance(dataset, IterableDataset)
         samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
-        self._known = count if samples is None else min(samples, count)
-        # The first samples of class folders are all of one class.
-        self._wanted = set(range(PICTURES) if is_stream else _spread(PICTURES, self._known).tolist())
+        places = torch.arange(PICTURES)
+        if not isinstance(dataset, IterableDataset):  # the first samples of class folders are all of one class
+            places = places * (min(samples or 0, count) - 1) // (PICTURES - 1)
+        self._wanted = set(places.tolist())
         self._names = value_names(dataset)
         self._entries: dict[str, _Entry] = {}
         try:
@@ -204,25 +189,27 @@ class _Reader:
             batches = None
         self.part, self.shown = Part(samples=samples, batches=batches), Shown()
 
-    def read(self, comparison: Comparison) -> None:
+    def add(self, read: Read) -> None:
+        """Add a batch."""
+        part = self.part
+        values = entries_of(read.data)
+        part.batch = part.batch or {name: _described(value) for name, value in values.items()}
+        values |= self._data.in_own_units(self._stage, torch.arange(read.first, read.first + read.count))
+        places = [place for place in range(read.count) if read.first + place in self._wanted]
+        for name, value in values.items():
+            entry = self._entries.setdefault(name, _Entry(name, self._names, is_target=name in self._targets))
+            entry.add(value, read.sizes.get(name), places=places)
+        self.shown.indices += [read.first + place for place in places]
+        part.looked_at += read.count
+        part.incomparable += read.hashes.count(None)
+
+    def close(self) -> None:
         """Fill `part` and `shown`."""
-        part, data, stage = self.part, self._data, self._stage
-        for read in read_once(data, stage, count=self._count, targets=sorted(self._targets)):
-            comparison.add(stage, read.first, read.prints)
-            values = entries_of(read.data)
-            part.batch = part.batch or {name: _described(value) for name, value in values.items()}
-            values |= data.in_own_units(stage, torch.arange(read.first, read.first + read.count))
-            places = [place for place in range(read.count) if read.first + place in self._wanted]
-            rows = -(-ROWS * read.count // self._known)
-            for name, value in values.items():
-                entry = self._entries.setdefault(name, _Entry(name, self._names, is_target=name in self._targets))
-                entry.add(value, read.sizes.get(name), places=places, rows=rows)
-            self.shown.indices += [read.first + place for place in places]
-            part.looked_at += read.count
+        part = self.part
         if part.samples is None and part.looked_at < self._count:  # the stream has ended
             part.samples = part.looked_at
-            drop_last = data.drop_last and stage == "train"
-            part.batches = batch_count(part.looked_at, data.batch_size, drop_last=drop_last)
+            drop_last = self._data.drop_last and self._stage == "train"
+            part.batches = batch_count(part.looked_at, self._data.batch_size, drop_last=drop_last)
         for name, entry in self._entries.items():
             entry.close(name, part, self.shown)
 
@@ -231,24 +218,21 @@ class _Entry:
     """Adds up one value of the batches of a part."""
 
     def __init__(self, name: str, names: ValueNames, *, is_target: bool) -> None:
-        self._columns = list(names.columns.get(name, ()))
-        self._class_names, self._unknown = names.classes.get(name, ()), names.unknown.get(name)
+        self._columns, self._class_names = list(names.columns.get(name, ())), names.classes.get(name, ())
         self._is_target, self._is_scalar, self._is_picture = is_target, True, False
         # By the names of columns: a collate function of a user may pad each batch to another width.
         self._moments: dict[tuple[str, ...], np.ndarray] = {}
         self._counts: Counter[int] = Counter()
         self._lengths: list[int] = []
         self._kept: list[Tensor] = []
-        self._rows: list[Tensor] = []
 
-    def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None, *, places: Sequence[int], rows: int) -> None:
+    def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None, *, places: Sequence[int]) -> None:
         """Add a batch.
 
         Args:
             value: The batch's value.
             sizes: The shape of each sample before padding; None without padding.
             places: Samples of the batch to keep for pictures.
-            rows: The number of rows to keep for histograms.
         """
         if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
             self._lengths += [len(one) for one in value]
@@ -259,60 +243,47 @@ class _Entry:
         self._is_picture = sizes is None and not self._is_target and _is_picture(value, self._columns)
         if places and (self._is_picture or self._is_target):
             self._kept.append(value[list(places)])
-        own = self._without_padding(value, sizes)
+        columns, names = self._by_column(value) if sizes is None else (self._without_padding(value, sizes), ("",))
         if is_whole(value) and not self._is_picture:
             self._is_scalar &= value.dim() == 1
-            self._counts.update(dict(zip(*(found.tolist() for found in own.unique(return_counts=True)), strict=True)))
-            return
-        columns, names = self._by_column(own) if own is value else (own, ("",))
+            labels, counts = columns.unique(return_counts=True)
+            self._counts.update(dict(zip(labels.tolist(), counts.tolist(), strict=True)))
+            columns, names = columns.reshape(-1, 1), ("",)
         found = moments(columns)
         self._moments[names] = combined(self._moments[names], found) if names in self._moments else found
-        if not self._is_picture:
-            self._rows.append(columns[_spread(min(rows, len(columns)), len(columns)), :COLUMNS].float())
 
     def close(self, name: str, part: Part, shown: Shown) -> None:
         """Store the sums under a name."""
-        lengths, counts = self._lengths, dict(sorted(self._counts.items()))
-        if lengths:
-            low, high, total = min(lengths), max(lengths), sum(lengths)
-            mean = total / len(lengths)
-            part.lengths[name] = Lengths(count=len(lengths), total=total, low=low, high=high, mean=mean)
+        if self._lengths:
+            (part.lengths[name],) = statistics(moments(torch.tensor(self._lengths)[:, None]), [""])
+        counts = dict(sorted(self._counts.items()))
         if counts and (self._is_target or (self._is_scalar and len(counts) <= FEW)):
             own = {label: count for label, count in counts.items() if label >= 0}
             imbalance = max(own.values(), default=1) / min(own.values(), default=1)
             ignored = sum(counts.values()) - sum(own.values())
             part.classes[name] = Classes(counts=own, names=self._class_names, ignored=ignored, imbalance=imbalance)
-        elif counts:
-            part.whole_numbers[name] = Whole(
-                count=sum(counts.values()), distinct=len(counts), vocabulary=len(self._class_names) or None,
-                low=min(counts), high=max(counts),
-                unknown=None if self._unknown is None else counts.get(self._unknown, 0),
-            )  # fmt: skip
-        if len(self._moments) > 1:
-            part.numbers[name] = statistics(whole(list(self._moments.values())), [""])
-        for names, found in self._moments.items() if len(self._moments) == 1 else ():
+        elif len(self._moments) == 1:
+            ((names, found),) = self._moments.items()
             part.numbers[name] = statistics(found, names)
-            if self._rows:
-                shown.rows[name] = torch.cat(self._rows)
+        elif self._moments:
+            part.numbers[name] = statistics(whole(list(self._moments.values())), [""])
         if len({one.shape[1:] for one in self._kept}) == 1:
             (shown.pictures if self._is_picture else shown.labels)[name] = torch.cat(self._kept)
 
-    def _without_padding(self, value: Tensor, sizes: Sequence[tuple[int, ...]] | None) -> Tensor:
-        """Return the values, without padding as `[K, 1]`, and collect the lengths of sequences."""
-        if sizes is not None and len(sizes) == len(value) and value.dim() == len(sizes[0]) + 1:
-            self._lengths += [size[0] for size in sizes]
-            rows = zip(value, sizes, strict=True)
-            return torch.cat([row[tuple(map(slice, size))].reshape(-1) for row, size in rows])[:, None]
-        if value.dim() == 2 and is_whole(value) and not self._columns:
-            self._lengths += [value.shape[1]] * len(value)
-        return value
+    def _without_padding(self, value: Tensor, sizes: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the values `[K, 1]`, and collect the lengths of sequences."""
+        self._lengths += [size[0] for size in sizes]
+        rows = zip(value, sizes, strict=True)
+        return torch.cat([row[tuple(map(slice, size))].reshape(-1) for row, size in rows])[:, None]
 
     def _by_column(self, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
         """Return the values as `[N, C]`, and the names of the columns; one without a name for a whole entry."""
         width = value.shape[-1]
         if value.dim() >= 2 and len(self._columns) == width:
             return value.reshape(-1, width), tuple(self._columns)
-        if value.dim() == 2 and 1 < width <= MOST_COLUMNS:
+        if value.dim() == 2 and is_whole(value):
+            self._lengths += [width] * len(value)
+        elif value.dim() == 2 and 1 < width <= MOST_COLUMNS:
             return value, tuple(map(str, range(width)))
         if value.dim() >= 4 and value.shape[1] in CHANNELS[1:]:
             channels = value.shape[1]
@@ -335,11 +306,6 @@ def table_findings(data: Data, stage: Stage, *, seen: int) -> Iterator[str]:
         if stage == data.stages[0] and seen >= LEAST_ROWS and has_numbers:
             fix = f"leave it out with data.dataset.ignore=[{name}] unless it is known before the answer is"
             yield f"unique: {name} is different in each of {seen:,} rows, as the number of a row is; {fix}"
-
-
-def _spread(count: int, length: int) -> Tensor:
-    """Return `count` places from the first to the last of a length, int64."""
-    return torch.arange(count) * (length - 1) // max(count - 1, 1)
 
 
 def _is_picture(value: Tensor, columns: Sequence[str]) -> bool:

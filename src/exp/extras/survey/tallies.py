@@ -10,9 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-# Numbers that are converted at once, so that they stay in the processor's cache.
-CHUNK = 2**18
-
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
@@ -23,7 +20,8 @@ class Numbers:
         count: The number of finite values.
         missing: The number of nan.
         infinite: The number of infinite values.
-        mean, deviation, low, high: Of the finite values; None without any. The deviation is NumPy's `std`.
+        mean, deviation, low, high: Of the finite values; None without any, and beyond the range of float64. The
+            deviation is NumPy's `std`.
     """
 
     name: str
@@ -36,17 +34,14 @@ class Numbers:
     high: float | None
 
 
-def moments(values: Tensor) -> np.ndarray:
+def moments(tensor: Tensor) -> np.ndarray:
     """Return count, missing, infinite, mean, sum of squared deviations, low and high of each column, `[7, C]`."""
-    parts = values.split(max(1, CHUNK // max(1, values.shape[1])))
-    return functools.reduce(combined, (_moments(part.double().numpy()) for part in parts))
-
-
-def _moments(values: np.ndarray) -> np.ndarray:
+    values = tensor.double().numpy()
     finite = np.isfinite(values)
     count, missing = finite.sum(0), np.isnan(values).sum(0)
-    mean = np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1)
-    squares = np.square(np.where(finite, values, mean) - mean).sum(0)
+    with np.errstate(over="ignore"):
+        mean = np.where(finite, values, 0.0).sum(0) / np.maximum(count, 1)
+        squares = np.square(np.where(finite, values, mean) - mean).sum(0)
     low = np.where(finite, values, math.inf).min(0, initial=math.inf)
     high = np.where(finite, values, -math.inf).max(0, initial=-math.inf)
     return np.stack([count, missing, len(values) - count - missing, mean, squares, low, high])
@@ -57,13 +52,12 @@ def combined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
     Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
-    count = one[0] + other[0]
-    share = other[0] / np.maximum(count, 1)
-    change = other[3] - one[3]
-    mean = one[3] + change * share
-    squares = one[4] + other[4] + change * change * one[0] * share
-    low, high = np.minimum(one[5], other[5]), np.maximum(one[6], other[6])
-    return np.stack([count, one[1] + other[1], one[2] + other[2], mean, squares, low, high])
+    counts = one[:3] + other[:3]
+    share = other[0] / np.maximum(counts[0], 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = other[3] - one[3]
+        mean, squares = one[3] + change * share, one[4] + other[4] + change * change * one[0] * share
+    return np.stack([*counts, mean, squares, np.minimum(one[5], other[5]), np.maximum(one[6], other[6])])
 
 
 def whole(groups: Sequence[np.ndarray]) -> np.ndarray:
@@ -76,9 +70,7 @@ def statistics(moments: np.ndarray, names: Sequence[str]) -> list[Numbers]:
     """Return the statistics of each column by name."""
     found = []
     for name, (count, missing, infinite, mean, squares, low, high) in zip(names, moments.T.tolist(), strict=True):
-        finite = (mean, math.sqrt(squares / count), low, high) if count else (None, None, None, None)
-        counts = {"count": int(count), "missing": int(missing), "infinite": int(infinite)}
-        found.append(
-            Numbers(name=name, **counts, **dict(zip(("mean", "deviation", "low", "high"), finite, strict=True)))
-        )
+        figures = {"mean": mean, "deviation": math.sqrt(squares / max(count, 1)), "low": low, "high": high}
+        held = {word: value if count and math.isfinite(value) else None for word, value in figures.items()}
+        found.append(Numbers(name=name, count=int(count), missing=int(missing), infinite=int(infinite), **held))
     return found

@@ -122,7 +122,8 @@ def _repeats(one: Repeats, origins: Mapping[tuple[Stage, int], str]) -> str:
     index, found = one.pairs[0]
     where = [origins[place] for place in ((one.part, index), (one.within, found)) if place in origins]
     word, place = ("repeated", "in it more than once") if one.part == one.within else ("leak", f"in {one.within}")
-    text = f"{word}: samples of {one.part} that are {place}: {one.count:,}, first {one.part} {index} = {one.within} {found}"
+    first = f"{one.part} {index} = {one.within} {found}"
+    text = f"{word}: samples of {one.part} that are {place}: {one.count:,}, first {first}"
     return f"{text} ({' and '.join(where)})" if where else text
 
 

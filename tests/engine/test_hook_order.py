@@ -79,10 +79,6 @@ class Everything(Hook):
     def post_accumulate_grad(self, name, parameter):
         self._note(f"post_accumulate_grad {name}")
 
-    def state_dict_save(self, name, module, state):
-        if self.calls[-1] != "hook state_dict_save":
-            self._note("state_dict_save")
-
     def evaluated(self, stage, values):
         assert not values["output"].requires_grad
         self._note(f"evaluated {stage}")
@@ -122,7 +118,10 @@ def test_the_order_of_all_hooks_in_a_step(
 ) -> None:
     calls, run = calls_of(small_run, tmp_path, with_callback=with_callback, word=word)
     assert run.is_lean != with_callback
-    expected = STEP if with_callback else [call for call in STEP if call.startswith("hook")]
+    hooks = [call for call in STEP if call.startswith("hook")]
+    # Without callbacks between them, pauses are noted once.
+    alone = [call for call, before in zip(hooks, ["", *hooks], strict=False) if call != before or "pause" not in call]
+    expected = STEP if with_callback else alone
     assert calls[: len(expected)] == expected
     seen = {tag for tag, _ in run.values.seen}
     methods = ("after_forward", "after_backward", "after_clipping", "after_step", "after_evaluation_val")

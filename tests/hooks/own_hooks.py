@@ -36,11 +36,6 @@ class Deaf(Hook):
         return grad_inputs
 
 
-class Saved(Hook):
-    def state_dict_save(self, name, module, state):
-        pass
-
-
 class Mistyped(Hook):
     needs = frozenset({"whole_parameter", "one_thread"})
 
@@ -50,13 +45,6 @@ class Mistyped(Hook):
 
 class Stubborn(Hook):
     needs = frozenset({"one_rank", "float32", "one_batch_a_step"})
-
-    def after_step(self, step):
-        pass
-
-
-class Refusing(Hook):
-    refuses = {"fsdp": "it needs whole weights", "phases": "it knows one loss"}
 
     def after_step(self, step):
         pass

@@ -202,32 +202,6 @@ def test_gradients_at_modules_equal_those_of_autograd():
     assert (hook.of_outputs, hook.of_inputs, hook.of_parameters) == seen, "disengaged, it sees nothing"
 
 
-class Halved(Hook):
-    """Saves weights halved, and doubles them when they are loaded."""
-
-    transforms = True
-
-    def state_dict_save(self, name, module, state):
-        return {key: value / 2 for key, value in state.items()}
-
-    def state_dict_load(self, name, module, state):
-        return {key: value * 2 for key, value in state.items()}
-
-
-def test_a_hook_can_change_state_dicts():
-    net = network()
-    hook = Halved(modules=["2.0"])
-    hook.attach(net)
-    state = net.state_dict()
-    assert torch.equal(state["2.0.weight"], net[2][0].weight / 2)
-    assert torch.equal(state["2.1.weight"], net[2][1].weight)
-    before = {name: tensor.clone() for name, tensor in net.named_parameters()}
-    net.load_state_dict(state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.named_parameters())
-    hook.detach()
-    assert torch.equal(net.state_dict()["2.0.weight"], before["2.0.weight"])
-
-
 def test_a_pattern_without_a_module_names_the_modules():
     with pytest.raises(ConfigError) as caught:
         Names(modules=["encoder.*", "0", "decoder"]).attach(network(), name="mine")

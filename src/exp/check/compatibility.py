@@ -138,7 +138,6 @@ NEEDS: Mapping[str, str] = {
 
 _PARTS = "it needs whole weights and gradients, and ranks hold parts of them"
 _LAYERS = "ranks hold parts of one network, its layers, run parts of a batch, and the first one alone writes values"
-_STATE = "its checkpoints are put together from parts, past a module's state dict"
 _ENGINE = "its engine runs the backward, scales, clips and steps where no hook is told of it"
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
 _TERMS = "terms of one forward and one backward"
@@ -158,7 +157,6 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "splits_tensors": "ranks hold parts of what a layer returns, and of the gradient that flows back into it"
     },
     "all_layers": {"splits_layers": _LAYERS},
-    "whole_state_dict": dict.fromkeys((*_SHARDS, "splits_layers"), _STATE),
     "one_rank": {"ranks": "each of several ranks sees a part of the batch"},
     "one_thread": {"replicates_in_threads": "its replicas run at once, in threads of their own; use ddp"},
     "gradient_flow": {

@@ -53,6 +53,8 @@ MOVED: Mapping[str, str] = {
 # Parameters that classes no longer have. The names of the classes are those of this version.
 REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.data.delimited.Csv": ["packed"],
+    "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
+    "exp.extras.debugging.operators.Operators": ["every_n_steps"],
     "exp.extras.debugging.profile.Profile": ["rows"],
     "exp.hooks.activations.Activations": ["unit_axis"],
     "exp.hooks.confusion.Confusion": ["normalised"],

@@ -1,4 +1,4 @@
-"""What a hook's class says of itself: the words for what it needs of a run, and mistakes in its methods."""
+"""The needs that a hook's class may declare, and mistakes in its methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ NEEDS = {
     "whole_parameters": "each rank holds whole weights and whole gradients",
     "whole_outputs": "what a layer returns is whole, and so is the gradient that flows back into it",
     "all_layers": "each rank runs every layer, on whole micro-batches",
-    "whole_state_dict": "checkpoints are made of the modules' own state dicts",
     "one_rank": "one rank sees the whole batch",
     "one_thread": "no replicas run at once in threads of one process",
     "own_backward": "the backward and the optimizer's step are the run's own, not a foreign engine's",
@@ -26,20 +25,12 @@ NEEDS = {
     "vmap": "torch.func.vmap understands every layer",
     "float32": "the network computes in float32 or more",
 }
-# What a word of `refuses`, which hooks had before, is called now.
-FORMER = {
-    "fsdp": "whole_parameters", "tensor_parallel": "whole_outputs", "hybrid": "whole_outputs",
-    "deepspeed": "own_backward", "pipeline": "all_layers", "ddp": "one_rank", "data_parallel": "one_thread",
-    "compile": "gradient_flow", "phases": "one_objective",
-    "accumulation": "one_batch_a_step", "steps_per_execution": "one_step_a_call", "fp8": "vmap",
-    "bf16": "float32", "fp16": "float32",
-}  # fmt: skip
 
 
 def class_faults(kind: type, base: type, *, key: str) -> Iterator[Fault]:
-    """Methods of a subclass of `base` that look mistyped, that cannot be called as the base's, or that are not there.
+    """Yield the errors of a subclass of `base` whose methods look mistyped, have other parameters, or are missing.
 
-    key: of the part in the config. Those of `base` that are called before or around a run count as no method.
+    key: The hook's key in the config. Methods of `base` that are called around a run do not count.
     """
     known = _methods(base)
     own = {name: one for each in reversed(kind.__mro__) if _derives(each, base) for name, one in _methods(each).items()}
@@ -56,15 +47,6 @@ def class_faults(kind: type, base: type, *, key: str) -> Iterator[Fault]:
         faults.append(("a class that overrides no method of Hook", f"one or more of {methods}"))
     for got, expected in faults:
         yield Fault(key=key, got=f"{kind.__name__} with {got}", expected=expected)
-    refused = getattr(kind, "refuses", None)
-    if refused is not None:
-        words = sorted({FORMER[word] for word in refused if word in FORMER})
-        yield Fault(
-            key=key,
-            got=f"{kind.__name__} with `refuses`, which nothing reads",
-            expected=f"`needs`, a frozenset of words among {', '.join(NEEDS)}",
-            cure=f"Write needs = frozenset({set(words) if words else '...'}), or judge the run in `faults`",
-        )
 
 
 def _methods(kind: type) -> dict[str, FunctionType]:
@@ -76,7 +58,7 @@ def _derives(kind: type, base: type) -> bool:
 
 
 def _misfit(name: str, method: FunctionType, base: FunctionType) -> tuple[str, str] | None:
-    """What is wrong with the parameters of an overridden method, and how it is to be written."""
+    """Return the error of the parameters of an overridden method, and the right definition."""
     signature, parameters = inspect.signature(method), list(inspect.signature(base).parameters)
     try:
         signature.bind(*parameters)

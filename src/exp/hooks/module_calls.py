@@ -1,8 +1,9 @@
-"""Which module is being called, and which one made a node of autograd's graph.
+"""The calls of modules in a forward, and the module that made a node of autograd's graph.
 
-The adapter of what torch keeps to itself about nodes, relied on and tested (torch 2.13): a node's `_sequence_nr()`
-counts the nodes that one thread makes, and `torch.autograd._get_sequence_nr()` is the number of the next one;
-`torch._C._current_autograd_node()` is the node whose backward runs in this thread, None outside a backward.
+This is the adapter of private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
+`_sequence_nr` of a node is its number among the nodes of one thread, and `_get_sequence_nr` the number of the next
+node. `_current_autograd_node` is the node whose backward runs in this thread. `torch.utils.module_tracker` knows
+neither operations in place nor functions between layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.autograd.graph import Node
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One call of a module. first, end: the numbers of the nodes that it made, those of calls within it included."""
+    """One call of a module. first, end: the range of the nodes that it made, with those of calls within it."""
 
     name: str
     first: int
@@ -27,15 +28,15 @@ class Call:
 
 
 class ModuleCalls:
-    """The calls of a forward, told as they begin and end.
+    """The calls of a forward, reported as they begin and end.
 
-    outside: the name of what no module does.
+    outside: Name of work outside every module.
     """
 
     def __init__(self, *, outside: str = "") -> None:
         self.outside = outside
         self._open: Call | None = None
-        # In the order of their first nodes, because they are told as they begin.
+        # In the order of their first nodes.
         self._calls: list[Call] = []
         self._firsts: list[int] = []
 
@@ -47,7 +48,7 @@ class ModuleCalls:
         return call
 
     def end(self, name: str) -> Call | None:
-        """Ends the last open call of that name, and those within it that never ended; None where there is none."""
+        """End the last open call of that name, and return it, or None. Calls within it that never ended end, too."""
         call = self._open
         while call is not None and call.name != name:
             call = call.around
@@ -58,11 +59,11 @@ class ModuleCalls:
 
     @property
     def current(self) -> str:
-        """The name of the innermost module that is being called."""
+        """The name of the innermost open call."""
         return self.outside if self._open is None else self._open.name
 
     def maker(self, node: Node) -> str:
-        """The name of the innermost module in whose forward a node was made."""
+        """Return the name of the innermost module in whose forward a node was made."""
         number = number_of(node)
         # The last call that began before: itself, or one of those around it, made the node.
         place = bisect_right(self._firsts, number) - 1
@@ -73,24 +74,24 @@ class ModuleCalls:
 
 
 def next_number() -> int:
-    """The number that the next node of this thread will have."""
+    """Return the number of the next node of this thread."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # private, see above
 
 
 def number_of(node: Node) -> int:
-    """When a node was made, as `next_number` said before. That of a parameter's gradient is larger than any."""
+    """Return the number of a node. A node that accumulates a parameter's gradient has a larger one than all others."""
     return node._sequence_nr()
 
 
 def running_node() -> Node | None:
-    """The node whose backward runs."""
+    """Return the node whose backward runs; None outside a backward."""
     return torch._C._current_autograd_node()
 
 
 def nodes_behind(tensor: Tensor) -> Iterator[Node]:
-    """Every node that a backward from `tensor` may run, each once; those that only take a parameter's gradient, too."""
+    """Yield each node that a backward from `tensor` may run, with those that accumulate a parameter's gradient."""
     waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    # The nodes themselves: the Python object of one that nobody holds is made anew.
+    # The nodes themselves, because the Python object of a node lives as long as its references.
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

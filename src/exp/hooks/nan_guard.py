@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from exp.errors import Fault, NonFiniteError, RunError
-from exp.hooks.findings import Finding, message
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.step import Step, Update
 from exp.hooks.step_trace import Trace, trace_of
-from exp.nested import mapped
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
@@ -79,9 +77,8 @@ class NanGuard(Hook):
     def _stop(self, step: Step, update: Update) -> None:
         path, unwritten = self._write(step, update)
         trace, untraced = _traced(step, update)
-        lost = [loss for loss in map(float, update.losses) if not math.isfinite(loss)]
         own = Finding(
-            loss=lost[0] if lost else 0.0,
+            loss=next((loss for loss in map(float, update.losses) if not math.isfinite(loss)), 0.0),
             trace=trace,
             path=None if path is None else os.path.relpath(path),
             problems=[*unwritten, *untraced],
@@ -139,7 +136,46 @@ def _copied(data: object) -> Any:
         return data.detach().cpu().clone()
     if isinstance(data, Mapping):
         return {name: _copied(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        parts = [_copied(value) for value in data]
-        return parts if isinstance(data, list) else tuple(parts)
-    return mapped(data, _copied)
+    return [_copied(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+class Finding(NamedTuple):
+    """The finding of one rank.
+
+    Args:
+        loss: The first loss that is not finite; 0.0 if all are finite.
+        trace: The step, run again on this rank alone. None if it could not be run.
+        path: File with the step's batches, or None.
+        problems: Reasons why a file or a trace is missing, in sentences.
+    """
+
+    loss: float
+    trace: Trace | None
+    path: str | None
+    problems: Sequence[str]
+
+    @property
+    def is_bad(self) -> bool:
+        return not math.isfinite(self.loss) or (self.trace is not None and self.trace.is_bad)
+
+
+def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
+    """Return the error of an optimizer step from the findings of all ranks. It names the first bad rank."""
+    count = len(findings)
+    rank = next((n for n, one in enumerate(findings) if one.is_bad), 0)
+    one = findings[rank]
+    what = f"the loss is {one.loss:g}" if not math.isfinite(one.loss) else "a gradient is not finite"
+    of_phase = "" if phase is None else f" in phase {phase}"
+    on_rank = f" on rank {rank} of {count}" if count > 1 else ""
+    lines = [
+        f"step {index}: {what}{of_phase}{on_rank}; the run ends before the optimizer's step, with the weights as they "
+        "were before it."
+    ]
+    if one.trace is not None:
+        alone = "on each rank alone: their mean is not" if count > 1 else "uncompiled and alone"
+        lines.append(one.trace.where or f"Run again, the step is finite {alone}.")
+    lines += one.problems
+    if one.path is not None:
+        others = " (each rank has its own)" if count > 1 else ""
+        lines.append(f"Its batches are in {one.path}{others}.")
+    return "\n".join(lines)

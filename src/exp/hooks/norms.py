@@ -29,11 +29,9 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     if not dense:
         return []
-    if {tensor.dtype for tensor in dense} == SINGLE:
-        # A dtype argument costs a third of the whole call.
-        found = torch._foreach_norm(dense, 2)
-    else:
-        found = torch._foreach_norm(dense, 2, at_least_float32(dense[0].dtype))
+    # A dtype argument costs a third of the whole call.
+    dtype = [] if {tensor.dtype for tensor in dense} == SINGLE else [at_least_float32(dense[0].dtype)]
+    found = torch._foreach_norm(dense, 2, *dtype)
     if len({tensor.device for tensor in dense}) > 1:  # layers split over devices
         return [norm.to(found[0].device) for norm in found]
     return list(found)

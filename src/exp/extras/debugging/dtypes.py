@@ -22,7 +22,7 @@ class Dtypes(OnChosenSteps):
     that the run keeps a layer in, by precision.keep or because it has no kernel in the precision's own. Rank 0's; of a
     layer that is called several times, all that came up.
 
-    steps: counted from 1; or every_n_steps. Without either it is the first step.
+    steps: counted from 1.
     modules: patterns of the layers in the table. Containers without parameters of their own are not layers.
     """
 

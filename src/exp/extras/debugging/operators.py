@@ -35,7 +35,7 @@ class Operators(OnChosenSteps):
     the call is a cast of autocast's own. As the text `operators`, and whole in operators/step-<n>.md of the run
     directory. Rank 0's, over all micro-batches of the step; the optimizer's calls are not among them.
 
-    steps: counted from 1; or every_n_steps. Without either it is the first step.
+    steps: counted from 1.
     modules: patterns of the modules that calls are told by; a call within another counts for the one around it.
     """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exp.strategies.pipeline import Pipeline
-from exp.strategies.pipeline_stages import cut, joined, micro_batches, number_of, shares
+from exp.strategies.pipeline_stages import cut, micro_batches, number_of
 
 TWO = ("strategy=pipeline", "launch.accelerator=cpu", "launch.devices=2")
 
@@ -40,9 +40,6 @@ def test_micro_batches_hold_each_sample_once():
     assert torch.equal(held, data["x"])
     # The last sample fills up an empty micro-batch: it is a valid input of the network.
     assert torch.equal(found[3].data["x"], data["x"][4:].expand(2, 2))
-    pieces = shares(data, size=5, count=4)
-    assert torch.equal(joined([piece["x"] for piece in pieces]), data["x"])
-    assert len(shares(data, size=5, count=9)) == 5
 
 
 @pytest.mark.parametrize(("batch", "ranks", "least", "multiple", "expected"), [
@@ -56,37 +53,3 @@ def test_automatic_micro_batches_divide_a_share_evenly(batch, ranks, least, mult
 def test_stages_go_around_or_down_and_up():
     assert Pipeline(schedule="interleaved_1f1b", stages=6).owners(3) == [0, 1, 2, 0, 1, 2]
     assert Pipeline(schedule="dualpipe_v", stages=6).owners(3) == [0, 1, 2, 2, 1, 0]
-
-
-def groups_of_a_rank(rank, *, directory):
-    """Return the names of the groups by which a rank sends in its evaluations."""
-    import torch.distributed as dist
-
-    from exp import run
-    from exp.strategies import pipeline_stages
-
-    names = set()
-
-    class Watched:
-        def __getattr__(self, name):
-            return getattr(dist, name)
-
-        def isend(self, tensor, *, dst, group):
-            names.add(group.group_name)
-            return dist.isend(tensor, dst=dst, group=group)
-
-    pipeline_stages.dist = Watched()
-    run.run(directory, rank=rank)
-    return names
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
-def test_each_direction_has_its_own_group(ranks, run, schedule):
-    """NCCL keeps the order of messages in a group. Two ranks that both send first in one group would wait forever."""
-    short = ("trainer.max_steps=1", "trainer.limit_val_batches=1", "strategy.microbatches=4")
-    directory = ranks.freeze(*run, *TWO, *short, f"strategy.schedule={schedule}")
-    first, second = ranks.call(groups_of_a_rank, ranks=2, directory=str(directory))
-    assert first
-    assert second
-    assert not first & second

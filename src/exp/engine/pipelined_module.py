@@ -28,7 +28,7 @@ from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.pipeline_stages import Stages, cut, joined, micro_batches, shares
+from exp.strategies.pipeline_stages import Stages, cut, micro_batches
 
 
 class PipelinedModule(TrainingModule):
@@ -115,20 +115,18 @@ class PipelinedModule(TrainingModule):
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage=stage)
         size = max(batch.size, 1)
-        pieces = shares(batch.data, size=size, count=self._count)
-        outputs = self._stages.evaluate([self._inputs(piece) for piece in pieces])
-        if not outputs:
+        output = self._stages.evaluate(self._inputs(batch.data))
+        if output is None:
             return
-        values = self._values(batch.data, joined(outputs), size)
+        values = self._values(batch.data, output, size)
         _, parts = self.objective(values)
         self._add(stage, values, self.objective.means(values, parts, size=size) if batch.size else [])
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return what the network gives, in the last stage; Nothing in the others."""
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage="test")
-        size = max(batch.size, 1)
-        outputs = self._stages.evaluate([self._inputs(one) for one in shares(batch.data, size=size, count=self._count)])
-        return cut(joined(outputs), size) if outputs else Nothing()
+        output = self._stages.evaluate(self._inputs(batch.data))
+        return Nothing() if output is None else output
 
     def _inputs(self, data: object) -> dict[str, Any]:
         """Return the network's inputs by name, of a batch's data."""

@@ -247,16 +247,11 @@ class PipelineStrategy(ModelParallel):
     """
 
     holds_every_name = False
-    back_group: dist.ProcessGroup
 
     def __init__(self, *, placement: Placement, plan: Pipeline) -> None:
         super().__init__(placement=placement)
         self.plan = plan
         self.stages: Stages | None = None
-
-    def _make_groups(self) -> None:
-        super()._make_groups()
-        self.back_group = self.subgroup(self.placement.dimensions.models())
 
     def model_to_device(self) -> None:
         if self.stages is not None:
@@ -283,7 +278,6 @@ class PipelineStrategy(ModelParallel):
             stages,
             owner=owners,
             group=self.model_group,
-            back_group=self.back_group,
             device=self.root_device,
             schedule=self.plan.schedule.torch_name,
         )

@@ -1,10 +1,10 @@
 """The stages of a pipeline that one rank holds, the micro-batches of a batch, and how they run through the stages.
 
-Training is a schedule's of torch.distributed.pipelining, one for each shape of the micro-batches, because its buffers
-have fixed sizes. Evaluation goes forward only, stage by stage, and asks for no equal sizes.
+Training is a schedule of torch.distributed.pipelining, one for each shape of micro-batches, because its buffers have
+fixed sizes. Evaluation goes forward only, stage by stage: of the V schedules torch 2.13 has no forward alone.
 
-What every rank of a pipeline has, the batch, is not sent: a stage finds a micro-batch's inputs by its number, which is
-all that torch passes to it. What is sent are the values that later stages read.
+The batch, which every rank of a pipeline has, is not sent: a stage finds the inputs of a micro-batch by its number,
+which is all that torch passes to the stage. The values that later stages read are sent.
 
 Relied on, and tested: torch infers what a new schedule sends by one forward of each stage, and one call of the loss,
 before the first micro-batch (`PipelineStage` in dynamic mode, seen in torch 2.13). They leave no trace here.
@@ -12,8 +12,6 @@ before the first micro-batch (`PipelineStage` in dynamic mode, seen in torch 2.1
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,13 +25,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from exp.models.graphs import TENSOR
 from exp.models.partition import Part, Split
-from exp.nested import mapped, rebuilt, tensors_in
+from exp.nested import mapped, moved, tensors_in
 
 Data = TypeVar("Data")
 Note = TypeVar("Note")
 Inputs = Mapping[str, object]
 Context = Callable[[], AbstractContextManager[object]]
 Shape = tuple[object, ...]
+CPU = torch.device("cpu")
 # Shapes of micro-batches whose schedules are kept, with their buffers.
 KEPT = 8
 # Micro-batches a rank of the pipeline: GPipe's paper finds the idle time small from 4 on (Huang 2019, section 2.3).
@@ -82,8 +81,7 @@ class Stages:
     """What one rank does in a pipeline.
 
     stages: those of this rank, in order. owner: of each stage of the pipeline, the place in the group.
-    group: the ranks of one pipeline. back_group: the same ranks, for what an evaluation sends to an earlier place: NCCL
-        has one queue for both directions of a pair, where each of two ranks may wait for what is behind in the other's.
+    group: the ranks of one pipeline.
     device: of this rank. schedule: torch's name of one, such as 1F1B.
     """
 
@@ -93,17 +91,13 @@ class Stages:
         *,
         owner: Sequence[int],
         group: dist.ProcessGroup,
-        back_group: dist.ProcessGroup,
         device: torch.device,
         schedule: str,
     ) -> None:
         self.stages, self.owner, self.group, self.device = tuple(stages), tuple(owner), group, device
-        self.back_group = back_group
         self.schedule = schedule
-        self.place = dist.get_rank(group)
         self.has_output = self.stages[-1].is_last
-        self._schedules: dict[Shape, _Trained] = {}
-        self._sent: dict[Shape, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._schedules: dict[Shape, _Scheduled] = {}
 
     def shared(self, value: Data) -> Data:
         """What the rank with the network's output gives, on every rank of the pipeline; each must call it."""
@@ -120,64 +114,34 @@ class Stages:
         Returns: that anything, of each micro-batch, on the rank that has the output; nothing elsewhere.
         """
         key = (len(inputs), _shapes(inputs[0]))
-        trained = self._schedules.pop(key, None) or _Trained(self, len(inputs))
-        self._schedules[key] = trained
+        scheduled = self._schedules.pop(key, None) or _Scheduled(self, len(inputs))
+        self._schedules[key] = scheduled
         while len(self._schedules) > KEPT:
             self._schedules.pop(next(iter(self._schedules)))
-        return trained.step(inputs, loss)
+        return scheduled.step(inputs, loss)
 
-    def evaluate(self, inputs: Sequence[Inputs]) -> list[Any]:
-        """The network's output for each piece of a batch, on the rank that has it; nothing elsewhere."""
-        pending: list[tuple[dist.Work | None, Tensor]] = []
-        kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        outputs: list[Any] = []
+    def evaluate(self, inputs: Inputs) -> Any:
+        """Return the network's output for a whole batch, on the rank that has the output; None elsewhere.
+
+        Stage after stage computes. A rank that has sent its output may begin the next batch.
+        """
+        place = dist.get_rank(self.group)
+        tensors: tuple[Tensor, ...] = ()
         for stage in self.stages:
-            for place, piece in enumerate(inputs):
-                received: Sequence[Tensor] = ()
-                if stage.index:
-                    before = (stage.index - 1, place)
-                    received = kept.pop(before) if before in kept else self._receive(stage, piece)
-                result = stage.run(received, piece)
-                if stage.is_last:
-                    outputs.append(stage.whole_output(result))
-                elif self.owner[stage.index + 1] == self.place:
-                    kept[stage.index, place] = result
-                else:
-                    pending += self._send(stage, piece, result)
-        for work, _ in pending:
-            assert work is not None
-            work.wait()
-        return outputs
-
-    def _send(self, stage: Stage, piece: Inputs, tensors: Sequence[Tensor]) -> list[tuple[dist.Work | None, Tensor]]:
-        to = dist.get_global_rank(self.group, self.owner[stage.index + 1])
-        key, head = (stage.index, _shapes(piece)), []
-        if key not in self._sent:
-            self._sent[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            head = [tensor.to(self.device) for tensor in _told(tensors)]
-        # Nothing is waited for: two ranks that send to each other would wait for ever. Held until it is sent.
-        group = self._between(stage.index)
-        return [(dist.isend(tensor, dst=to, group=group), tensor) for tensor in (*head, *tensors)]
-
-    def _receive(self, stage: Stage, piece: Inputs) -> list[Tensor]:
-        key = (stage.index - 1, _shapes(piece))
-        if key not in self._sent:
-            size = self._received(torch.Size([1]), torch.int64, stage)
-            self._sent[key] = _heard(self._received(torch.Size([int(size)]), torch.uint8, stage))
-        return [self._received(shape, dtype, stage) for shape, dtype in self._sent[key]]
-
-    def _received(self, shape: torch.Size, dtype: torch.dtype, stage: Stage) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        source = dist.get_global_rank(self.group, self.owner[stage.index - 1])
-        dist.recv(tensor, src=source, group=self._between(stage.index - 1))
-        return tensor
-
-    def _between(self, index: int) -> dist.ProcessGroup:
-        """By which a stage sends to the next one: down the places of the pipeline, or back up."""
-        return self.group if self.owner[index] < self.owner[index + 1] else self.back_group
+            if stage.index and (source := self.owner[stage.index - 1]) != place:
+                found: list[Any] = [None]
+                source = dist.get_global_rank(self.group, source)
+                dist.recv_object_list(found, src=source, group=self.group, device=self.device)
+                tensors = moved(found[0], self.device)
+            tensors = stage.run(tensors, inputs)
+            if not stage.is_last and (target := self.owner[stage.index + 1]) != place:
+                target = dist.get_global_rank(self.group, target)
+                # By way of the CPU, because a pickled tensor names the device of its rank.
+                dist.send_object_list([moved(tensors, CPU)], dst=target, group=self.group, device=self.device)
+        return self.stages[-1].whole_output(tensors) if self.has_output else None
 
 
-class _Trained:
+class _Scheduled:
     """A schedule of torch's for micro-batches of one shape."""
 
     def __init__(self, stages: Stages, count: int) -> None:
@@ -218,11 +182,11 @@ class _StageModule(nn.Module):
     """A stage as torch's schedules call it."""
 
     stage: Stage
-    trained: _Trained
+    scheduled: _Scheduled
 
-    def __init__(self, stage: Stage, trained: _Trained) -> None:
+    def __init__(self, stage: Stage, scheduled: _Scheduled) -> None:
         super().__init__()
-        self.__dict__["stage"], self.__dict__["trained"] = stage, trained
+        self.__dict__["stage"], self.__dict__["scheduled"] = stage, scheduled
         self._is_inferring = True
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -230,7 +194,7 @@ class _StageModule(nn.Module):
         return iter(self.stage.parameters)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
-        inputs = self.trained.inputs[int(number)]
+        inputs = self.scheduled.inputs[int(number)]
         for tensor in received:
             if tensor.requires_grad:  # gloo sends no gradient that is a view, such as that of a part of torch.cat
                 tensor.register_hook(Tensor.contiguous)
@@ -252,18 +216,6 @@ def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers.items():
         owner, _, own = name.rpartition(".")
         setattr(network.get_submodule(owner), own, buffer)
-
-
-def _told(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The shapes and dtypes of tensors as bytes, behind their number."""
-    text = json.dumps([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors])
-    told = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return torch.tensor([told.numel()]), told
-
-
-def _heard(told: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
-    found = json.loads(bytes(told.tolist()).decode())
-    return [(torch.Size(shape), getattr(torch, dtype)) for shape, dtype in found]
 
 
 def _shapes(inputs: Inputs) -> Shape:
@@ -306,27 +258,6 @@ def micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]
         stop = min(start + each, size)
         found.append(MicroBatch(data=_slice(data, start=start, stop=stop, size=size, each=each), size=stop - start))
     return found
-
-
-def shares(data: Data, *, size: int, count: int) -> list[Data]:
-    """The samples in at most `count` pieces, as even as it goes: for an evaluation, which asks for no equal sizes."""
-    count = min(size, count)
-    stops = [size * place // count for place in range(count + 1)]
-    return [
-        _slice(data, start=start, stop=stop, size=size, each=stop - start) for start, stop in itertools.pairwise(stops)
-    ]
-
-
-def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of pieces of a batch as the output of the batch: tensors one behind the other."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs)).mean()
-    if isinstance(first, Mapping):
-        return {name: joined([output[name] for output in outputs]) for name in first}
-    if isinstance(first, list | tuple):
-        return rebuilt(first, [joined(items) for items in zip(*outputs, strict=True)])
-    return first
 
 
 def cut(output: Data, size: int) -> Data:

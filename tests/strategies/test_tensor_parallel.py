@@ -14,7 +14,7 @@ from exp.strategies.tensor_plan import division_faults, make_plan
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=65, num_outputs=65)
-AUTO = {"divide": "auto", "sequence": False, "vocabulary": False}
+AUTO = {"divide": "auto", "vocabulary": False}
 
 
 # --- plans ---
@@ -22,24 +22,21 @@ AUTO = {"divide": "auto", "sequence": False, "vocabulary": False}
 
 def test_the_automatic_plan_of_gpt(build_model):
     network = build_model("gpt", spec=TEXT, device="meta")
-    plan = make_plan(network, "auto", divide="auto", sequence=True, vocabulary=True)
+    plan = make_plan(network, "auto", divide="auto", vocabulary=True)
     assert plan.constants == {"blocks.0": ["heads"], "blocks.1": ["heads"]}
-    assert plan.layers["blocks.0"] == ["split_sequence"]
-    assert plan.layers["blocks.1"] == ["gather_sequence"]
-    assert plan.layers["blocks.1.query"] == ["column_of_sequence"]
-    assert plan.layers["blocks.1.contract"] == ["row_to_sequence"]
-    assert plan.layers["blocks.0.norm2"] == ["sequence"]
-    assert plan.layers["tokens"] == ["vocabulary"]
-    assert plan.layers["head"] == ["column_whole"]
+    assert plan.layers["blocks.1.query"] == "column"
+    assert plan.layers["blocks.1.contract"] == "row"
+    assert plan.layers["tokens"] == "vocabulary"
+    assert plan.layers["head"] == "column_whole"
     assert "norm" not in plan.layers
 
 
 def test_a_chain_of_layers_is_divided_in_pairs(build_model):
     plan = make_plan(build_model("sequential"), "auto", **AUTO)
-    assert plan.layers == {"hidden": ["column"], "hidden2": ["row"]}
+    assert plan.layers == {"hidden": "column", "hidden2": "row"}
     # Dropout between two layers would need another mask.
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert make_plan(network, "auto", **AUTO).layers == {"2": ["column"], "4": ["row"]}
+    assert make_plan(network, "auto", **AUTO).layers == {"2": "column", "4": "row"}
 
 
 def test_a_plan_that_does_not_fit_is_refused(build_model):
@@ -51,10 +48,10 @@ def test_a_plan_that_does_not_fit_is_refused(build_model):
     assert "a Linear of torch.nn" in messages["strategy.plan.norm"]
     assert "Did you mean column?" in messages["strategy.plan.head"]
     with pytest.raises(ConfigError, match="whole-number constants"):
-        make_plan(network, "auto", divide=["blocks.*.head"], sequence=False, vocabulary=False)
-    lenet = build_model("lenet", device="meta")
-    with pytest.raises(ConfigError, match=r"strategy\.sequence"):
-        make_plan(lenet, "auto", divide="auto", sequence=True, vocabulary=False)
+        make_plan(network, "auto", divide=["blocks.*.head"], vocabulary=False)
+    headless = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"strategy\.vocabulary"):
+        make_plan(headless, "auto", divide="auto", vocabulary=True)
 
 
 def test_three_ranks_do_not_divide_four_heads(build_model):
@@ -113,7 +110,7 @@ def largest_difference(build, model, *, plan, overrides=(), spec=DIGITS, divide=
     torch.manual_seed(0)
     whole = build(model, *overrides, spec=spec).double()
     parts = copy.deepcopy(whole)
-    cut = make_plan(parts, plan, divide=divide, sequence=words, vocabulary=words)
+    cut = make_plan(parts, plan, divide=divide, vocabulary=words)
     cuts = carry_out(cut, parts, model_mesh(dist.group.WORLD, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 65, (2, 16), generator=generator) if words else torch.rand(2, 1, 8, 8).double()
@@ -138,7 +135,7 @@ def called_by_name(rank):
     from exp.strategies.tensor_layers import carry_out, model_mesh
 
     network = nn.Sequential(nn.Linear(8, 4))
-    plan = make_plan(network, {"0": "column_whole"}, divide=[], sequence=False, vocabulary=False)
+    plan = make_plan(network, {"0": "column_whole"}, divide=[], vocabulary=False)
     carry_out(plan, network, model_mesh(dist.group.WORLD, torch.device("cpu")))
     return network[0](torch.ones(2, 8)), network[0](input=torch.ones(2, 8))
 
@@ -151,21 +148,15 @@ def test_a_divided_layer_takes_its_input_by_name(ranks):
 COLUMNS = ("query", "key", "value", "expand")
 MEGATRON = {f"blocks.*.{name}": "column" for name in COLUMNS}
 MEGATRON |= {f"blocks.*.{name}": "row" for name in ("project", "contract")}
-SEQUENCE = {
-    pattern: {"column": "column_of_sequence", "row": "row_to_sequence"}[word] for pattern, word in MEGATRON.items()
-}
-SEQUENCE |= {"blocks.0": "split_sequence", "blocks.1": "gather_sequence"}
 HEADS = ["blocks.*.heads"]
 
 
 PLANS = {
     "megatron": (MEGATRON, HEADS, None),
-    "sequence": (SEQUENCE | {"blocks.*.norm?": "sequence"}, HEADS, None),
     "feed-forward": ({"blocks.*.expand": "column", "blocks.*.contract": "row"}, [], None),
     "whole head": ({"head": "column_whole"}, [], None),
     "whole heads": (MEGATRON, ["heads"], "output"),
     "half of the blocks": (MEGATRON, ["blocks.1.heads"], "output"),
-    "norms of parts": (SEQUENCE, HEADS, "gradient of blocks.0.norm1.weight"),
     "no row": ({"blocks.*.expand": "column"}, [], "raises RuntimeError: "),
     "half of the outputs": ({"head": "column"}, [], "output"),
 }
@@ -185,8 +176,7 @@ def found_differences(rank):
     network = build("transformer", "model.constants.width=16", "model.constants.hidden=32", spec=DIGITS)
     mesh = model_mesh(dist.group.WORLD, torch.device("cpu"))
     made = {
-        name: make_plan(network, plan, divide=divide, sequence=False, vocabulary=False)
-        for name, (plan, divide, _) in PLANS.items()
+        name: make_plan(network, plan, divide=divide, vocabulary=False) for name, (plan, divide, _) in PLANS.items()
     }
     inputs = {"input": torch.zeros(2, 1, 8, 8)}
     return {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}

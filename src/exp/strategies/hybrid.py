@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -17,7 +17,7 @@ from exp.strategies.pipeline import SCHEDULES, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy
-from exp.strategies.tensor_parallel import MEETS, TensorOptions, TensorParallelStrategy
+from exp.strategies.tensor_parallel import MEETS, TensorParallel
 from exp.strategies.tensor_plan import AUTO
 from exp.strategies.units import scalar_faults
 
@@ -28,7 +28,7 @@ class Hybrid(Strategy):
     tensor, pipeline: neighbouring ranks that hold one model together; one of the two is more than 1.
     data: what the groups of them do: `average` gradients, as ddp does, or `shard` their parts again, as fsdp does
         (with tensor).
-    plan, divide, sequence, vocabulary: with tensor, see exp.strategies.tensor_parallel.
+    plan, divide, vocabulary: with tensor, see exp.strategies.tensor_parallel.
     schedule, stages_per_rank, microbatches, layers: with pipeline, see exp.strategies.pipeline.
 
     Raises: ConfigError, also for an option of the one that is not used.
@@ -41,9 +41,8 @@ class Hybrid(Strategy):
         tensor: Annotated[int, Ge(1)] = 1,
         pipeline: Annotated[int, Ge(1)] = 1,
         data: Literal["average", "shard"] = "average",
-        plan: str | Mapping[str, str | Sequence[str]] = AUTO,
+        plan: str | Mapping[str, str] = AUTO,
         divide: str | Sequence[str] = AUTO,
-        sequence: bool = False,
         vocabulary: bool = False,
         schedule: str = "1f1b",
         stages_per_rank: Annotated[int, Ge(1)] | None = None,
@@ -51,63 +50,49 @@ class Hybrid(Strategy):
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        of_tensor = {"plan": plan, "divide": divide, "sequence": sequence, "vocabulary": vocabulary}
-        of_pipeline = {
+        of_tensor: dict[str, Any] = {"plan": plan, "divide": divide, "vocabulary": vocabulary}
+        of_pipeline: dict[str, Any] = {
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,
             "microbatches": microbatches,
             "layers": layers,
         }
         faults = _faults_of_factors(tensor, pipeline, data)
-        if not faults:
-            faults = _idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline)
+        faults = faults or (_idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline))
         if faults:
             raise ConfigError(faults)
-        self.data = data
-        self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
-        self.splits_tensors = tensor > 1
         self.shards_parameters = data == "shard"
-        self.splits_layers = self.schedules_step = pipeline > 1
-        self.meets = MEETS if data == "average" and pipeline == 1 else frozenset()
-        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary)
-        self.pipeline: Pipeline | None = None
+        self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
+        self.splits_tensors, self.splits_layers = tensor > 1, pipeline > 1
+        self.schedules_step = pipeline > 1
+        self.meets = MEETS if data == "average" and tensor > 1 else frozenset()
+        self.axis: Strategy = TensorParallel(name=name, **of_tensor)
         if pipeline > 1:
             known = SCHEDULES.get(schedule)
             each = stages_per_rank or (known.stages_per_rank if known else None) or 2
-            self.pipeline = Pipeline(
-                name=name,
-                schedule=schedule,
-                stages=pipeline * each,
-                stages_per_rank=stages_per_rank,
-                microbatches=microbatches,
-                layers=layers,
-            )
+            self.axis = Pipeline(name=name, stages=pipeline * each, **of_pipeline)
 
     @property
     def demand(self) -> Demand:
-        """Ranks of one model are neighbours; a machine without a GPU tries two models."""
+        """Return a demand in which neighboring ranks hold one model; a machine without a GPU tries two models."""
         return Demand(
             dimensions=self.dimensions,
-            rest="shard" if self.data == "shard" else "data",
+            rest="shard" if self.shards_parameters else "data",
             cpu_devices=CPU_RANKS * self.dimensions.model_ranks,
         )
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
-        """What cannot be cut so."""
-        if self.pipeline is not None:
-            return self.pipeline.faults(planned)
+        """Return the errors of the axis that is used, and those of shards."""
         scalars = scalar_faults(planned.network) if self.shards_parameters else []
-        return [*scalars, *self.tensor.faults(planned, ranks=self.dimensions.tensor)]
+        return [*scalars, *self.axis.faults(planned)]
 
     def footprint(self, load: Load) -> Footprint:
-        """That of the axis that is used."""
-        return self.tensor.footprint(load) if self.pipeline is None else self.pipeline.footprint(load)
+        """Return the footprint of the axis that is used."""
+        return self.axis.footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """The strategy of one rank of the mesh."""
-        if self.pipeline is not None:
-            return self.pipeline.lightning(placement, rank)
-        return TensorParallelStrategy(placement=placement, tensor=self.tensor)
+        """Return the strategy of one rank of the mesh."""
+        return self.axis.lightning(placement, rank)
 
 
 def _idle(axis: str, options: Mapping[str, object]) -> list[Fault]:

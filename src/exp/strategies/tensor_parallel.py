@@ -40,64 +40,55 @@ from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, carry_out, differenc
 from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
 
+# Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
+MEETS = frozenset({"forward_passes"})
 
-class TensorOptions:
-    """How layers are cut, see exp.strategies.tensor_plan for the words.
 
-    plan: `auto`, for models whose layers are called as those of gpt and transformer, or name patterns to words.
+class TensorParallel(Strategy):
+    """Ranks of one model share each layer; all ranks of the run, unless exp.strategies.hybrid says how many.
+
+    plan: `auto`, for models whose layers are called as those of gpt and transformer, or name patterns to the words of
+        exp.strategies.tensor_plan.
     divide: constants of containers that count what is cut, such as heads; `auto` those of a plan `auto`.
-    sequence: with `auto`, between the layers that are cut each rank has a part of the sequence.
     vocabulary: with `auto`, embeddings and the head are cut over the vocabulary.
     """
+
+    splits_batch = False
+    splits_tensors = True
+    meets = MEETS
 
     def __init__(
         self,
         *,
-        plan: str | Mapping[str, str | Sequence[str]],
-        divide: str | Sequence[str],
-        sequence: bool,
-        vocabulary: bool,
+        name: str = "tensor_parallel",
+        plan: str | Mapping[str, str] = AUTO,
+        divide: str | Sequence[str] = AUTO,
+        vocabulary: bool = False,
     ) -> None:
-        self.plan, self.divide = plan, divide
-        self.sequence, self.vocabulary = sequence, vocabulary
+        super().__init__(name=name)
+        self.plan, self.divide, self.vocabulary = plan, divide, vocabulary
+
+    @property
+    def demand(self) -> Demand:
+        """Return a demand in which all ranks work on one batch together."""
+        return Demand(rest="tensor")
 
     def plan_of(self, network: nn.Module) -> Plan:
-        """Raises: ConfigError."""
-        return make_plan(network, self.plan, divide=self.divide, sequence=self.sequence, vocabulary=self.vocabulary)
+        """Return the plan for a network. Raises: ConfigError."""
+        return make_plan(network, self.plan, divide=self.divide, vocabulary=self.vocabulary)
 
-    def faults(self, planned: Blueprint, *, ranks: int) -> list[Fault]:
-        """What cannot be cut so."""
-        faults = []
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+        """Return an error for each layer that cannot be cut."""
+        network, faults = planned.network, []
         if WORDS[planned.precision].float8:
             expected = "another word: the layers of fp8 are not cut"
             faults.append(Fault(key="precision.word", got="fp8 with layers in parts", expected=expected))
-        network = planned.network
         try:
             plan = self.plan_of(network)
         except ConfigError as error:
             return [*faults, *error.faults]
-        faults += [*division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
-        return faults
-
-    def check_function(self, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
-        """Compare a small network in parts with the whole one. Every rank of the mesh must call it.
-
-        Raises:
-            RunError: The plan changes what the network computes.
-        """
-        if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
-            return
-        plan = self.plan_of(network)
-        if found := difference(network, plan, example_inputs(spec), mesh=mesh):
-            divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
-            fault = Fault(
-                key="strategy.plan",
-                got=f"a plan that changes what the network computes with {mesh.size()} ranks: {found}",
-                expected="a column layer before each row layer, what is between them by parts, and each constant that "
-                f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
-                cure="Or write strategy=ddp",
-            )
-            raise RunError(str(fault))
+        ranks = planned.placement.dimensions.tensor
+        return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
@@ -123,60 +114,20 @@ class TensorOptions:
         else:
             transfers += averaged(load, factor=own / max(load.parameter_bytes, 1))
         note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
-        work = {**shares, **_cut_work(plan, ranks)}
+        # An embedding looks up every token on each rank.
+        work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
         return Footprint(places=grouped(places), transfers=transfers, layer_work=work, notes=(note,))
 
-
-# Words for layers of whose arithmetic each rank does a part.
-_SHARING = {"column", "column_whole", "column_of_sequence", "row", "row_to_sequence", "sequence"}
-# Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
-MEETS = frozenset({"forward_passes"})
-
-
-class TensorParallel(Strategy):
-    """All ranks of the run share each layer. The options are those of TensorOptions."""
-
-    splits_batch = False
-    splits_tensors = True
-    meets = MEETS
-
-    def __init__(
-        self,
-        *,
-        name: str = "tensor_parallel",
-        plan: str | Mapping[str, str | Sequence[str]] = AUTO,
-        divide: str | Sequence[str] = AUTO,
-        sequence: bool = False,
-        vocabulary: bool = False,
-    ) -> None:
-        super().__init__(name=name)
-        self.tensor = TensorOptions(plan=plan, divide=divide, sequence=sequence, vocabulary=vocabulary)
-
-    @property
-    def demand(self) -> Demand:
-        """All ranks work on one batch together."""
-        return Demand(rest="tensor")
-
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
-        """What cannot be cut so."""
-        return self.tensor.faults(planned, ranks=planned.placement.model_ranks)
-
-    def footprint(self, load: Load) -> Footprint:
-        """As TensorOptions has it."""
-        return self.tensor.footprint(load)
-
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """A TensorParallelStrategy with these options."""
-        return TensorParallelStrategy(placement=placement, tensor=self.tensor)
+        """Return the strategy of one rank."""
+        return TensorParallelStrategy(placement=placement, tensor=self)
 
 
 def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: int) -> dict[str, Held]:
-    """Parts along a dimension, each of ceil(size / ranks) but for the last ones, which may have less."""
+    """Return parts along a dimension, each of ceil(size / ranks) except the last ones, which may have less."""
     found = dict(held)
-    for layer, words in plan.layers.items():
-        columns = {"column", "column_whole", "column_of_sequence", "vocabulary"} & set(words)
-        rows = {"row", "row_to_sequence"} & set(words)
-        cuts = {f"{layer}.weight": 0, f"{layer}.bias": 0} if columns else {f"{layer}.weight": 1} if rows else {}
+    for layer, word in plan.layers.items():
+        cuts = {f"{layer}.weight": 1} if word == "row" else {f"{layer}.weight": 0, f"{layer}.bias": 0}
         for name, dim in cuts.items():
             if name in held:
                 shape, each = held[name].shape, -(-held[name].shape[dim] // ranks)
@@ -188,36 +139,48 @@ def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: 
 
 
 def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]:
-    """A row layer keeps a part of its input, and what holds layers in columns a part of what it computes of them."""
+    """Return shares of activations: a row layer keeps a part of its input, a holder of columns a part of its own."""
     found: dict[str, float] = {}
-    for name, words in plan.layers.items():
-        if "column" in words or "column_of_sequence" in words:
+    for name, word in plan.layers.items():
+        if word == "column":
             holder = name.rpartition(".")[0]
             children = (path for path, _ in network.get_submodule(holder).named_children())
             found = {**dict.fromkeys((f"{holder}.{path}".lstrip(".") for path in children), 1.0), **found}
             found[holder] = 1 / ranks
-    for name, words in plan.layers.items():
-        if {"row", "row_to_sequence", "sequence"} & set(words):
-            found[name] = 1 / ranks
-    return found
-
-
-def _cut_work(plan: Plan, ranks: int) -> dict[str, float]:
-    """Each rank's share of the work of a layer that is cut; an embedding looks up every token on each rank."""
-    return {name: 1 / ranks for name, words in plan.layers.items() if _SHARING & set(words)}
+    return found | {name: 1 / ranks for name, word in plan.layers.items() if word == "row"}
 
 
 def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
-    """What the layers in parts send for one micro-batch: a row its output forward, a column its input's gradient."""
+    """Return what cut layers send for one micro-batch: a row its output, a column the gradient of its input."""
     sent = 0.0
-    for name, words in plan.layers.items():
+    for name, word in plan.layers.items():
         layer, given = load.network.get_submodule(name), load.outputs.get(name, 0)
-        if {"row", "row_to_sequence", "vocabulary"} & set(words):
+        if word in ("row", "vocabulary"):
             sent += all_reduce(given, ranks)
-        elif isinstance(layer, nn.Linear) and any("column" in word for word in words):
+        elif isinstance(layer, nn.Linear):
             sent += all_reduce(given * layer.in_features / layer.out_features, ranks)
-            sent += gather(given, ranks) if "column_whole" in words else 0
+            sent += gather(given, ranks) if word == "column_whole" else 0
     return sent
+
+
+def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
+    """Compare a small network in parts with the whole one. Every rank of the mesh must call it.
+
+    Raises:
+        RunError: The plan changes what the network computes.
+    """
+    if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
+        return
+    if found := difference(network, plan, example_inputs(spec), mesh=mesh):
+        divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
+        fault = Fault(
+            key="strategy.plan",
+            got=f"a plan that changes what the network computes with {mesh.size()} ranks: {found}",
+            expected="a column layer before each row layer, what is between them by parts, and each constant that "
+            f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
+            cure="Or write strategy=ddp",
+        )
+        raise RunError(str(fault))
 
 
 class TensorParallelStrategy(ModelParallel):
@@ -227,7 +190,7 @@ class TensorParallelStrategy(ModelParallel):
     layer are in shards over the groups instead, which FSDP2 gathers unit by unit.
     """
 
-    def __init__(self, *, placement: Placement, tensor: TensorOptions) -> None:
+    def __init__(self, *, placement: Placement, tensor: TensorParallel) -> None:
         super().__init__(placement=placement)
         self.tensor = tensor
         self._cuts: dict[str, Cut] = {}
@@ -239,9 +202,10 @@ class TensorParallelStrategy(ModelParallel):
         precision_of(self).teardown()
         mesh = model_mesh(self.model_group, self.root_device)
         data = getattr(getattr(module_of(self).trainer, "datamodule", None), "data", None)
+        plan = self.tensor.plan_of(network)
         if isinstance(data, Data):
-            self.tensor.check_function(network, data.spec, mesh=mesh)
-        cuts = carry_out(self.tensor.plan_of(network), network, mesh)
+            check_function(plan, network, data.spec, mesh=mesh)
+        cuts = carry_out(plan, network, mesh)
         self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
         if self.placement.dimensions.shard > 1:
             data_mesh = self.data_mesh()

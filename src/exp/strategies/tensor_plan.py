@@ -1,14 +1,9 @@
-"""Which layer is cut how: the plan of a tensor-parallel run, from name patterns or from the names of our models.
+"""The plan of a tensor-parallel run: how each layer is cut, by name patterns or by the names of exp's models.
 
 column              Linear: each rank gives a part of the outputs, as a following row layer takes them
 row                 Linear: each rank takes a part of the inputs; the output is whole
 column_whole        a column layer whose output is put together again, such as a head over a vocabulary
 vocabulary          Embedding: each rank has a part of the words; the output is whole
-column_of_sequence  column, with a part of the sequence as input
-row_to_sequence     row, with a part of the sequence as output
-sequence            LayerNorm, RMSNorm: on a part of the sequence
-split_sequence      any layer: its input becomes a part of the sequence
-gather_sequence     any layer: its output becomes the whole sequence
 """
 
 from __future__ import annotations
@@ -35,45 +30,34 @@ ELEMENTWISE = (
     "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh", "Tanhshrink",
 )  # fmt: skip
 
-LINEAR, EMBEDDING, NORM, ANY = "Linear", "Embedding", "LayerNorm or RMSNorm", "layer"
-TAKES = {
-    "column": LINEAR,
-    "row": LINEAR,
-    "column_whole": LINEAR,
-    "vocabulary": EMBEDDING,
-    "column_of_sequence": LINEAR,
-    "row_to_sequence": LINEAR,
-    "sequence": NORM,
-    "split_sequence": ANY,
-    "gather_sequence": ANY,
+TAKES: dict[str, type[nn.Module]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "column_whole": nn.Linear,
+    "vocabulary": nn.Embedding,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """layers: name to the words for it. constants: name of a container to its constants that count parts."""
+    """layers: name to word. constants: name of a container to its constants that count parts."""
 
-    layers: Mapping[str, Sequence[str]]
+    layers: Mapping[str, str]
     constants: Mapping[str, Sequence[str]]
 
 
 def make_plan(
-    network: nn.Module,
-    plan: str | Mapping[str, str | Sequence[str]],
-    *,
-    divide: str | Sequence[str],
-    sequence: bool,
-    vocabulary: bool,
+    network: nn.Module, plan: str | Mapping[str, str], *, divide: str | Sequence[str], vocabulary: bool
 ) -> Plan:
-    """The plan for a network.
+    """Return the plan for a network.
 
-    plan, divide, sequence, vocabulary: of the config's strategy, see exp.strategies.tensor_parallel.
-    Raises: ConfigError with everything that fits nothing.
+    plan, divide, vocabulary: the options of exp.strategies.tensor_parallel.TensorParallel.
+    Raises: ConfigError with every error.
     """
     if isinstance(plan, str):
-        layers = _automatic(network, plan, sequence=sequence, vocabulary=vocabulary)
+        layers = _automatic(network, plan, vocabulary=vocabulary)
     else:
-        layers = _by_patterns(network, plan, sequence=sequence, vocabulary=vocabulary)
+        layers = _by_patterns(network, plan, vocabulary=vocabulary)
     if divide == AUTO:
         constants = _heads(network, layers) if isinstance(plan, str) else {}
     else:
@@ -82,15 +66,13 @@ def make_plan(
 
 
 def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault]:
-    """What that many ranks do not divide."""
+    """Return an error if the ranks do not divide all sizes that are cut."""
     sizes: dict[str, int] = {}
-    for name, words in plan.layers.items():
+    for name, word in plan.layers.items():
         layer = network.get_submodule(name)
-        if not isinstance(layer, nn.Linear):
-            continue
-        if {"column", "column_of_sequence"} & set(words):
+        if isinstance(layer, nn.Linear) and word == "column":
             sizes[f"the outputs of {name}"] = layer.out_features
-        if {"row", "row_to_sequence"} & set(words):
+        if isinstance(layer, nn.Linear) and word == "row":
             sizes[f"the inputs of {name}"] = layer.in_features
     for name, constants in plan.constants.items():
         container = network.get_submodule(name)
@@ -134,31 +116,27 @@ def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:
     ]
 
 
-def _automatic(network: nn.Module, plan: str, *, sequence: bool, vocabulary: bool) -> dict[str, list[str]]:
+def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, str]:
     if plan != AUTO:
         raise ConfigError([_fault("strategy.plan", repr(plan), "auto, or a mapping of name patterns to words")])
     linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
     layers = {
-        name: ["column" if _last(name) in COLUMNS else "row"] for name in linears if _last(name) in (*COLUMNS, *ROWS)
+        name: "column" if _last(name) in COLUMNS else "row" for name in linears if _last(name) in (*COLUMNS, *ROWS)
     }
     layers = layers or _pairs(network)
-    if {word for words in layers.values() for word in words} != {"column", "row"}:
+    if set(layers.values()) != {"column", "row"}:
         expected = (
             f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two in turn in a chain of layers; "
             f"there are {among(linears)}"
         )
         cure = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with the names of two that follow"
         raise ConfigError([Fault(key="strategy.plan", got="auto", expected=expected, cure=cure)])
-    if sequence:
-        layers = _along_the_sequence(network, layers)
-    if vocabulary:
-        layers |= _over_the_vocabulary(network, layers)
-    return layers
+    return layers | (_over_the_vocabulary(network, layers) if vocabulary else {})
 
 
-def _pairs(network: nn.Module) -> dict[str, list[str]]:
-    """Names of layers to `column` or `row`: in torch.nn.Sequential, and in models that call their layers in turn."""
-    found: dict[str, list[str]] = {}
+def _pairs(network: nn.Module) -> dict[str, str]:
+    """Return layers as columns and rows: in torch.nn.Sequential, and in models that call their layers in turn."""
+    found: dict[str, str] = {}
     for path, module in network.named_modules():
         if isinstance(module, ProgramModel):
             chain = module.chain
@@ -168,8 +146,8 @@ def _pairs(network: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _pairs_of(network: nn.Module, chain: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _pairs_of(network: nn.Module, chain: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
     first: str | None = None
     for name in chain:
         layer = network.get_submodule(name)
@@ -177,103 +155,65 @@ def _pairs_of(network: nn.Module, chain: Sequence[str]) -> dict[str, list[str]]:
             if first is None:
                 first = name
             else:
-                found |= {first: ["column"], name: ["row"]}
+                found |= {first: "column", name: "row"}
                 first = None
         elif type(layer).__name__ not in ELEMENTWISE or not type(layer).__module__.startswith("torch.nn."):
             first = None
     return found
 
 
-def _along_the_sequence(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Between the blocks of a list, and in their norms, each rank has a part of the sequence."""
-    words = {"column": "column_of_sequence", "row": "row_to_sequence"}
-    found: dict[str, list[str]] = {}
-    for path, blocks in network.named_modules():
-        names = [f"{path}.{index}" for index, _ in blocks.named_children()] if isinstance(blocks, nn.ModuleList) else []
-        if not names or not all(any(name.startswith(f"{block}.") for name in layers) for block in names):
-            continue
-        for block in names:
-            for name, layer in network.get_submodule(block).named_modules(prefix=block):
-                if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-                    found[name] = ["sequence"]
-                elif name in layers:
-                    found[name] = [words[layers[name][0]]]
-        found.setdefault(names[0], []).append("split_sequence")
-        found.setdefault(names[-1], []).append("gather_sequence")
-    missing = [name for name in layers if name not in found]
-    if missing:
-        got = f"true, and {among(missing)} outside of a list of blocks"
-        raise ConfigError(
-            [Fault(key="strategy.sequence", got=got, expected="blocks of a repeat, with all that is cut")]
-        )
-    return found
-
-
-def _over_the_vocabulary(network: nn.Module, layers: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    found = {name: ["vocabulary"] for name, layer in network.named_modules() if isinstance(layer, nn.Embedding)}
+def _over_the_vocabulary(network: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
+    found = {name: "vocabulary" for name, layer in network.named_modules() if isinstance(layer, nn.Embedding)}
     heads = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and _last(name) == "head"]
     if not found and not heads:
         expected = "an Embedding, or a Linear called head"
-        raise ConfigError(
-            [Fault(key="strategy.vocabulary", got="true, and the network has neither", expected=expected)]
-        )
-    return found | {name: ["column_whole"] for name in heads if name not in layers}
+        raise ConfigError([_fault("strategy.vocabulary", "true, and the network has neither", expected)])
+    return found | {name: "column_whole" for name in heads if name not in layers}
 
 
-def _by_patterns(
-    network: nn.Module, plan: Mapping[str, str | Sequence[str]], *, sequence: bool, vocabulary: bool
-) -> dict[str, list[str]]:
-    faults = [
-        _fault(f"strategy.{key}", "true with a plan of patterns", f"the words of it in the plan: {', '.join(words)}")
-        for key, asked, words in (
-            ("sequence", sequence, [word for word in TAKES if "sequence" in word]),
-            ("vocabulary", vocabulary, ["vocabulary", "column_whole"]),
-        )
-        if asked
-    ]
-    modules = {name: module for name, module in network.named_modules() if name}
-    layers: dict[str, list[str]] = {}
+def _by_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: bool) -> dict[str, str]:
+    faults = []
+    if vocabulary:
+        expected = "the words vocabulary and column_whole in the plan"
+        faults.append(_fault("strategy.vocabulary", "true with a plan of patterns", expected))
     if not plan:
         faults.append(_fault("strategy.plan", "no pattern", "auto, or a mapping of name patterns to words"))
-    for pattern, given in plan.items():
+    modules = {name: module for name, module in network.named_modules() if name}
+    layers: dict[str, str] = {}
+    for pattern, word in plan.items():
         key = f"strategy.plan.{pattern}"
-        words = [given] if isinstance(given, str) else list(given)
-        unknown = [word for word in words if word not in TAKES]
-        faults += [
-            Fault(key=key, got=repr(word), expected=f"one of {', '.join(TAKES)}", cure=did_you_mean(word, TAKES))
-            for word in unknown
-        ]
         matched = [name for name in modules if fnmatchcase(name, pattern)]
-        if not matched:
+        if word not in TAKES:
+            expected = f"one of {', '.join(TAKES)}"
+            faults.append(Fault(key=key, got=repr(word), expected=expected, cure=did_you_mean(word, TAKES)))
+        elif not matched:
             expected = f"a pattern of names of layers: {among(modules, word=pattern)}"
             cure = did_you_mean(pattern, modules)
             faults.append(Fault(key=key, got="a pattern that matches nothing", expected=expected, cure=cure))
-        for name in matched:
-            layers.setdefault(name, []).extend(word for word in words if word not in unknown)
-            faults += _kind_faults(key, name, modules[name], [word for word in words if word not in unknown])
+        else:
+            faults += [fault for name in matched for fault in _kind_faults(key, name, modules[name], word)]
+            layers |= dict.fromkeys(matched, word)
     if faults:
         raise ConfigError(faults)
     return layers
 
 
-def _kind_faults(key: str, name: str, layer: nn.Module, words: Sequence[str]) -> Iterator[Fault]:
-    kinds = {LINEAR: (nn.Linear,), EMBEDDING: (nn.Embedding,), NORM: (nn.LayerNorm, nn.RMSNorm), ANY: (nn.Module,)}
-    for word in words:
-        # Not a subclass: what its own forward does is not known.
-        if TAKES[word] != ANY and type(layer) not in kinds[TAKES[word]]:
-            got = f"{word} for {name}, a {type(layer).__name__}"
-            yield Fault(key=key, got=got, expected=f"a {TAKES[word]} of torch.nn")
-        elif word == "vocabulary" and (
-            layer.padding_idx is not None or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
-        ):
-            got = f"{word} for {name}, which has padding_idx, max_norm, sparse or scale_grad_by_freq"
-            yield Fault(key=key, got=got, expected="an Embedding without them")
+def _kind_faults(key: str, name: str, layer: nn.Module, word: str) -> Iterator[Fault]:
+    # Not a subclass, whose forward may be another one.
+    if type(layer) is not TAKES[word]:
+        got = f"{word} for {name}, a {type(layer).__name__}"
+        yield _fault(key, got, f"a {TAKES[word].__name__} of torch.nn")
+    elif isinstance(layer, nn.Embedding) and (
+        layer.padding_idx is not None or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
+    ):
+        got = f"{word} for {name}, which has padding_idx, max_norm, sparse or scale_grad_by_freq"
+        yield _fault(key, got, "an Embedding without them")
 
 
-def _heads(network: nn.Module, layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Constants that count heads, of the containers that hold layers in columns themselves."""
+def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the constants that count heads, of the containers that hold layers in columns."""
     found = {}
-    columns = [name for name, words in layers.items() if {"column", "column_of_sequence"} & set(words)]
+    columns = [name for name, word in layers.items() if word == "column"]
     for path, module in network.named_modules():
         held = [name for name in columns if name.rpartition(".")[0] == path]
         if isinstance(module, ProgramModel) and held:

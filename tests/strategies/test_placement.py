@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from exp.errors import ConfigError
 from exp.strategies.auto import Auto
 from exp.strategies.placement import (
-    ACCELERATORS,
     DEFAULT_DEMAND,
     Demand,
     Dimensions,
@@ -61,11 +60,11 @@ def test_the_cores_limit_the_ranks_of_a_cpu():
         assert [fault.key for fault in caught.value.faults] == ["launch.devices"]
     assert placement("ddp", devices=64, machine=Machine(gpus=64, cores=2)).world_size == 64
     # Layers over 64 names of the one CPU are one rank.
-    assert placement("layer_split", devices=64, demand=Demand(rest="devices"), machine=Machine(gpus=0, cores=2))
+    assert placement("layer_split", devices=64, demand=Demand(rest="layers"), machine=Machine(gpus=0, cores=2))
 
 
 def test_ranks_of_one_model_are_neighbors():
-    mesh = Dimensions(data=2, tensor=2)
+    mesh = Dimensions(replicate=2, tensor=2)
     assert (mesh.world_size, mesh.data_ranks, mesh.model_ranks) == (4, 2, 2)
     assert (mesh.models(), mesh.peers()) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
 
@@ -82,17 +81,16 @@ def test_single_by_any_name_takes_one_device(strategy):
 
 def test_all_faults_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        placement("ddp", devices="many", nodes=0, accelerator="tpu", machine=LAPTOP)
-    assert [fault.key for fault in caught.value.faults] == ["launch.devices", "launch.nodes", "launch.accelerator"]
+        placement("ddp", devices=[0, 1], accelerator="mps", backend="nccl", machine=LAPTOP)
+    found = [fault.key for fault in caught.value.faults]
+    assert found == ["launch.devices", "launch.backend", "launch.accelerator", "launch.accelerator"]
 
 
 @given(
     strategy=st.sampled_from(["auto", "single", "ddp", "mine"]),
-    devices=st.one_of(
-        st.just("auto"), st.integers(-2, 9), st.lists(st.integers(-1, 9)), st.text(max_size=3), st.none()
-    ),
-    nodes=st.integers(-1, 3),
-    accelerator=st.sampled_from([*ACCELERATORS, "gpu", None]),
+    devices=st.one_of(st.just("auto"), st.integers(1, 9), st.lists(st.integers(0, 9))),
+    nodes=st.integers(1, 3),
+    accelerator=st.sampled_from(["auto", "cpu", "cuda", "mps"]),
     machine=st.builds(Machine, gpus=st.integers(0, 8), mps=st.booleans()),
 )
 def test_any_request_is_placed_or_refused(strategy, devices, nodes, accelerator, machine):
@@ -149,7 +147,7 @@ def test_another_number_of_confined_ranks_is_refused():
 def test_a_strategy_of_one_process_refuses_two_ranks():
     two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
     with pytest.raises(ConfigError, match="rank 1 of 2; expected one rank"):
-        adopted(two, "data_parallel", demand=Demand(rest="devices"), machine=Machine(gpus=2))
+        adopted(two, "data_parallel", demand=Demand(rest="layers"), machine=Machine(gpus=2))
 
 
 @pytest.mark.parametrize(

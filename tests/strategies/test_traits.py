@@ -28,8 +28,8 @@ def test_a_strategy_declares_traits_and_dimensions(words):
     assert ("steps_once" in traits_of(strategy)) == (words.split()[0] not in ("strategy=single", "strategy=ddp"))
     if dimensions is not None:
         placed = placement("mine", devices=8, demand=strategy.demand, machine=Machine(gpus=8))
-        assert placed.dimensions == Dimensions(**dimensions)
-        assert placed.world_size * placed.devices_per_rank == 8
+        assert Dimensions(**{name: getattr(placed, name) for name in vars(Dimensions())}) == Dimensions(**dimensions)
+        assert placed.world_size * placed.layers == 8
 
 
 def test_a_subclass_has_the_traits_of_its_base():

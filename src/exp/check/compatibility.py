@@ -302,7 +302,7 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
         found["splits_layers"] = f"strategy.pipeline={stages}"
     if "averages_between_steps" in found:
         found["averages_between_steps"] = "local_sgd"
-    if placement.world_size == 1 and placement.devices_per_rank == 1:
+    if placement.world_size == 1 and placement.layers == 1:
         found.pop("steps_once", None)  # nothing is reduced
     if word.compute in HALF:
         found["half"] = f"precision={planned.precision}"

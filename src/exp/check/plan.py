@@ -231,7 +231,7 @@ class Plan:
         from exp.hooks.hook import Workload
 
         plain, placement = self.plain, self.placement
-        devices = placement.world_size * placement.devices_per_rank
+        devices = placement.world_size * placement.layers
         workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=self._flops)
         return build_entries(plain, "hooks", workload=workload)
 

@@ -113,7 +113,7 @@ class Estimator:
     @property
     def _is_cut(self) -> bool:
         placement = self.plan.placement
-        return self.plan.own is None and placement.model_ranks * placement.devices_per_rank > 1
+        return self.plan.own is None and placement.model_ranks * placement.layers > 1
 
     def largest_batch(self, limit: int) -> int | None:
         """The largest data.batch_size with which every device has room, by whole samples a rank.

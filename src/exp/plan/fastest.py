@@ -56,7 +56,7 @@ def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Overrides of strategy, precision and activation checkpointing; what the run could not take is among them."""
     words = precisions(plan.plain["precision"]["word"], accelerator=plan.placement.accelerator)
     for word in words:
-        for strategy in ALONE if plan.placement.world_size * plan.placement.devices_per_rank == 1 else SEVERAL:
+        for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
             yield (f"strategy={strategy}", f"precision={word}")
         blocks = repeated_blocks(plan)
         if blocks:

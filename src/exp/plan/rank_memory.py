@@ -185,7 +185,7 @@ def load_of(
 def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
     """What the strategy says of itself; of Lightning's own classes, which say nothing, as of a whole copy a rank."""
     placement = load.placement
-    if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
+    if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
         return Single(name="single").footprint(load)  # as it is trained, without a process group
     if isinstance(strategy, Strategy):
         return strategy.footprint(load)

@@ -77,7 +77,7 @@ class Hybrid(Strategy):
         """Return a demand in which neighboring ranks hold one model; a machine without a GPU tries two models."""
         return Demand(
             dimensions=self.dimensions,
-            rest="shard" if self.shards_parameters else "data",
+            rest="shard" if self.shards_parameters else "replicate",
             cpu_devices=CPU_RANKS * self.dimensions.model_ranks,
         )
 

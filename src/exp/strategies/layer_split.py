@@ -63,7 +63,7 @@ class LayerSplit(Strategy):
     @property
     def demand(self) -> Demand:
         """All devices of the run, in one process."""
-        return Demand(rest="devices", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
+        return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """A split that does not fit the network or the devices."""
@@ -71,12 +71,12 @@ class LayerSplit(Strategy):
         if placement.world_size > 1:
             expected = "1: layer_split is one process"
             return [Fault(key="launch.nodes", got=f"{placement.nodes} nodes", expected=expected)]
-        count = placement.devices_per_rank
+        count = placement.layers
         return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each device."""
-        count = load.placement.devices_per_rank
+        count = load.placement.layers
         places = device_places(load, count=count, layers=self.layers, ranks=(0,))
         inputs = list(load.inputs)
         parts = split(load.network, count=count, layers=self.layers, inputs=inputs)

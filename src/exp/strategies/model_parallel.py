@@ -86,9 +86,8 @@ class ModelParallel(WholeState):
 
     def _make_groups(self) -> None:
         """Every rank makes every group, in the same order, as torch asks."""
-        dimensions = self.placement.dimensions
-        self.model_group = self.subgroup(dimensions.models())
-        self.data_group = self.subgroup(dimensions.peers())
+        self.model_group = self.subgroup(self.placement.models())
+        self.data_group = self.subgroup(self.placement.peers())
         if self.placement.backend == "nccl" and not self.holds_every_name:
             # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
             self.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))

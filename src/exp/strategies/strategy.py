@@ -207,14 +207,14 @@ def demand_of_lightning(strategy: LightningStrategy) -> Demand:
 def _devices(placement: Placement) -> list[int] | int:
     """One a rank, as Lightning counts them."""
     if placement.accelerator == "cuda":
-        return list(placement.device_indices[:: placement.devices_per_rank])
+        return list(placement.device_indices[:: placement.layers])
     return placement.ranks_per_node
 
 
 def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> LightningStrategy:
     if not isinstance(strategy, Strategy):
         return strategy
-    if placement.world_size == 1 and placement.devices_per_rank == 1 and placement.backend is None:
+    if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
         # Nobody to share with: the same numbers, without a process group in this process.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)

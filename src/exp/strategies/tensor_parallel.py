@@ -87,13 +87,13 @@ class TensorParallel(Strategy):
             plan = self.plan_of(network)
         except ConfigError as error:
             return [*faults, *error.faults]
-        ranks = planned.placement.dimensions.tensor
+        ranks = planned.placement.tensor
         return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
         placement = load.placement
-        ranks, shard = placement.dimensions.tensor, placement.dimensions.shard
+        ranks, shard = placement.tensor, placement.shard
         plan, places = self.plan_of(load.network), []
         shares = _kept_shares(load.network, plan, ranks)
         for rank in range(placement.world_size):
@@ -207,7 +207,7 @@ class TensorParallelStrategy(ModelParallel):
             check_function(plan, network, data.spec, mesh=mesh)
         cuts = carry_out(plan, network, mesh)
         self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
-        if self.placement.dimensions.shard > 1:
+        if self.placement.shard > 1:
             data_mesh = self.data_mesh()
             chosen = uniform(network, units(network, AUTO, min_parameters=0, key="strategy.shard"))
             for unit in [*reversed(chosen.values()), network]:
@@ -237,6 +237,6 @@ class TensorParallelStrategy(ModelParallel):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self.is_last_backward and self.placement.dimensions.data > 1:
+        if self.is_last_backward and self.placement.replicate > 1:
             average_gradients(network_of(self).parameters(), group=self.data_group)
         return loss

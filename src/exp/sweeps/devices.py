@@ -106,7 +106,7 @@ def need(
         return Need(ranks=whole.ranks_per_node, is_alone=whole.accelerator == "mps")
     if not isinstance(devices, int | str):
         return Need(ranks=whole.ranks_per_node, gpus=len(devices), is_alone=True)
-    everything = 1 if demand.adapts else whole.world_size * whole.devices_per_rank
+    everything = 1 if demand.adapts else whole.world_size * whole.layers
     gpus = devices if isinstance(devices, int) else everything
     return Need(ranks=placed(gpus).ranks_per_node, gpus=gpus)
 

@@ -149,7 +149,7 @@ class RayExecutor(ClusterExecutor):
         settings, placed = self._settings, frozen.placement
         gpus = settings["num_gpus"]
         if gpus is None:
-            gpus = placed.world_size * placed.devices_per_rank if placed.accelerator == "cuda" else 0
+            gpus = placed.world_size * placed.layers if placed.accelerator == "cuda" else 0
         cpus = placed.world_size if settings["num_cpus"] is None else settings["num_cpus"]
         memory = {} if settings["memory"] is None else {"memory": settings["memory"]}
         return {"CPU": cpus, "GPU": gpus, **memory, **settings["resources"]}

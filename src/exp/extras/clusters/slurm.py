@@ -135,7 +135,7 @@ class SlurmExecutor(ClusterExecutor):
         gpus = settings["gpus_per_node"]
         is_told = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
         if gpus is None and placed.accelerator == "cuda" and not is_told:
-            gpus = placed.ranks_per_node * placed.devices_per_rank
+            gpus = placed.ranks_per_node * placed.layers
         common: dict[str, Any] = {} if gpus is None else {"gpus_per_node": gpus}
         if self._is_local:
             local = submitit.LocalExecutor(folder=folder)

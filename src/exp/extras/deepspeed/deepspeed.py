@@ -79,7 +79,7 @@ class DeepSpeed(Strategy):
     @property
     def demand(self) -> Demand:
         """One rank a device; in stage 3 they keep parts of one copy of the weights."""
-        return Demand(rest="shard" if self.shards_parameters else "data")
+        return Demand(rest="shard" if self.shards_parameters else "replicate")
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """DeepSpeed that is not there, and what its engine cannot do."""

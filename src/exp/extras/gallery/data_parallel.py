@@ -40,7 +40,7 @@ class DataParallel(Strategy):
     @property
     def demand(self) -> Demand:
         """One process with all devices of the run."""
-        return Demand(rest="devices")
+        return Demand(rest="layers")
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
@@ -48,7 +48,7 @@ class DataParallel(Strategy):
 
     def footprint(self, load: Load) -> Footprint:
         """All of it on the first device, and on each other one a copy of the weights while it computes."""
-        count = load.placement.devices_per_rank if load.placement.accelerator == "cuda" else 1
+        count = load.placement.layers if load.placement.accelerator == "cuda" else 1
         if count == 1:
             return Footprint(places=[Place(ranks=(0,), held=whole(load))])
         copies = {"copies of the weights": load.parameter_bytes, "their gradients": load.gradient_bytes}
@@ -81,7 +81,7 @@ class DataParallel(Strategy):
                 expected="false",
                 cure="Or write strategy=ddp",
             )
-        if placement.accelerator == "cuda" and placement.devices_per_rank > 1:
+        if placement.accelerator == "cuda" and placement.layers > 1:
             yield from self._precision_faults(planned)
 
     def _precision_faults(self, planned: Blueprint) -> Iterator[Fault]:

@@ -45,7 +45,7 @@ class SplitDDP(DDP):
     def demand(self) -> Demand:
         """Return the devices of a rank; a machine without a GPU tries two ranks."""
         each = self.devices_per_rank
-        return Demand(dimensions=Dimensions(devices=each), cpu_devices=CPU_RANKS * each)
+        return Demand(dimensions=Dimensions(layers=each), cpu_devices=CPU_RANKS * each)
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Return what ddp refuses, an option that needs a network on one device, and a split that does not fit."""

@@ -1,15 +1,17 @@
-"""python -m exp.audit FILE_OR_DIR: what a config, a checkpoint or a folder from elsewhere would do.
+"""python -m exp.audit FILE_OR_DIR: reports what a config, a checkpoint or a folder from elsewhere would do.
 
-It reports imports, calls, environment variables that are read, and paths that are written, and does none of it. YAML is
-read as text, a checkpoint by torch.serialization.get_unsafe_globals_in_checkpoint, and git's settings as lines.
+It reports calls, environment variables that are read, and paths that lead away, and does none of it. YAML is read as
+text, a checkpoint by torch.serialization.get_unsafe_globals_in_checkpoint, and any other pickle by pickletools.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
+import pickletools
 import re
 import stat
 import struct
@@ -33,21 +35,21 @@ CONFIGS = (".yaml", ".yml")
 # Members of a zip file that a loader would run.
 ARCHIVED = (".pkl", ".npy", ".py")
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
-# Of git's settings, the last words of those that name a program, or a file with more of them.
-GIT_PROGRAMS = re.compile(
-    r"fsmonitor|pager|editor|sshcommand|gitproxy|askpass|hookspath|alternaterefscommand|external|textconv|command|clean"
-    r"|smudge|process|helper|program|uploadpack|receivepack|packobjectshook|vcs|path|cmd|worktree"
-    r"|driver|proxy|attributesfile"
-)
-# What Python imports of the folder where `python -m exp.train` starts, before exp can leave it out.
-BEFORE_EXP = ("exp", "importlib", "runpy", "pkgutil", "__future__", "types", "warnings", "contextlib", "collections")
-
-Kind = Literal["calls", "allows", "reads", "path", "hydra", "env", "git", "imports", "unreadable"]
+# Opcodes of a pickle that import a name.
+IMPORTS = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
+Kind = Literal["calls", "allows", "reads", "path", "hydra", "env", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that would be done. where: the file, and the key or line in it; is_outside: more than exp allows."""
+    """One thing that would be done.
+
+    Args:
+        kind: What it is.
+        what: The name, path or variable.
+        where: The file, and the key or line in it.
+        is_outside: Whether exp does not allow it.
+    """
 
     kind: Kind
     what: str
@@ -56,9 +58,10 @@ class Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was found, what is outside the allow list first.
+    """Print what was found, beginning with what is outside the allow list.
 
-    Returns: 0 where nothing is outside, 1 where something is, 2 where something cannot be read.
+    Returns:
+        0 if nothing is outside; 1 if something is; 2 if something cannot be read.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv), fault=UNREADABLE)
 
@@ -80,14 +83,12 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
-    """Everything that is found in a file, or in a folder at any depth; links are not followed."""
+    """Return everything that is found in a file, or in a folder at any depth; links are not followed."""
     if not path.exists():
         return [Finding(kind="unreadable", what="there is no such file or folder", where=str(path), is_outside=True)]
     root = path if path.is_dir() else path.parent
     files = _files(path) if path.is_dir() else [path]
     found = [finding for file in files for finding in _of_file(file, root=root, allow=allow)]
-    if path.is_dir():
-        found += _of_folder(path)
     if len(files) >= MAX_FILES:
         found.append(Finding(kind="unreadable", what=f"more than {MAX_FILES} files", where=str(path), is_outside=True))
     return sorted(dict.fromkeys(found), key=lambda finding: not finding.is_outside)
@@ -142,7 +143,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
                 yield Finding(kind="reads", what=variable, where=where, is_outside=is_secret(variable))
             if "oc.env:${" in value.replace(" ", ""):
                 yield Finding(kind="reads", what=f"a variable by {value}", where=where, is_outside=True)
-            # A defaults list names groups, and those from the root with a slash.
+            # A defaults list names groups from the root with a slash.
             if _leads_away(value) and not key.startswith("defaults."):
                 yield Finding(kind="path", what=value, where=where, is_outside=True)
             for typed in re.findall(r"_target_\s*[=:]\s*['\"]?([\w.]+)", value):
@@ -159,7 +160,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 
 
 def _leads_away(text: str) -> bool:
-    """Whether a text is a path out of the working directory, or an address."""
+    """Return whether a text is a path out of the working directory, or an address."""
     parts = re.split(r"[/\\]", text)
     is_address = re.match(r"[a-z][a-z0-9+.-]*:(//|:)", text, re.IGNORECASE) is not None
     return is_address or ("\n" not in text and (text.startswith(("/", "~")) or ".." in parts))
@@ -186,7 +187,7 @@ def _of_env(path: Path, *, root: Path) -> Iterator[Finding]:
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:
-    """List the names that torch.load(weights_only=True), which exp uses, refuses. Any other pickle is outside."""
+    """Yield the names that torch.load(weights_only=True), which exp uses, refuses, and pickles of other formats."""
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             yield from _of_member(file, where=str(path))
@@ -218,47 +219,27 @@ def _of_checkpoint(path: Path) -> Iterator[Finding]:
 
 
 def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
-    """Report a pickle that is no checkpoint. An array of numbers is none."""
-    start = file.read(10)  # magic, version, and size of the header
-    if start.startswith(b"\x93NUMPY\x01") and not OBJECTS.search(file.read(int.from_bytes(start[8:], "little"))):
+    """Report a pickle that is not plain values. An array of numbers is no pickle."""
+    content = file.read(MAX_PICKLE_BYTES + 1)
+    header = content[10 : 10 + int.from_bytes(content[8:10], "little")]
+    if content.startswith(b"\x93NUMPY\x01") and not OBJECTS.search(header):
         return
-    what = "a pickle outside of torch's zip format, which runs any code when it is loaded"
-    yield Finding(kind="calls", what=what, where=where, is_outside=True)
+    if len(content) > MAX_PICKLE_BYTES or not _imports_nothing(content):
+        what = "a pickle outside of torch's zip format, which can run any code when it is loaded"
+        yield Finding(kind="calls", what=what, where=where, is_outside=True)
 
 
-def _of_folder(folder: Path) -> Iterator[Finding]:
-    """Files that Python would run, and what git would: exp asks git for nothing that runs a program."""
-    for name in BEFORE_EXP:
-        for place in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if place.exists():
-                yield Finding(kind="imports", what=f"{name}, by python -m from here", where=str(place), is_outside=True)
-    for parent, folders, names in os.walk(folder):
-        if ".git" in (*folders, *names):
-            yield from _of_git(Path(parent, ".git"))
-        folders[:] = [name for name in folders if name not in SKIPPED]
-
-
-def _of_git(git: Path) -> Iterator[Finding]:
-    if not git.is_dir():
-        what = f"another folder is the repository: {git.read_text(encoding='utf-8', errors='replace')[:200].strip()}"
-        yield Finding(kind="git", what=what, where=str(git), is_outside=True)
-        return
-    for file in (git / "config", git / "config.worktree", *git.glob("modules/**/config")):
-        if not file.is_file():
-            continue
-        section = ""
-        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            head = re.match(r"\s*\[([^\]\s]+)[^\]]*\](.*)", line)
-            section, line = (head[1].lower(), head[2]) if head else (section, line)
-            key, _, value = (part.strip() for part in line.partition("="))
-            word = key.lower()
-            is_program = GIT_PROGRAMS.fullmatch(word) is not None and value.lower() not in ("", "false", "true")
-            if is_program or (section == "alias" and value.startswith("!")) or "ext::" in value:
-                what = f"{section}.{key}={value}"
-                yield Finding(kind="git", what=what, where=f"{file}, line {number}", is_outside=True)
-    for hook in sorted((git / "hooks").glob("*")):
-        if hook.is_file() and os.access(hook, os.X_OK) and hook.suffix != ".sample":
-            yield Finding(kind="git", what=f"the hook {hook.name}", where=str(hook), is_outside=True)
+def _imports_nothing(content: bytes) -> bool:
+    """Return whether a file consists of pickles that import no name, and so cannot call anything."""
+    stream = io.BytesIO(content)
+    try:
+        # A checkpoint of torch before 1.6 is several pickles.
+        while stream.tell() < len(content):
+            if any(opcode.name in IMPORTS for opcode, _, _ in pickletools.genops(stream)):
+                return False
+    except ValueError:
+        return False
+    return True
 
 
 def _text(found: Sequence[Finding], path: Path) -> str:
@@ -266,7 +247,7 @@ def _text(found: Sequence[Finding], path: Path) -> str:
     lines = [f"{path}: {outside} outside of what exp allows, {len(found) - outside} inside; nothing was run"]
     for finding in found:
         mark = "OUTSIDE" if finding.is_outside else ""
-        # Of others' making: a line stays a line.
+        # A name from elsewhere may hold line breaks and control characters.
         what = finding.what.encode("unicode_escape").decode()[:200]
         lines.append(f"  {mark:<8}{finding.kind:<11}{what}  [{finding.where.encode('unicode_escape').decode()}]")
     return "\n".join(lines)

@@ -1,10 +1,9 @@
-"""python -m exp.diff RUN_A RUN_B: what two runs have of different config, code, versions and results.
+"""python -m exp.diff RUN_A RUN_B: the config, code, versions and results in which two runs differ.
 
     python -m exp.diff outputs/train/2026-01-31/12-00-00 outputs/train/2026-01-31/12-30-00
     python -m exp.diff outputs/train/sweeps/2026-01-31/12-00-00/0 outputs/train/sweeps/2026-01-31/12-00-00/3
-    python -m exp.diff RUN_A RUN_B --all                   with every tag, and every line of uncommitted changes
 
-It reads what is there: a run that is going on, was killed or is damaged is compared as far as it goes.
+A run that is going on, was killed or is damaged is compared as far as its files can be read.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EXPECTED = "a run directory, such as outputs/train/2026-01-31/12-00-00, or a job
 
 
 class NoRunError(RunError):
-    """What was named is no directory of one run."""
+    """A path of the command is no directory of one run."""
 
     exit_status = 2
 
@@ -34,48 +33,39 @@ class NoRunError(RunError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the keys, versions and results that differ.
 
-    Returns: 0, whether they differ or not; 2 where one is no directory of a run.
+    Returns:
+        0, whether they differ or not; 2 if a path is no directory of a run.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
 
 
 def _command(argv: Sequence[str]) -> int:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m exp.diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("first", type=Path, metavar="RUN_A", help="a run directory")
+    parser.add_argument("second", type=Path, metavar="RUN_B", help="another one")
+    arguments = parser.parse_args(argv)
     for place in (arguments.first, arguments.second):
         _refuse_others(place)
     print(f"A  {arguments.first}\nB  {arguments.second}")
-    for section in differences(arguments.first, arguments.second, everything=arguments.all):
+    for section in differences(arguments.first, arguments.second):
         print("\n".join(["", section.title, *(redacted(f"  {line}".rstrip()) for line in _lines(section))]))
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
-    found = argparse.ArgumentParser(
-        prog="python -m exp.diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("first", type=Path, metavar="RUN_A", help="a run directory")
-    found.add_argument("second", type=Path, metavar="RUN_B", help="another one")
-    found.add_argument("--all", action="store_true", help="every tag, and every line of uncommitted changes")
-    return found
-
-
 def _refuse_others(place: Path) -> None:
-    """Raises: NoRunError of what is no directory, or is a sweep's, one above runs, or one of something else."""
+    """Raise NoRunError for a path that is no directory, and for a directory that holds no run or several."""
     if not os.path.isdir(place):
-        is_file = os.path.exists(place)
-        near = [] if is_file else nearest(place.name, (path.name for path in place.parent.glob("*/")))
-        # A path of a file in a run is a slip that is seen often.
-        meant = place.parent if is_file else place.parent / near[0] if near else None
-        cure = "" if meant is None else f". Did you mean {meant}?"
-        raise NoRunError(f"{place} is {'a file' if is_file else 'not there'}; expected {EXPECTED}{cure}")
-    runs = sorted({path.parent for name in MARKS for path in place.glob(f"*/{name}")}, key=natural)
-    if runs and (is_sweep(place) or not any(os.path.lexists(place / name) for name in MARKS)):
-        what = "a sweep" if is_sweep(place) else "a folder"
-        raise NoRunError(f"{place} is {what} of {len(runs)} runs; expected {EXPECTED}. Did you mean {runs[0]}?")
-    # What was killed may have left its curves alone.
-    if not any(os.path.lexists(place / name) for name in (*MARKS, EVENTS)):
-        raise NoRunError(f"{place} holds none of {', '.join(MARKS)}; expected {EXPECTED}")
+        near = nearest(place.name, (path.name for path in place.parent.glob("*/")))
+        cure = f". Did you mean {place.parent / near[0]}?" if near else ""
+        raise NoRunError(f"{place} is no directory; expected {EXPECTED}{cure}")
+    # A killed run may have left its curves alone.
+    has_run = any(os.path.lexists(place / name) for name in (*MARKS, EVENTS))
+    if is_sweep(place) or not has_run:
+        runs = sorted({path.parent for name in MARKS for path in place.glob(f"*/{name}")}, key=natural)
+        cure = f". Did you mean {runs[0]}?" if runs else ""
+        raise NoRunError(f"{place} holds {len(runs) or 'no'} runs; expected {EXPECTED}{cure}")
 
 
 def _lines(section: Section) -> Iterator[str]:

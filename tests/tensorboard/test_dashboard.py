@@ -111,9 +111,8 @@ def test_a_taken_port_fails_and_another_host_warns(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "missing does not exist; expected a directory of runs, such as outputs"),
-        ("file", "file is a file; expected a directory of runs"),
-        ("empty", "empty holds no TensorBoard events; expected a run directory, or one above"),
+        (name, f"{name} holds no TensorBoard events; expected a run directory, or one above")
+        for name in ("missing", "file", "empty")
     ],
 )
 def test_a_directory_without_events_is_refused(tmp_path, monkeypatch, capsys, name, message):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import shutil
 import urllib.parse
 
 import pytest
@@ -38,8 +36,6 @@ def made(directory, *typed: str):
         (["vars.note=\u00e9\nx"], "note=\u00e9 x"),
         (["~hooks.memory", "+hooks=activations", "data.dataset.path=/data/my/table.csv"],
          "~hooks.memory +hooks=activations path=table.csv"),
-        (["optimizer.lr=0.03162277660168379", "vars.betas=[0.9,0.99949999999999994]", "model=v1.12345678.9"],
-         "lr=0.03162 betas=[0.9,0.9995] model=v1.12345678.9"),
     ],
 )  # fmt: skip
 def test_a_name_has_the_typed_overrides(tmp_path, typed, name):
@@ -71,20 +67,11 @@ def test_links_follow_new_and_removed_runs(tmp_path):
     sweep.mkdir(parents=True)
     (sweep / f"events.out.tfevents.1.here{OF_SWEEP}").write_bytes(b"")
     links.refresh()
-    found = {link.name: link.resolve() for link in place.iterdir() if link.is_symlink()}
+    found = {link.name: link.resolve() for link in place.iterdir()}
     assert found == {"seed=1 · 09-39": first, "seed=1 · 09-39 (2)": second}
-    other = outputs / "other" / "sweeps" / TODAY / "12-00-30"
-    other.mkdir(parents=True)
-    (other / f"events.out.tfevents.1.there{OF_SWEEP}").write_bytes(b"")
-    links.refresh()
-    assert os.listdir(place / "sweep · 12-00 (2)") == [f"events.out.tfevents.1.there{OF_SWEEP}"]
-    shutil.rmtree(other)
-    links.refresh()
-    assert not (place / "sweep · 12-00 (2)").exists()
-    assert os.listdir(place / "sweep · 12-00") == [f"events.out.tfevents.1.here{OF_SWEEP}"]
     (first / "events.out.tfevents.1.here").unlink()
     links.refresh()
-    assert [link.name for link in place.iterdir() if link.is_symlink()] == ["seed=1 · 09-39 (2)"]
+    assert [link.name for link in place.iterdir()] == ["seed=1 · 09-39 (2)"]
     assert runs_below(evaluation.parent) == [evaluation]
 
 

@@ -1,11 +1,11 @@
-"""The page of TensorBoard that opens first: Time Series, with what people look at first pinned on top."""
+"""The page of TensorBoard that opens first: Time Series, with the most important curves pinned on top."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from tensorboard.plugins import base_plugin
 from exp.shared_types import parted
 from exp.tensorboard.curves import read_curves
 
-# Behind losses, metrics and learning rates.
+# After losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")
 MOST_PINNED = 9
 
 
 class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
-    """Answers an address that can be read with the long one that names the cards.
+    """Redirects a short address to the long one that names the pinned curves.
 
-    An experimental plug-in has no tab. Relied on, and tested: the parameter `pinnedCards` of Time Series (seen in
-    tensorboard 2.21).
+    An experimental plug-in has no tab. It relies on the parameter `pinnedCards` of Time Series, seen in tensorboard
+    2.21; a test fails if it changes.
     """
 
     plugin_name = "exp"
@@ -45,25 +45,16 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
 
 
 def question(directory: Path) -> str:
-    """What of an address pins the cards of the newest run in a folder of links that has any."""
-    found = next((tags for run in _newest_first(directory) if (tags := in_order(_tags_of(run)))), [])
+    """Return the part of an address that pins the curves of the newest run with scalars. directory: the links."""
+    runs = [run for run in directory.iterdir() if os.path.isdir(run)]
+    newest_first = sorted(runs, key=os.path.getmtime, reverse=True)
+    found = next((tags for run in newest_first if (tags := in_order(_tags_of(run)))), [])
     cards = [{"plugin": "scalars", "tag": tag} for tag in found]
     pinned = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
     return f"pinnedCards={pinned}&smoothing=0"
 
 
-def _newest_first(directory: Path) -> Iterator[Path]:
-    """The runs that links lead to; one may be gone by now."""
-    found: dict[Path, float] = {}
-    for run in directory.iterdir():
-        with contextlib.suppress(OSError):
-            if run.is_symlink() and run.is_dir():
-                found[run] = run.stat().st_mtime
-    yield from sorted(found, key=lambda run: found[run], reverse=True)
-
-
 def _tags_of(run: Path) -> set[str]:
-    """Those of the scalars, whose values are passed over."""
     tags: set[str] = set()
 
     def note(tag: str) -> bool:
@@ -75,12 +66,12 @@ def _tags_of(run: Path) -> set[str]:
 
 
 def in_order(tags: Iterable[str]) -> list[str]:
-    """Those that people look at first, in their order."""
+    """Return the most important tags in the order in which they are pinned."""
     known = sorted(tags)
-    # A test has one point, which report.md has.
+    # A test has one point, which report.md shows.
     named = {tag: parted(tag) for tag in known}
     losses = [tag for tag, (name, stage) in named.items() if name.startswith("loss") and stage in ("train", "val")]
-    losses = [tag for tag in losses if "/" not in named[tag][0]]  # of several terms the sum
+    losses = [tag for tag in losses if "/" not in named[tag][0]]  # the sum of several terms
     metrics = [tag for tag, (name, stage) in named.items() if stage == "val" and "/" not in name and tag not in losses]
     rates = [tag for tag in known if tag.startswith("optimizer/lr/")]
     first = (*losses, *metrics, *rates, *LOOKED_AT)

@@ -149,7 +149,8 @@ def _patches(diff: str) -> dict[str, str]:
     """Return the uncommitted changes of each file."""
     starts = list(PATCH.finditer(diff))
     ends = [match.start() for match in starts[1:]] + [len(diff)]
-    found: dict[str, str] = {}
+    # Without a patch, the text says why the changes are not known.
+    found = {"uncommitted changes": diff} if diff and not starts else {}
     for match, end in zip(starts, ends, strict=True):
         name = (match[1] or match[2]).split("\t")[0].strip()
         found[name] = found.get(name, "") + diff[match.start() : end]

@@ -72,10 +72,6 @@ def test_the_error_of_torch_decides_the_fix():
         return torch_findings.broken(error, INSTALLED).fix
 
     assert "pip uninstall -y torch" in fix("ImportError: cannot import name '_C'")
-    assert "comes with torch's own" in fix("OSError: libcudnn.so.9: cannot open shared object file: x")
-    assert "apt-get install libgomp1" in fix("OSError: libgomp.so.1: cannot open shared object file: No such file")
-    assert "newer system" in fix("OSError: /lib/libm.so.6: version `GLIBC_2.38' not found")
-    assert "processor" in fix("its process was ended by SIGILL")
     assert torch_findings.broken("ModuleNotFoundError: x", None).fix.startswith("pip install 'torch")
 
 

@@ -10,22 +10,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import psutil
-
 from exp.errors import words_of
 from exp.extras.doctor.finding import Finding
 
 MIB, GIB = 2**20, 2**30
 # The smallest networks' checkpoints, logs and event files take less than 1 MiB.
-LEAST_FREE, LITTLE_FREE = 100 * MIB, 5 * GIB
+LEAST_FREE = 100 * MIB
 # Docker gives a container 64 MiB by default; a data worker that fills it dies of SIGBUS.
 LITTLE_SHARED = 256 * MIB
-# Kinds of file systems on which results are at risk or slow, and what to do.
-KINDS = {
-    r"tmpfs|ramfs": "It is in memory and lost when the machine stops: make outputs a link to a disk",
-    r"overlay": "It belongs to the container and is lost with it: mount a disk, and make outputs a link to it",
-    r"nfs|cifs|smb|9p|lustre|gpfs|beegfs|ceph|fuse\.": "A network file system is slow for many small files",
-}
 
 
 def findings(outputs: Path) -> Iterator[Finding]:
@@ -68,24 +60,10 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
         free = shutil.disk_usage(place).free
     except OSError as error:
         return Finding("error", part, f"{place} cannot be written: {words_of(error)}", f"Get write access, or {other}")
-    kind, mount = file_system(place)
-    found = f"{place}: {free / GIB:,.1f} GiB free on {kind} at {mount}"
+    found = f"{place}: {free / GIB:,.1f} GiB free"
     if free < least:
         return Finding("error", part, found, f"Free some space, or {other}")
-    if part != "outputs":
-        return Finding("ok", part, found)
-    if free < LITTLE_FREE:
-        return Finding("note", part, found, f"Checkpoints of large networks fill it: free some space, or {other}")
-    fix = next((fix for kinds, fix in KINDS.items() if re.match(kinds, kind)), "")
-    return Finding("note" if fix else "ok", part, found, fix)
-
-
-def file_system(place: Path) -> tuple[str, str]:
-    """Return the kind and the mount point of the file system of a directory."""
-    mounts = [one for one in psutil.disk_partitions(all=True) if place.resolve().is_relative_to(one.mountpoint)]
-    # Of two mounts at one point, the later one hides the earlier one.
-    deepest = max(reversed(mounts), key=lambda one: len(one.mountpoint), default=None)
-    return ("a file system of unknown kind", "/") if deepest is None else (deepest.fstype, deepest.mountpoint)
+    return Finding("ok", part, found)
 
 
 def nvidia_drivers() -> list[str]:

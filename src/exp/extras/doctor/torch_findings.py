@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,15 +16,6 @@ REQUIREMENT = torch_requirement()
 AGAIN = f"pip uninstall -y torch, then pip install --no-cache-dir {REQUIREMENT}"
 BUILD = "install the build of torch for your GPU with the command that pytorch.org shows for it"
 HIDDEN = "CUDA_VISIBLE_DEVICES"
-# Errors of `import torch`, and the fix of each.
-IMPORT_FIXES = {
-    r"libgomp\S*: cannot open": "Install the system's package libgomp1: apt-get install libgomp1",
-    r"GLIBC": "The system is older than the wheel: use a newer system or container",
-    r"lib\S+: cannot open": f"The library comes with torch's own requirements: {AGAIN}, without --no-deps",
-    r"SIGILL": "The processor lacks instructions that this build uses: install another build of torch",
-    r"SIGKILL": "Most often memory: free some, or give the container more",
-    r"did not end": "Most often a disk or driver that hangs: look at dmesg, and try nvidia-smi",
-}
 
 
 def broken(error: str, spec: ModuleSpec | None) -> Finding:
@@ -41,8 +31,7 @@ def broken(error: str, spec: ModuleSpec | None) -> Finding:
     found = f"importing it from {place} fails: {shortened(error, most=200)}"
     if "site-packages" not in place.parts:
         return Finding("error", "torch", found, f"Take {place.parent} off PYTHONPATH, or move {place} away")
-    fix = next((fix for words, fix in IMPORT_FIXES.items() if re.search(words, error)), AGAIN)
-    return Finding("error", "torch", found, fix)
+    return Finding("error", "torch", found, AGAIN)
 
 
 def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -71,17 +71,17 @@ seconds["interpreter"] = clock()
 running.append(("command line and report", clock()))
 
 def imported():
-    import exp.run, exp.check.stages, exp.data.digits, exp.tensorboard.logger, exp.hooks.gradients, exp.hooks.throughput
+    import exp.run, exp.start, exp.check.stages, exp.data.digits, exp.tensorboard.logger, exp.hooks.gradients, exp.hooks.throughput
 
 timed("imports", imported)()
-import exp.run
+import exp.run, exp.start
 from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import Checkpointing
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from exp.cli.train import main
 
-count("check", exp.run, "prepare")
+count("check", exp.start, "prepare")
 count("build", exp.run, "build")
 count("steps", Trainer, "fit")
 count("test", Trainer, "test")

@@ -238,7 +238,7 @@ def write_data(path: Path, words: Sequence[str]) -> None:
     from torch.utils.data import default_collate
 
     import exp
-    from exp.check.plan import validated
+    from exp.check.examination import validated
     from exp.construct import build_data
 
     data = build_data(validated(exp.compose(words)).plain)

@@ -31,7 +31,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.construct import construct
 from exp.models.inference import example_inputs, materialise

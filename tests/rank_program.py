@@ -66,6 +66,7 @@ def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
 
     from exp import run
     from exp.cli import worker
+    from exp.run_report import read_report
 
     values: dict[str, dict[int, float]] = {}
     build = run.build
@@ -82,7 +83,7 @@ def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
         frozen = Path(settings["directory"])
         allow = OmegaConf.load(frozen / "config.yaml").security.allow  # written by the test, who trusts it
         worker.work(rank, directory=frozen, resume=None, allow=allow)
-    report = run.read_report(Path(settings["directory"])) if rank.is_first else None
+    report = read_report(Path(settings["directory"])) if rank.is_first else None
     return {"values": values, "report": None if report is None else dataclasses.asdict(report)}
 
 

@@ -42,19 +42,19 @@ _refuse_a_second_exp(os.path.dirname(os.path.dirname(__file__)))
 _install_lighter_imports()
 
 if TYPE_CHECKING:
-    from exp.check.plan import validate
+    from exp.check.examination import validate
     from exp.check.stages import compose
     from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
-    from exp.run import fit
     from exp.run_report import Report
     from exp.saved_runs.saved_run import load
+    from exp.start import fit
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "compose": "exp.check.stages",
-    "validate": "exp.check.plan",
-    "fit": "exp.run",
+    "validate": "exp.check.examination",
+    "fit": "exp.start",
     "Report": "exp.run_report",
     "load": "exp.saved_runs.saved_run",
     **dict.fromkeys(

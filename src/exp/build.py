@@ -9,11 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from exp.check.compatibility import LEAVING_WEIGHTS
 from exp.check.own_training import LOADERS, STEPS
 from exp.check.plan import Plan
 from exp.construct import (
@@ -31,6 +43,7 @@ from exp.engine.checkpoint import LARGEST_COPY, AtomicCheckpointIO, ThreadedChec
 from exp.engine.checkpointing import Checkpointing, position_in
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
+from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import LowerRates, UndoneForward
@@ -54,6 +67,21 @@ from exp.strategies.strategy import Strategy, trainer_arguments
 if TYPE_CHECKING:
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
+
+# Callbacks that do not change the weights, or that save the average that they keep.
+LEAVING_WEIGHTS = (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    ExponentialMovingAverage,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

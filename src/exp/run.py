@@ -1,12 +1,10 @@
-"""One run, from a composed config to its report. Read `fit` for the parent's part and `run` for a rank's.
+"""Run a frozen config as one rank, from its plan to its report.
 
-1 compose   check.stages.compose, before this
-2 check     check.plan: resolve, plan
-3 freeze    config.freeze
-4 launch    launch.launcher, where the run needs processes of its own
-5 build     build
+5 build     build, from check.plan
 6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
 9 report    run_report
+
+start.py has the steps before.
 """
 
 from __future__ import annotations
@@ -19,122 +17,27 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch.nn.parameter import is_lazy
 
 from exp.build import Parts, build
-from exp.check.plan import Plan, Resolved, adopt, frozen, plan, refuse_other_data, resolve
-from exp.check.starting_point import newest_of, sweep_runs_beside
-from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
-from exp.config.hydra_adapter import text_values
+from exp.check.plan import Plan, Resolved, adopt, frozen
+from exp.check.starting_point import newest_of
+from exp.config.freeze import read_overrides
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpointing import note_metrics
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.runtime import block_launches, set_threads, threads_of
-from exp.errors import ExpError, NonFiniteError, RunError, UserCodeError
+from exp.errors import NonFiniteError, RunError, UserCodeError
 from exp.files import holding
-from exp.launch.launcher import in_process, last_checkpoint, launch, requeue
+from exp.launch.launcher import last_checkpoint, requeue
 from exp.loggers.run_logger import RunLogger, description_of
 from exp.models.forward_trace import ForwardTrace
-from exp.run_report import Ongoing, Report, explain, read_report, write_bad_end, write_end
+from exp.run_report import Ongoing, Report, explain, write_bad_end, write_end
 from exp.signals import behind, interrupting
 from exp.strategies.rank import ALONE, Rank
 
 log = logging.getLogger(__name__)
-
-
-def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
-    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it asks for.
-
-    begin: puts the checkpoint that the run goes on from into its directory, and returns its path.
-    Returns: the report that is also in the run directory.
-    Raises: ConfigError before anything is built; RunError, RankError for a run that fails; Interrupted for one that a
-        signal ended with its state saved.
-    """
-    decided, directory = prepare(config)
-    start = None if begin is None else begin(directory)
-    return _started(directory, decided, start)
-
-
-def go_on(directory: Path) -> Report:
-    """Go on with a run that was broken off, in its own directory, from its newest whole checkpoint.
-
-    Returns, raises: as `fit`; RunError where there is no such checkpoint.
-    """
-    decided = plan(frozen(directory))
-    found = newest_of(directory)
-    if found.path is None:
-        raise RunError(f"{directory} has no whole checkpoint to go on from")
-    with run_log(directory, rank=ALONE):
-        for note in (*found.notes, f"goes on from {found.path}"):
-            log.warning("%s", note)
-    # What was reported of its end is not what it will have done.
-    (directory / "report.json").unlink(missing_ok=True)
-    return _started(directory, decided, found.path)
-
-
-def fit_job(config: DictConfig) -> Report:
-    """Run a job of a sweep; or go on with it, where a sweep before has begun it in its directory.
-
-    Returns, raises: as `fit`.
-    """
-    directory = Path(config[COMPOSITION].directory)
-    if (directory / "config.yaml").is_file():
-        if newest_of(directory).path is not None:
-            return go_on(directory)
-        clear(directory)
-        take_directory(config, directory)
-    return fit(config)
-
-
-def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
-    """Run a frozen config in as many processes as it asks for. start: a checkpoint to go on from."""
-    placement, plain = decided.placement, decided.plain
-    settings = plain["launch"]
-    if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
-        return run(directory, decided=decided, resume=start)
-    threads = threads_of(plain["runtime"]["threads"], operator=decided.operator)
-    del decided  # with its data, which the ranks read themselves
-    ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
-    try:
-        launch(
-            directory,
-            placement=placement,
-            max_restarts=settings["max_restarts"],
-            threads=threads,
-            grace_seconds=settings["grace_seconds"],
-            resume=start,
-            allow=plain["security"]["allow"],
-        )
-    except ExpError as error:
-        # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
-        write_bad_end(ongoing, error, has_ranks=True)
-        if plain["runtime"]["autoresume"]:
-            requeue(error)
-        raise
-    return read_report(directory)
-
-
-def prepare(config: DictConfig) -> tuple[Plan, Path]:
-    """Check a composed config and freeze it in a run directory, whose log has the notes of the check.
-
-    Raises: ConfigError before anything is written.
-    """
-    block_launches(OmegaConf.select(config, "runtime.cuda_blocking"))
-    decided = plan(resolve(config))
-    notes = (*decided.notes, *refuse_other_data(decided))
-    resolved = decided.resolved.config
-    wanted = Path(resolved[COMPOSITION].directory)
-    directory = freeze(resolved)
-    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(resolved)):
-        decided = plan(frozen(directory))
-    sweep_runs_beside(directory, str(decided.plain["name"]))
-    if notes:
-        with run_log(directory, rank=ALONE):
-            for note in notes:
-                log.warning("%s", note)
-    return decided, directory
 
 
 def run(

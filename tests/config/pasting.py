@@ -8,7 +8,9 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from exp.check.plan import compare_with_data, examine, resolve
+from exp.check.examination import examine
+from exp.check.first_samples import compare_with_data
+from exp.check.resolution import resolve
 from exp.check.stages import compose, refuse_early
 from exp.cli.command_line import answer_question, is_question, parse_arguments
 from exp.errors import ConfigError, ExpError, Fault
@@ -39,7 +41,7 @@ def answer(argv: Sequence[str]) -> list[Fault]:
                 config = compose(arguments.overrides, **places)
                 refuse_early(config)
                 examined = examine(resolve(config))
-                return list(examined.faults if examined.plan is None else compare_with_data(examined.plan)[0])
+                return list(examined.faults or compare_with_data(examined.decided)[0])
     except ConfigError as error:
         return list(error.faults)
     except SystemExit as error:  # a flag such as --version

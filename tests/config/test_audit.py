@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.config.search_path import OWN_CONF
 from exp.extras.audit.audit import audit, main

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
+from exp.check.examination import examine, plan, validate
 from exp.check.keys import SCHEMA
-from exp.check.plan import examine, plan, resolve, validate
+from exp.check.resolution import resolve
 from exp.check.stages import compose, first_stage, second_stage
 from exp.cli.check import main as check
 from exp.config.freeze import COMPOSITION
@@ -362,12 +363,6 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     assert "model.layers.deep.repeat: 1000, which makes 1,0" in told
     assert "expected 100,000 layers at most" in told
     assert first_stage(read(compose(["model=mlp", command.replace("TIMES", "2")]))) == []
-
-
-def test_a_network_that_no_memory_here_holds_is_noted(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    assert check(["model.layers.hidden.out_features=100000000000"]) == 0
-    assert "model has parameters of 71,898 GiB, and this machine has" in capfd.readouterr().err
 
 
 def test_a_train_yaml_of_ones_own_that_lacks_most_keys_is_one_fault(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.plan import config_faults
+from exp.check.examination import config_faults
 from exp.check.stages import early_faults
 from exp.config.compose import composition_of
 from exp.config.freeze import COMPOSITION, freeze

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.cli.worker import work
 from exp.config.freeze import freeze
 from exp.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.check.stages import compose
 from exp.config.found_run import written
 from exp.config.freeze import freeze, read_overrides

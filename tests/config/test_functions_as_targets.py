@@ -7,9 +7,9 @@ import torch
 from omegaconf import OmegaConf
 
 import exp
+from exp.check.examination import plan
 from exp.check.parameters import node_faults
-from exp.check.plan import plan
-from exp.check.plan import resolve as resolve_config
+from exp.check.resolution import resolve as resolve_config
 from exp.config.targets import TargetError, resolve
 from exp.construct import construct
 from exp.errors import ConfigError

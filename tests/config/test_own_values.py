@@ -8,7 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.plan import examine, frozen, plan, resolve
+from exp.check.examination import examine, plan
+from exp.check.plan import frozen
+from exp.check.resolution import resolve
 from exp.check.stages import early_faults
 from exp.cli.check import main as check
 from exp.config.freeze import freeze

@@ -14,7 +14,10 @@ from torch import nn
 
 import exp
 from exp.build import build
-from exp.check.plan import adopt, config_faults, examine, frozen, plan, refuse_other_data, resolve
+from exp.check.examination import config_faults, examine, plan
+from exp.check.first_samples import refuse_other_data
+from exp.check.plan import adopt, frozen
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.plan import frozen, plan, resolve
+from exp.check.examination import plan
+from exp.check.plan import frozen
+from exp.check.resolution import resolve
 from exp.cli.check import main as check
 from exp.cli.command_line import parse_arguments
 from exp.config.compose import composition_of

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.preprocessing import StandardScaler
 
 import exp
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.construct import build_data
 from exp.errors import is_installed
 from exp.extras.survey.data import main

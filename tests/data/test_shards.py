@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 
 import exp
-from exp.check.plan import plan, refuse_other_data, resolve
+from exp.check.examination import plan
+from exp.check.first_samples import refuse_other_data
+from exp.check.resolution import resolve
 from exp.data.data import Data
 from exp.data.shards import Shards
 from exp.errors import ConfigError, ExpError, RunError, is_installed

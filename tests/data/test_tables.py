@@ -21,7 +21,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
-from exp.check.plan import examine, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.data.cells import finite_number
 from exp.data.data import Data
 from exp.data.delimited import Csv

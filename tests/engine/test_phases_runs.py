@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import exp
-from exp.check.plan import examine, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.check.stages import compose
 
 pytestmark = pytest.mark.numeric

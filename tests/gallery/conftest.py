@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.construct import build_data
 
 Batch = Any

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import exp
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.construct import build_data, build_network
 from exp.errors import ConfigError
 from exp.hooks.step import Step

@@ -14,7 +14,8 @@ from PIL import Image
 from tensorboard.util.tensor_util import make_ndarray
 
 import exp
-from exp.check.plan import examine, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.check.signature import signature_of
 from exp.config import targets
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import exp
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.check.step_flops import flops_of_a_sample
 from exp.construct import build_data, build_network, build_objective, build_phases
 from exp.hooks.utilisation import arithmetic, listed_peak, measured_peak

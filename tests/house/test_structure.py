@@ -19,7 +19,7 @@ RANKS = {
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3, "report_pictures": 3,
-    "run": 4, "saved_runs": 4, "plan": 4,
+    "run": 4, "start": 4, "saved_runs": 4, "plan": 4,
     "cli": 5, "extras": 5,
 }  # fmt: skip
 ENTRY_RANK = 6
@@ -133,7 +133,7 @@ def test_packages_import_only_their_libraries():
         if here == "hooks":
             assert not any(name.startswith("exp.config") for name in names), f"{path} knows the config: see build.py"
         if "omegaconf" in roots or "hydra" in roots:
-            knows = ("config", "construct", "run", "check", "saved_runs", "sweeps", "cli", "extras")
+            knows = ("config", "construct", "start", "check", "saved_runs", "sweeps", "cli", "extras")
             assert here in knows, path
 
 

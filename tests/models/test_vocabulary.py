@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from exp.check.shapes import examine_shapes
+from exp.check.meta_forward import run_on_meta
+from exp.check.shapes import shape_faults
 from exp.models import vocabulary
 from exp.models.containers import ModuleDictModel
 from exp.models.syntax import ProgramError
@@ -148,7 +149,7 @@ def test_an_assertion_that_the_datas_shape_breaks_is_a_fault_of_the_check() -> N
         return ModuleDictModel(layers={}, forward="assert x.shape[1] == 5, f'{x.shape[1]} columns'\nreturn x")
 
     spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
-    (fault,) = examine_shapes(network_factory=network, spec=spec).faults
+    (fault,) = shape_faults(run_on_meta(network_factory=network, spec=spec), spec)
     assert fault.key == "model.forward"
     assert fault.got.endswith(": 4 columns")
     assert fault.expected == "an assertion that holds"
@@ -163,8 +164,8 @@ def test_an_assertion_about_constants_is_decided_before_the_run() -> None:
 
 def test_a_shape_that_depends_on_numbers_is_left_to_the_run() -> None:
     spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
-    found = examine_shapes(
+    found = run_on_meta(
         network_factory=lambda: ModuleDictModel(layers={}, forward="return masked_select(x, x > 0)"), spec=spec
     )
-    assert found.faults == ()
+    assert shape_faults(found, spec) == []
     assert "the model's shapes were not checked" in found.notes[0]

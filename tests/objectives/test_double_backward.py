@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import exp
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.construct import build_data, build_network
 
 pytestmark = pytest.mark.numeric

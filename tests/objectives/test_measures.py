@@ -11,7 +11,8 @@ import torch
 from torchmetrics import classification, regression
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.errors import ConfigError, ExpError, RunError
 from exp.objectives.measures import as_measure
 

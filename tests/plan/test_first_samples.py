@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 import exp
-from exp.check.plan import plan, refuse_other_data, resolve
+from exp.check.examination import plan
+from exp.check.first_samples import refuse_other_data
+from exp.check.resolution import resolve
 from exp.errors import ConfigError, RunError
 
 DATA = """# Rows of the user's own

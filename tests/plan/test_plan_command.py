@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.cli.plan import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator

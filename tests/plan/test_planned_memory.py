@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import exp
-from exp.check.plan import Plan, plan, resolve
+from exp.check.examination import plan
+from exp.check.plan import Plan
+from exp.check.resolution import resolve
 from exp.construct import (
     build_data,
     build_network,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.engine.checkpoint import read_checkpoint
 
 
@@ -53,7 +54,7 @@ def test_evaluation_needs_only_the_model(finished):
 
 
 def notes(*overrides):
-    return plan(resolve(exp.compose(list(overrides)))).notes
+    return examine(resolve(exp.compose(list(overrides)))).notes
 
 
 def test_only_what_changes_steps_is_noted(finished):

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.errors import ConfigError
 
 HERE = Path(__file__).parent

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from exp.check.shapes import ShapeExamination, examine_shapes
+from exp.check.meta_forward import MetaForward, run_on_meta
+from exp.check.shapes import shape_faults
+from exp.errors import Fault
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective, Term
@@ -22,20 +24,21 @@ CLASSES = Objective(terms={"cross_entropy": CrossEntropy()})
 
 def examine(
     build: Callable[[], nn.Module], spec: DataSpec = DIGITS, objective: Objective | None = None
-) -> ShapeExamination:
+) -> tuple[MetaForward, list[Fault]]:
     def factory() -> nn.Module:
         with torch.device("meta"):
             network = build()
             materialise(network, example_inputs(spec, device="meta"))
         return network
 
-    return examine_shapes(network_factory=factory, spec=spec, objective=objective)
+    seen = run_on_meta(network_factory=factory, spec=spec, objective=objective)
+    return seen, shape_faults(seen, spec, objective)
 
 
 @pytest.mark.parametrize("name", ["sequential", "shared", "parameter_dict", "rnn"])
 def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
-    found = examine(lambda: build_model(name, device="meta"), objective=CLASSES)
-    assert (found.faults, found.notes) == ((), ())
+    found, faults = examine(lambda: build_model(name, device="meta"), objective=CLASSES)
+    assert (faults, found.notes) == ([], ())
     assert found.parameters == sum(p.numel() for p in build_model(name).parameters())
 
 
@@ -58,7 +61,7 @@ def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
     ],
 )
 def test_the_layer_that_does_not_fit_is_named(model: tuple, message: str, build_model: Callable) -> None:
-    (fault,) = examine(lambda: build_model(*model, device="meta"), objective=CLASSES).faults
+    (fault,) = examine(lambda: build_model(*model, device="meta"), objective=CLASSES)[1]
     assert message in str(fault)
 
 
@@ -68,11 +71,11 @@ def test_each_output_is_checked_by_its_own_term() -> None:
         return ModuleDictModel(layers=layers, forward="x = flatten(x)\nreturn {'kind': kind(x), 'other': other(x)}")
 
     by_name = Objective(terms={"kind": Term(loss=CrossEntropy(), output="kind")})
-    assert not examine(build, objective=by_name).faults
+    assert not examine(build, objective=by_name)[1]
     wrong = Objective(terms={"kind": Term(loss=CrossEntropy(), output="other")})
-    (fault,) = examine(build, objective=wrong).faults
+    (fault,) = examine(build, objective=wrong)[1]
     assert fault.key == "model.layers.other.out_features"
-    (fault,) = examine(build, objective=CLASSES).faults
+    (fault,) = examine(build, objective=CLASSES)[1]
     assert "Set objective.cross_entropy.output to one of kind, other" in str(fault)
 
 
@@ -80,7 +83,7 @@ def test_a_torch_loss_reads_classes_from_axis_1() -> None:
     def build() -> nn.Module:
         return SequentialModel(layers={"head": nn.LazyConv2d(10, 1)})
 
-    assert not examine(build, objective=Objective(terms={"ce": nn.CrossEntropyLoss()})).faults
+    assert not examine(build, objective=Objective(terms={"ce": nn.CrossEntropyLoss()}))[1]
 
 
 class NeedsNumbers(nn.Module):
@@ -107,19 +110,19 @@ class Catches(nn.Module):
 
 
 def test_an_undecided_shape_is_noted() -> None:
-    found = examine(NeedsNumbers, objective=CLASSES)
-    assert found.faults == ()
+    found, faults = examine(NeedsNumbers, objective=CLASSES)
+    assert faults == []
     assert "were not checked" in found.notes[0]
 
 
 def test_an_error_of_a_user_names_its_line() -> None:
-    (fault,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES).faults
+    (fault,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES)[1]
     line = OwnError.forward.__code__.co_firstlineno + 1
     assert str(fault) == (
         f"model.1: OwnError is given [B, 64] float32: only squares, please (test_shapes.py, line {line}); "
         "expected an input that it takes"
     )
-    (fault,) = examine(Catches, objective=CLASSES).faults
+    (fault,) = examine(Catches, objective=CLASSES)[1]
     assert fault.key == "model.head.out_features"
 
 
@@ -127,7 +130,7 @@ def test_a_network_that_cannot_be_built_is_a_fault() -> None:
     def fail() -> nn.Module:
         raise TypeError("no such argument")
 
-    (fault,) = examine_shapes(network_factory=fail, spec=DIGITS).faults
+    (fault,) = shape_faults(run_on_meta(network_factory=fail, spec=DIGITS), DIGITS)
     assert (fault.key, fault.got) == ("model", "TypeError: no such argument")
 
 
@@ -138,7 +141,7 @@ def test_the_branch_of_evaluation_is_checked() -> None:
         layers = {"flat": nn.Flatten(), "hidden": nn.Linear(64, 64), "head": nn.Linear(64, 10)}
         return ModuleDictModel(layers=layers, forward=program)
 
-    (fault,) = examine(build, objective=CLASSES).faults
+    (fault,) = examine(build, objective=CLASSES)[1]
     assert fault.key == "model.layers.hidden"
     assert "is given [B, 10] float32" in fault.got
 
@@ -148,7 +151,7 @@ def test_multiply_adds_are_half_of_torchs_flops() -> None:
         convolutions = nn.Conv2d(1, 6, 3, bias=False), nn.Conv2d(6, 4, 3, stride=2, groups=2, bias=False)
         return nn.Sequential(*convolutions, nn.Flatten(1, 2), nn.Linear(2, 24, bias=False))
 
-    trace = examine(build).traces[None]
+    trace = examine(build)[0].traces[None]
     with FlopCounterMode(display=False) as count:
         build()(torch.rand(3, *DIGITS.input_shape))
     assert 3 * 2 * sum(trace.multiply_adds) == count.get_total_flops()
@@ -164,5 +167,5 @@ def test_each_step_of_an_lstm_is_an_operator() -> None:
             output, _ = self.lstm(x.squeeze(1))
             return self.head(output[:, -1])
 
-    trace = examine(Rows).traces[None]
+    trace = examine(Rows)[0].traces[None]
     assert list(trace.multiply_adds) == [4 * 16 * (8 + 16)] * 8 + [160]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import exp
-from exp.check.shapes import double_backward_faults, examine_shapes
+from exp.check.meta_forward import run_on_meta
+from exp.check.shapes import double_backward_faults
 from exp.errors import ConfigError
 from exp.models.forward_trace import ForwardTrace
 from exp.objectives.objective import Objective
@@ -56,9 +57,7 @@ def test_a_penalty_needs_a_backward_differentiable_twice(place: int) -> None:
     spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
     def trace(objective: Objective) -> ForwardTrace:
-        found = examine_shapes(
-            network_factory=lambda: nn.Sequential(*layers).to("meta"), spec=spec, objective=objective
-        )
+        found = run_on_meta(network_factory=lambda: nn.Sequential(*layers).to("meta"), spec=spec, objective=objective)
         return found.traces[None]
 
     plain, penalised = Objective({"ce": CrossEntropy()}), Objective({"ce": CrossEntropy(), "r1": R1()})

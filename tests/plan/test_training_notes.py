@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.errors import is_installed
 
 CONF = Path(exp.__file__).parent / "conf"
@@ -17,7 +18,7 @@ TABLES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text())
 
 
 def notes(*overrides: str) -> tuple[str, ...]:
-    return plan(resolve(exp.compose(overrides))).notes
+    return examine(resolve(exp.compose(overrides))).notes
 
 
 @pytest.mark.parametrize(("overrides", "words"), [(overrides, words) for overrides, *words in TABLES["notes"]])

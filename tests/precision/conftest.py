@@ -9,7 +9,8 @@ import pytest
 
 import exp
 from exp.build import Parts, build
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.check.plan import Plan, plan, resolve
+from exp.check.examination import plan
+from exp.check.plan import Plan
+from exp.check.resolution import resolve
 from exp.cli.check import main as check
 from exp.construct import build_starting_network
 from exp.data.randomness import reseed

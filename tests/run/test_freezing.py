@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.construct import build_network
 from exp.errors import ConfigError
 from exp.models.freezing import find_frozen

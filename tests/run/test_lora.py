@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.construct import build_network, build_starting_network
 from exp.errors import ConfigError
 from exp.models.lora import LowRank, adapt, merge, merged
@@ -107,7 +108,6 @@ def test_a_run_resumes_exactly_and_merges_into_a_plain_network():
     assert all(torch.equal(again["state_dict"][name], one) for name, one in whole["state_dict"].items())
     assert len(whole["optimizer_states"][0]["param_groups"][0]["params"]) == 6
     decided = checked("weights.from=whole")
-    assert decided.weights.is_whole
     plain = build_starting_network(decided.plain, decided.spec).eval()
     adapted = build_network(checked(*LORA).plain, decided.spec).eval()
     adapted.load_state_dict({name.removeprefix("network."): one for name, one in whole["state_dict"].items()})

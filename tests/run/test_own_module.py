@@ -63,7 +63,8 @@ def alone(module, data, **arguments):
 
 def first_weights(made, overrides):
     """Return a module with the weights that a run of exp starts from."""
-    from exp.check.plan import plan, resolve
+    from exp.check.examination import plan
+    from exp.check.resolution import resolve
     from exp.construct import build_module
 
     built = build_module(plan(resolve(exp.compose([*QUIET, *overrides]))).plain)
@@ -280,7 +281,7 @@ def errors_of(*overrides):
         ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "ddp, single or auto"),
         (["module={_target_: mine.Untrained}"], "module", "Untrained without configure_optimizers"),
         (["module={_target_: mine.LitNoSuper}"], "module", "does not call super().__init__()"),
-        (["module={_target_: mine.WithLoaders}"], "module", "would lose against data"),
+        (["module={_target_: mine.WithLoaders}"], "module", "which the loaders of data would replace"),
         (["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val", "by hand"),
         (["module={_target_: mine.SimpleNet}"], "module._target_", "LightningModule"),
         ([NET, "data._target_=mine.LitNet"], "data._target_", "LightningDataModule"),

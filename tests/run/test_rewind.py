@@ -10,7 +10,8 @@ import torch
 
 import exp
 from exp.build import build
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import NonFiniteError

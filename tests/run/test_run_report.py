@@ -9,8 +9,8 @@ import torch
 import exp
 from exp.check.stages import compose
 from exp.errors import RunError
-from exp.run import fit
 from exp.run_report import Report, as_markdown, print_report, read_report, write_report
+from exp.start import fit
 
 # The learning rate grows 30 times in each epoch, so that the last epochs are worse than the first ones.
 GROWING = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"

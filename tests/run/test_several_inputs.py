@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import ConfigError
 

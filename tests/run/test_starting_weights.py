@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.engine.weight_files import read_weights
 from exp.errors import ConfigError, MissingExtraError, RunError
 from exp.models.weights import load_weights, match_weights
@@ -47,7 +48,9 @@ def net(classes: int = 10, seed: int = 3) -> nn.Module:
 
 
 def checked(*overrides: str):
-    return plan(resolve(exp.compose(["hydra.run.dir=run", NET, *overrides])))
+    examined = examine(resolve(exp.compose(["hydra.run.dir=run", NET, *overrides])))
+    examined.plan()
+    return examined
 
 
 def refused(*overrides: str) -> str:
@@ -159,7 +162,7 @@ def test_weights_that_do_not_fit_are_refused():
     message = refused("weights.from=old.pt")
     assert "weights.from: old.pt, of which no tensor has the name" in message
     assert 'With weights.keys: {"old.*": "*"}' in message
-    assert checked("weights.from=old.pt", "+weights.keys={old.*: '*'}").weights.is_whole
+    assert checked("weights.from=old.pt", "+weights.keys={old.*: '*'}").matching.is_whole
     message = refused("weights.from=five.pt", "+weights.keys={bodi.*: x.*}", "weights.strict=false")
     assert "weights.keys.bodi.*: no tensor of five.pt matches" in message
     assert "Did you mean body?" in message

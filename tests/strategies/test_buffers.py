@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import exp
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 
 NETWORK = (
     "{_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, in_features: "

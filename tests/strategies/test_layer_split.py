@@ -8,7 +8,8 @@ from torch import nn
 
 import exp
 from exp.build import build
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.models.containers import ModuleDictModel
 from exp.models.partition import split

@@ -9,7 +9,8 @@ import torch
 import yaml
 
 import exp
-from exp.check.plan import examine, resolve
+from exp.check.examination import examine
+from exp.check.resolution import resolve
 from exp.cli.check import main as check
 from exp.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from exp.check.plan import check_job
+from exp.check.examination import check_job
 from exp.check.stages import compose
 from exp.config.freeze import COMPOSITION
 from exp.errors import ConfigError

@@ -17,8 +17,8 @@ from exp.cli.train import fit, validate
 from exp.errors import ConfigError, Interrupted, RunError
 from exp.extras.clusters.launcher_settings import RaySettings, SlurmSettings, launcher_faults
 from exp.extras.clusters.slurm import SlurmExecutor
-from exp.run import prepare
 from exp.run_report import Report, read_report, write_report
+from exp.start import prepare
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
 from exp.sweeps.sweep import compose_sweep

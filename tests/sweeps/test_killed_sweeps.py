@@ -15,7 +15,7 @@ import yaml
 
 import exp
 from exp.check.continuation import changed_values
-from exp.check.plan import resolve
+from exp.check.resolution import resolve
 from exp.engine.trial_record import STUDY, opened
 from exp.files import replacing
 from exp.run_report import read_report

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from exp import compose
-from exp.check.plan import plan, resolve
+from exp.check.examination import plan
+from exp.check.resolution import resolve
 from exp.construct import build_network
 from exp.sweeps.stack import is_faster, most_members
 from exp.sweeps.stacking import groups, obstacle, signature

@@ -16,7 +16,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 
 from exp.check.stages import compose
 from exp.extras.dashboard.dashboard import runs_below
-from exp.run import fit
+from exp.start import fit
 from exp.sweeps.space import Axis
 from exp.tensorboard import hparams
 from exp.tensorboard.hparams import Domain, declaration, declare, declared_above, write_bad_end

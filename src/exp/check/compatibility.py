@@ -17,21 +17,11 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     BatchSizeFinder,
     Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateFinder,
-    LearningRateMonitor,
     ModelPruning,
-    ModelSummary,
     ProgressBar,
-    RichModelSummary,
-    RichProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
@@ -54,7 +44,6 @@ from torch.optim import (
     SparseAdam,
 )
 
-from exp.engine.ema import ExponentialMovingAverage
 from exp.errors import Fault
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
@@ -66,20 +55,6 @@ from exp.strategies.strategy import Blueprint, averages_weights
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
 COPYING = (StochasticWeightAveraging, WeightAveraging)
 REPLACING = (ModelPruning, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
-# Callbacks that leave the weights as they find them, or keep an average that they know how to save.
-LEAVING_WEIGHTS = (
-    DeviceStatsMonitor,
-    EarlyStopping,
-    ExponentialMovingAverage,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelSummary,
-    RichModelSummary,
-    RichProgressBar,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-)
 # Callbacks that no run can have: what they do that it cannot follow, and what to take instead.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     LearningRateFinder: (

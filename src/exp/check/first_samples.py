@@ -7,17 +7,18 @@ checked when the run reads them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from exp.check.input_faults import described
-from exp.check.metric_faults import fit_faults
+from exp.check.metric_faults import fit_faults, mode_faults, monitor_faults
+from exp.check.rules import monitors
 from exp.check.shapes import objectives_by_forward
-from exp.data.data import Data
+from exp.check.stages import located, once
 from exp.data.entries import inputs_in
 from exp.data.faults import SampleError
 from exp.engine.forward import forward_by_name, named_values
@@ -25,11 +26,12 @@ from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_li
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import mapped, named_parts, tensors_in
 from exp.objectives.loss_inputs import Values, pick
-from exp.objectives.measures import Measure
 from exp.objectives.objective import Objective, Term
-from exp.optim.phase import Phase
 from exp.shared_types import DataSpec, Stage
 from exp.spelling import among, did_you_mean, show
+
+if TYPE_CHECKING:
+    from exp.check.plan import Plan
 
 # Of reading, for each split.
 SECONDS = 5.0
@@ -38,86 +40,120 @@ CALLED = 64
 # Numbers of a stand-in output, such as of a text's tokens over a vocabulary: 64 MiB.
 MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
-BOTH = "which both network and batch give"
+# The keys of the data sets, which may be on another machine.
+DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
+# Returns the values of the first samples by name, with outputs of the network's shapes that are drawn by a seed from
+# 0.05 to 0.95. The seed None gives 0.5, which is a score and a probability.
+StandIns = Callable[[int | None], Values]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The parts of a run that the samples are held against.
+def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:
+    """Return the errors of the config about its data, and notes. Data that is not on this machine is not compared."""
+    try:
+        return [], refuse_other_data(decided)
+    except ConfigError as error:
+        faults = [fault for fault in error.faults if not f"{fault.key}.".startswith(DATA_SETS)]
+        if faults:
+            return faults, ()
+        return [], (f"the data was not compared with what the config declares of it: {error.faults[0]}",)
 
-    traces: of the network's forwards, as in ShapeExamination. metric_stages: the stages of the measures.
+
+def refuse_other_data(decided: Plan) -> tuple[str, ...]:
+    """Raise ConfigError if the data cannot be built, is not what the config declares, or is refused by a loss.
+
+    Returns:
+        Remarks on the first samples that are not errors.
     """
-
-    data: Data
-    traces: Mapping[str | None, ForwardTrace]
-    phases: Sequence[Phase]
-    objective: Objective
-    measures: Mapping[str, Measure]
-    metric_stages: Sequence[str]
-    accumulates: bool = False
-
-
-@dataclass(kw_only=True)
-class Findings:
-    """The result of a look at samples. notes: remarks that are not errors. entries: of each metric, see fit_faults."""
-
-    faults: list[Fault] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    entries: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-def look_at_samples(subject: Subject, stages: Sequence[Stage]) -> Findings:
-    """Return what the first samples of these stages show.
-
-    An exception of the user's code is left to the run, which names its place and writes the report.
-    """
-    data, found = subject.data, Findings()
-    if data.rounded:
-        found.notes.append(
-            f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
-            "precision=fp64 keeps them, with a network in float64"
-        )
-    for stage in stages:
-        try:
-            batch = data.first_samples(stage, seconds=SECONDS)
-            if batch is not None:
-                _look_at_batch(subject, batch, stage, found)
-        except SampleError as error:
-            found.faults.append(error.fault)
-        except ConfigError as error:
-            found.faults += error.faults
-        except RunError:
-            continue
-    found.faults = _by_cause(found.faults)
-    return found
+    plain, config = decided.plain, decided.resolved.config
+    faults: list[Fault] = []
+    notes: list[str] = []
+    entries: dict[str, tuple[str, ...]] = {}
+    try:
+        if decided.own is not None and decided.data_module is not None:
+            return ()
+        data = decided.data
+        # Data to predict has no targets. The first step shows what a module of the user takes.
+        if decided.own is not None or plain["predict"]:
+            return data.notes
+        at_work = {"train": plain["train"], "val": plain["train"] or plain["validate"], "test": plain["test"]}
+        if data.rounded:
+            notes.append(
+                f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
+                "precision=fp64 keeps them, with a network in float64"
+            )
+        for stage in (stage for stage in data.stages if at_work[stage]):
+            faults += _stage_faults(decided, stage, notes, entries)
+    except ConfigError as error:
+        raise ConfigError(located(config, error.faults)) from error
+    except SampleError as error:
+        raise ConfigError(located(config, [error.fault])) from error
+    except RunError:
+        return ()  # an exception of the user's code, which the run reports with its place
+    tags = monitors(dict(plain)) if plain["train"] else {}
+    faults += monitor_faults(tags, entries, plain["metric_stages"])
+    if "monitor" in tags and not any(fault.key == "monitor" for fault in faults):
+        faults += mode_faults(tags["monitor"], plain["mode"], decided.metrics)
+    if faults:
+        raise ConfigError(located(config, once([*_once_per_name(faults)])))
+    return (*data.notes, *notes)
 
 
-def _look_at_batch(subject: Subject, batch: object, stage: Stage, found: Findings) -> None:
-    spec = subject.data.spec
+def _once_per_name(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield the errors, with one for all keys that read the same wrong name."""
+    groups: dict[object, list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.subject, fault.got) if fault.subject else fault, []).append(fault)
+    for first, *others in groups.values():
+        keys = dict.fromkeys(fault.key for fault in (first, *others))
+        yield first if len(keys) == 1 else replace(first, got=f"{first.got}, read by {among(keys)}")
+
+
+def _stage_faults(
+    decided: Plan, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
+) -> Iterator[Fault]:
+    """Yield the errors of the first samples of a stage. notes, entries: receive remarks and the entries of metrics."""
+    try:
+        batch = decided.data.first_samples(stage, seconds=SECONDS)
+        if batch is not None:
+            yield from _batch_faults(decided, batch, stage, notes, entries)
+    except SampleError as error:
+        yield error.fault
+    except ConfigError as error:
+        yield from error.faults
+    except RunError:
+        return
+
+
+def _batch_faults(
+    decided: Plan, batch: object, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
+) -> Iterator[Fault]:
+    spec, plain = decided.spec, decided.plain
     for name, value in inputs_in(batch).items():
         if (place := _not_finite(value)) is not None:
-            found.notes.append(
+            notes.append(
                 f"sample {place} of {stage} has an {name} that is not finite: unless the network removes it, the loss "
                 "is nan. Replace it in the data set or in data.transforms"
             )
-    for forward, part in objectives_by_forward(subject.phases, subject.objective).items():
-        trace = subject.traces.get(forward)
+    measures = decided.metrics.values() if stage in plain["metric_stages"] else ()
+    for forward, part in objectives_by_forward(decided.phases, decided.objective).items():
+        trace = decided.shapes.traces.get(forward)
         if trace is None:
             continue
-        unnamed = list(name_faults(term_names(part), trace, batch, spec))
-        found.faults += unnamed or _term_faults(part, trace, batch, spec, stage)
-        if not unnamed and subject.accumulates:
-            part.known_divisors(named_values(batch))
-    trace = subject.traces.get(None)  # metrics read the output of the network's own forward
-    if trace is None or stage not in subject.metric_stages:
-        return
-    for measure in subject.measures.values():
-        names = {f"{measure.key}.{place}": name for place, name in measure.names.items()}
-        unnamed = list(name_faults(names, trace, batch, spec))
-        found.faults += unnamed
-        draw = _stand_ins(trace, batch, spec) if not unnamed and _is_batched(trace, measure.names.values()) else None
-        if draw is not None:
-            found.faults += fit_faults([measure], draw, stage, found.entries)
+        names = term_names(part)
+        if forward is None:  # metrics read the output of the network's own forward
+            names |= {f"{one.key}.{place}": name for one in measures for place, name in one.names.items()}
+        unknown = list(name_faults(names, trace, batch, spec))
+        yield from unknown
+        wrong = {fault.subject for fault in unknown}
+        if not wrong & set(term_names(part).values()):
+            yield from _term_faults(part, trace, batch, spec, stage)
+            if plain["trainer"]["accumulate_grad_batches"] > 1:
+                part.known_divisors(named_values(batch))
+        for measure in measures if forward is None else ():
+            read = measure.names.values()
+            draw = None if wrong & set(read) or not _is_batched(trace, read) else _stand_ins(trace, batch, spec)
+            if draw is not None:
+                yield from fit_faults([measure], draw, stage, entries)
 
 
 def term_names(objective: Objective) -> dict[str, str]:
@@ -130,53 +166,20 @@ def term_names(objective: Objective) -> dict[str, str]:
 
 
 def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
-    """Return the errors of names that neither the network nor the batch gives, or both. names: by their keys."""
+    """Yield the errors of names that neither the network nor the batch gives, or both. names: by their keys."""
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     parts = named_parts(trace.output)
     known, held = {**values, **parts}, batch if isinstance(batch, Mapping) else {}
     for key, wanted in names.items():
         if wanted in parts and wanted in held:
-            yield Fault(
-                key=key,
-                got=f"{show(wanted)}, {BOTH}",
-                expected="a name that one of them gives",
-                cure="Give it another name in what the network returns, or in the data set",
-                subject=wanted,
-            )
-        if wanted not in known:
-            yield Fault(
-                key=key,
-                got=f"{show(wanted)}, which neither network nor batch gives",
-                expected=f"one of {among(sorted(known), word=wanted)}",
-                cure=did_you_mean(wanted, known),
-                subject=wanted,
-            )
-
-
-def _by_cause(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the errors, with one for all keys that read the same unknown name, or names that two parts give."""
-    groups: dict[object, list[Fault]] = {}
-    for fault in faults:
-        cause = fault.subject and (BOTH if fault.got.endswith(BOTH) else fault.got)
-        groups.setdefault(cause or fault, []).append(fault)
-    found = []
-    for first, *others in groups.values():
-        keys, names = ({getattr(one, name): None for one in (first, *others)} for name in ("key", "subject"))
-        if len(keys) > 1:
-            got = " and ".join(map(show, names)) + first.got.removeprefix(show(first.subject))
-            first = replace(first, got=f"{got}, read by {among(list(keys))}", subject="")
-        found.append(first)
-    return found
-
-
-class StandIns(Protocol):
-    """Returns the values of the first samples by name, with outputs of the network's shapes.
-
-    seed: The outputs are drawn from 0.05 to 0.95 by it. None gives 0.5, which is a score and a probability.
-    batch: The batch whose entries are given instead of the first samples.
-    """
-
-    def __call__(self, seed: int | None = None, *, batch: object = None) -> Values: ...
+            got, expected = f"{show(wanted)}, which both network and batch give", "a name that one of them gives"
+            fix: str | None = "Give it another name in what the network returns, or in the data set"
+        elif wanted not in known:
+            got = f"{show(wanted)}, which neither network nor batch gives"
+            expected, fix = f"one of {among(sorted(known), word=wanted)}", did_you_mean(wanted, known)
+        else:
+            continue
+        yield Fault(key=key, got=got, expected=expected, cure=fix, subject=wanted)
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
@@ -189,7 +192,7 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
         return None
     run, samples = forward_by_name(trace.network, names), len(found[names[0]])
 
-    def values(seed: int | None = None, *, batch: object = None) -> Values:
+    def values(seed: int | None) -> Values:
         draw = torch.Generator().manual_seed(seed or 0)
 
         def made(tensor: Tensor) -> Tensor:
@@ -200,7 +203,7 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
             return share.to(tensor.dtype)
 
         given = mapped(trace.output, made)
-        return run(lambda *_, **__: given, few if batch is None else batch)
+        return run(lambda *_, **__: given, few)
 
     return values
 
@@ -212,7 +215,8 @@ def _term_faults(
     draw = _stand_ins(trace, batch, spec)
     if draw is None:
         return
-    values, whole = draw(), draw(batch=batch)
+    values = draw(None)
+    whole = {**values, **named_values(batch)}
     if any(tensor.dtype == torch.float64 for tensor in tensors_in(trace.output)):
         objective = copy.deepcopy(objective).double()  # as precision=fp64 does, with the class weights
     for name, term in objective.terms.items():

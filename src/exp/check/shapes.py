@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from exp.check.calls import call_fault
 from exp.check.input_faults import described, layer_fault, operation_fault
+from exp.check.meta_forward import Failure, MetaForward
+from exp.check.parameters import program_fault
 from exp.errors import ConfigError, Fault
-from exp.models.containers import ProgramModel, config_key, forward_name, forward_names, path_of, with_forward
-from exp.models.forward_trace import SINGLE, Arithmetic, Call, ForwardTrace, Recorder, Refused
-from exp.models.inference import example_inputs, materialise
+from exp.models.containers import ProgramModel, config_key, forward_name, path_of
+from exp.models.forward_trace import Call, ForwardTrace, Recorder, Refused
 from exp.models.syntax import ProgramError
 from exp.nested import named_parts, tensors_in
 from exp.objectives.loss_inputs import ELEMENTWISE
@@ -29,110 +28,33 @@ from exp.precision.words import WORDS
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 
-# Words in torch's errors about operators that cannot run without numbers. Such a network is not checked.
-UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
 CLASSES_LAST = (CrossEntropy, NLL)
 CLASSES_ON_AXIS_1 = (nn.CrossEntropyLoss, nn.NLLLoss)
 WIDTHS = ("out_features", "out_channels")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShapeExamination:
-    """The result of one forward on the meta device.
-
-    faults: Errors of the config, each at the key of the layer that fails.
-    notes: Reasons why the network could not be checked.
-    network: The network on the meta device, with the sizes of all layers; None if it cannot be built.
-    traces: The trace of the network's own forward, by None, and of each forward that phases name, by that name. A
-        forward that could not run has no trace.
-    """
-
-    faults: tuple[Fault, ...] = ()
-    notes: tuple[str, ...] = ()
-    network: nn.Module | None = None
-    traces: Mapping[str | None, ForwardTrace]
-
-    @property
-    def parameters(self) -> int | None:
-        """The number of parameters, P; None if the network cannot be built."""
-        return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
-
-
-def examine_shapes(
-    *,
-    network_factory: Callable[[], nn.Module],
-    spec: DataSpec,
-    objective: Objective | None = None,
-    phases: Sequence[Phase] = (),
-    prepare: Callable[[nn.Module], None] = lambda network: None,
-    arithmetic: Arithmetic = SINGLE,
-) -> ShapeExamination:
-    """Build the network on the meta device, run it with a batch of the data's shape, and check its output.
-
-    The same forward gives lazy layers their sizes.
+def shape_faults(
+    seen: MetaForward, spec: DataSpec, objective: Objective | None = None, phases: Sequence[Phase] = ()
+) -> list[Fault]:
+    """Return the errors that the forwards on the meta device show, each at the key of the layer that fails.
 
     Args:
-        network_factory: Builds the network under torch.device("meta").
-        spec: The shape and dtype that the data declares, and the number of outputs that it needs.
-        objective: Compares the outputs. Without it only the last axis is compared with the data.
-        phases: Their forwards run, too, each compared with its own terms.
-        prepare: Changes the network, before its forward and again when every parameter has its shape.
-        arithmetic: The dtypes of the run.
+        seen: The forwards.
+        spec: The shapes that the data declares, and the number of outputs that it needs.
+        objective: Compares the outputs. Without it, only the last axis is compared with the data.
+        phases: Their forwards are compared with their own terms.
     """
-    traces: dict[str | None, ForwardTrace] = {}
-    with Recorder(arithmetic=arithmetic) as recorder, torch.device("meta"):
-        try:
-            network = _begun(network_factory, prepare)
-        except (Exception, SystemExit) as error:  # a user's layer may raise anything
-            return _failure(error, recorder, recorder.root, built=None, traces=traces)
-        terms: Mapping[str | None, Objective | None]
-        terms = {None: None} if objective is None else objectives_by_forward(phases, objective)
-        named = [name for name in terms if name is not None and name in forward_names(network)]
-        inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
-        for one in inputs.values():
-            one.requires_grad_(is_twice and one.is_floating_point())
-        seen = network
-        try:
-            for name in (None, *named):
-                seen = network if name is None else with_forward(network, name)
-                rebuild = functools.partial(_begun, network_factory, prepare)
-                traces[name] = replace(_traced(recorder, seen, inputs), rebuild=rebuild if name is None else None)
-            seen = network
-            materialise(network, inputs)
-            prepare(network)
-            if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
-                for name in (None, *named):  # for branches that only evaluation takes
-                    seen = network if name is None else with_forward(network, name)
-                    recorder.trace(seen.eval(), inputs)
-                network.train()
-        except (Exception, SystemExit) as error:
-            return _failure(error, recorder, seen, built=network, traces=traces, spec=spec)
-    faults = [
+    if seen.failure is not None:
+        return list(_failure_faults(seen.failure, spec))
+    terms: Mapping[str | None, Objective | None] = {None: None}
+    terms = terms if objective is None else objectives_by_forward(phases, objective)
+    faults = (
         fault
-        for name, trace in traces.items()
+        for name, trace in seen.traces.items()
         if name in terms
         for fault in output_faults(trace.network, trace.output, trace.calls, spec, terms[name])
-    ]
-    return ShapeExamination(faults=tuple(dict.fromkeys(faults)), network=network, traces=traces)
-
-
-def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
-    """Return the network with frozen parameters, because hooks ask before its forward where gradients flow.
-
-    Raises:
-        ConfigError: `prepare` raises it. For a network without its shapes the caller raises it later.
-    """
-    network = network_factory()
-    for module in network.modules():
-        if isinstance(module, ProgramModel):
-            with contextlib.suppress(ConfigError):  # materialise raises it with its key
-                module.apply_freeze()
-    try:
-        prepare(network)
-    except ConfigError:
-        if not any(map(nn.parameter.is_lazy, network.parameters())):
-            raise
-    return network
+    )
+    return list(dict.fromkeys(faults))
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
@@ -145,78 +67,39 @@ def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict
     return {forward: objective.only(terms) for forward, terms in names.items()}
 
 
-def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-    """Trace the network; raise ConfigError if its forward needs an input that the data does not have."""
-    parameters = inspect.signature(network.forward).parameters.values()
-    needed = [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    missing = [name for name in needed if name not in inputs]
-    is_alone = len(inputs) == 1 or "input" in inputs
-    # The only input of the data may have any name.
-    if not missing or (is_alone and missing == needed[:1]):
-        return recorder.trace(network, inputs)
-    close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
-    raise ConfigError(
-        [
-            Fault(
-                key="data.inputs",
-                got=f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}",
-                expected=f"an input named {' and one named '.join(missing)}",
-                cure=close
-                or "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a "
-                "batch transform adds reach losses and metrics only",
-            )
-        ]
-    )
-
-
 def has_forward(module: nn.Module) -> bool:
     """Return whether the class of a module has a forward."""
     return type(module).forward is not nn.Module.forward
 
 
-def _failure(
-    error: BaseException,
-    recorder: Recorder,
-    network: nn.Module | None,
-    *,
-    built: nn.Module | None,
-    traces: Mapping[str | None, ForwardTrace],
-    spec: DataSpec | None = None,
-) -> ShapeExamination:
-    def found(*faults: Fault, notes: tuple[str, ...] = ()) -> ShapeExamination:
-        is_sized = built is not None and not any(map(nn.parameter.is_lazy, built.parameters()))
-        return ShapeExamination(faults=faults, notes=notes, network=built if is_sized else None, traces=traces)
-
-    if isinstance(error, ConfigError):
-        return found(*error.faults)
-    if isinstance(error, ProgramError):
-        at = (error.line, error.column)
-        return found(Fault(key=error.key or "model.forward", got=error.message, expected=error.expected, at=at))
-    if recorder.inside is not None and network is not None and not has_forward(recorder.inside.module):
-        layer = recorder.inside.module
-        cure = "A container of layers is called layer by layer, in model.forward"
-        got = f"{type(layer).__name__}, which has no forward"
-        key = config_key(network, recorder.path_of(network, layer))
-        return found(Fault(key=key, got=got, expected="a layer that computes something", cure=cure))
-    message = f"{type(error).__name__}: {error}".splitlines()[0]
-    if any(word in str(error).lower() for word in UNDECIDABLE):
-        return found(notes=(f"the model's shapes were not checked: {message}",))
-    if recorder.inside is None or network is None:
-        return found(Fault(key="model", got=message, expected="a model that can be built"))
+def _failure_faults(failure: Failure, spec: DataSpec) -> Iterator[Fault]:
+    error, network, recorder = failure.error, failure.network, failure.recorder
     call = recorder.inside
-    key = config_key(network, recorder.path_of(network, call.module))
-    refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
-    if spec is not None and (double := _double_fault(spec, refused, key, call)) is not None:
-        return found(double)
-    fault = operation_fault(error, key, refused) or layer_fault(error, key, call, refused)
-    name = forward_name(network)
-    if name is not None and fault.key == "model.forward":
-        fault = replace(fault, key=f"model.programs.{name}")
-    return found(fault)
+    if isinstance(error, ConfigError):
+        yield from error.faults
+    elif isinstance(error, ProgramError):
+        for one in (error, *error.others):
+            yield program_fault(error.key or "model.forward", one)
+    elif call is not None and network is not None and not has_forward(call.module):
+        yield Fault(
+            key=config_key(network, recorder.path_of(network, call.module)),
+            got=f"{type(call.module).__name__}, which has no forward",
+            expected="a layer that computes something",
+            cure="A container of layers is called layer by layer, in model.forward",
+        )
+    elif failure.is_undecidable:
+        return
+    elif call is None or network is None:
+        yield Fault(key="model", got=failure.message, expected="a model that can be built")
+    else:
+        key = config_key(network, recorder.path_of(network, call.module))
+        refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
+        fault = _double_fault(spec, refused, key, call) or operation_fault(error, key, refused)
+        fault = fault or layer_fault(error, key, call, refused)
+        name = forward_name(network)
+        if name is not None and fault.key == "model.forward":
+            fault = replace(fault, key=f"model.programs.{name}")
+        yield fault
 
 
 def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> Fault | None:

@@ -6,7 +6,7 @@ keys (rules). The second imports what the targets name: signatures (parameters),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -155,3 +155,8 @@ def _placed(config: DictConfig, fault: Fault) -> Fault:
         return replace(fault, source=f"{position.file}, line {line}, column {column}", at=None)
     key = next((origin for origin in fault.origins if is_set(config, origin)), fault.key)
     return replace(fault, source=source_of(config, key))
+
+
+def touched(faults: Iterable[Fault], keys: Iterable[str]) -> bool:
+    """Return whether an error concerns one of these top-level nodes, or the config as a whole."""
+    return any(fault.key.partition(".")[0] in (*keys, "config") for fault in faults)

@@ -4,23 +4,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from exp.check.layer_notes import Note, layer_notes
+from exp.check.plan import Plan
 from exp.check.rules import better_mode
 from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
+from exp.config.sources import source_of
 from exp.models.containers import config_key, path_of
 from exp.models.forward_trace import ForwardTrace
-from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS, NORMS
-from exp.nested import named_parts
+from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
+from exp.nested import named_parts, tensors_in
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL
-from exp.optim.parameter_groups import parameter_groups
-from exp.optim.phase import Phase
 from exp.spelling import among
 from exp.strategies.placement import Placement
 
@@ -36,48 +35,27 @@ PROBABILITIES = frozenset("softmax log_softmax gumbel_softmax softmin sigmoid lo
 FEW_SAMPLES = 16
 
 
-def training_notes(
-    plain: Mapping[str, Any],
-    *,
-    network: nn.Module,
-    traces: Mapping[str | None, ForwardTrace],
-    objective: Objective,
-    phases: Sequence[Phase],
-    placement: Placement,
-    place: Callable[[str, tuple[int, int] | None], str | None] = lambda key, at: None,
-) -> Iterator[str]:
-    """Note what trains badly in a run without errors, one line each.
+class Note(NamedTuple):
+    """A remark on the value at a config key."""
 
-    Args:
-        plain: The config.
-        network: The network on the meta device.
-        traces: By name of the forward, as in ShapeExamination.
-        objective: Of the run.
-        phases: Of the run.
-        placement: Of the run.
-        place: Returns the file and line of a key, or of a line and column of the program at a key; None if unknown.
-    """
-    found = list(_size(network))
-    if plain["train"]:
-        by_forward = objectives_by_forward(phases, objective)
-        found += _rates(plain)
-        found += _modes(plain)
-        found += _probabilities(traces, by_forward)
-        found += layer_notes(network, traces=traces, objectives=by_forward, is_adapted=bool(plain["lora"]["layers"]))
-        found += _decayed_norms(plain, network)
-        found += _batch_norms(plain, network, placement)
+    key: str
+    text: str
+
+
+def training_notes(decided: Plan) -> Iterator[str]:
+    """Note what trains badly in a run without errors, one line each, with the file and line of its key."""
+    plain, network, traces = decided.plain, decided.network, decided.shapes.traces
+    if network is None or not plain["train"]:
+        return
+    by_forward = objectives_by_forward(decided.phases, decided.objective)
+    found = [*_rates(plain), *_modes(plain), *_probabilities(traces, by_forward)]
+    if not plain["lora"]["layers"]:  # LoRA adds parameters that the traced forward lacks
+        found += without_gradient(network, traces, by_forward)
+    found += _batch_norms(plain, network, decided.placement)
+    config = decided.resolved.config
     for note in found:
-        where = place(note.key, note.at)
+        where = source_of(config, note.key)
         yield f"{note.key} {note.text}" + (f"  [{where}]" if where else "")
-
-
-def _size(network: nn.Module) -> Iterator[Note]:
-    """Note a network that does not fit into this machine's memory; its ranks may run on other machines."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        sizes = f"{needed / 2**30:,.0f} GiB, and this machine has {there / 2**30:,.0f} GiB of memory"
-        yield Note(key="model", text=f"has parameters of {sizes}. Look for a size with a digit too many")
 
 
 def _rates(plain: Mapping[str, Any]) -> Iterator[Note]:
@@ -152,31 +130,6 @@ def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module 
     return None, None
 
 
-def _decayed_norms(plain: Mapping[str, Any], network: nn.Module) -> Iterator[Note]:
-    """Note a weight decay that shrinks the scales of norms."""
-    node = plain["optimizer"]
-    if plain["phases"] or not node.get("weight_decay"):
-        return
-    groups, exempt = node.get("groups") or {}, node.get("exempt_from_decay") or []
-    decayed = {
-        id(parameter)
-        for group in parameter_groups(network, groups=groups, exempt_from_decay=exempt)
-        if group.get("weight_decay", node["weight_decay"])
-        for parameter in group["params"]
-    }
-    names = [
-        f"{name}.{own}"
-        for name, module in network.named_modules()
-        if isinstance(module, NORMS)
-        for own, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in decayed
-    ]
-    if names:
-        fix = "Write optimizer.exempt_from_decay=[norms, biases], or a group of optimizer.groups with weight_decay: 0"
-        text = f"also shrinks {among(names, count=4)}, the scales and shifts of norms, which do not overfit. {fix}"
-        yield Note(key="optimizer.weight_decay", text=text)
-
-
 def _batch_norms(plain: Mapping[str, Any], network: nn.Module, placement: Placement) -> Iterator[Note]:
     """Note batch norms with few samples per rank, and frozen ones whose statistics change."""
     norms: dict[str, Any] = {
@@ -203,3 +156,62 @@ def _batch_norms(plain: Mapping[str, Any], network: nn.Module, placement: Placem
         text = f"({among(frozen, count=6)}) is frozen, and its running statistics change with every batch, so that they"
         fix = "Write freeze.batch_norm=eval, or do not freeze it"
         yield Note(key=config_key(network, frozen[0]), text=f"{text} no longer fit its weights. {fix}")
+
+
+def without_gradient(
+    network: nn.Module, traces: Mapping[str | None, ForwardTrace], objectives: Mapping[str | None, Objective]
+) -> Iterator[Note]:
+    """Note layers whose parameters influence no output that the objective reads."""
+    parts = {part for objective in objectives.values() for term in objective.terms.values() for part in term.parts}
+    learning = {id(one): one for one in network.parameters() if one.requires_grad}
+    if "" in parts or not objectives or not objectives.keys() <= traces.keys():
+        return
+    reached: set[int] = set()
+    for forward, objective in objectives.items():
+        found = _with_gradient(_read_by(objective, traces[forward]), list(learning.values()))
+        if found is None:
+            return
+        reached |= found
+    if not reached:
+        return  # a network that learns in another way, or not at all
+    used = {id(one) for trace in traces.values() for step in trace.operations for one in step.sources}
+    dead: dict[tuple[str, str], list[str]] = {}
+    for name, layer in network.named_modules():
+        own = [(path, one) for path, one in layer.named_parameters(recurse=False) if id(one) in learning]
+        lost = {path: one for path, one in own if id(one) not in reached}
+        if not lost or any(f"{name}.".startswith(f"{part}.") for part in parts):
+            continue
+        is_used = any(id(one) in used for one in lost.values())
+        why = "its output reaches no output that the objective reads" if is_used else "the forward never uses it"
+        # A module may have a parameter that its forward uses and another that it does not.
+        names = [".".join(filter(None, [name, path])) for path in lost] if len(lost) < len(own) else [name]
+        dead.setdefault((config_key(network, name), why), []).extend(names)
+    for (key, why), names in dead.items():
+        yield Note(
+            key=key,
+            text=f"({among(names, count=4)}) gets no gradient, because {why}: it keeps its initial values. Use it, "
+            "remove it from the model, or name it in freeze.parameters",
+        )
+
+
+def _read_by(objective: Objective, trace: ForwardTrace) -> list[Tensor]:
+    """Return the outputs that an objective reads; all outputs if a term may read any."""
+    outputs = {"output": trace.output, **named_parts(trace.output)}
+    if not all(isinstance(term, Term) and not term.needs for term in objective.terms.values()):
+        return list(tensors_in(trace.output))
+    names = {name for term in objective.terms.values() for name in term.names.values()}
+    return list(tensors_in([outputs[name] for name in names if name in outputs]))
+
+
+def _with_gradient(ends: Sequence[Tensor], learning: Sequence[nn.Parameter]) -> set[int] | None:
+    """Return the ids of the parameters that outputs depend on; None if the meta device has no backward for them."""
+    ends = [one for one in ends if one.requires_grad and (one.is_floating_point() or one.is_complex())]
+    if not ends:
+        return set()
+    try:
+        found = torch.autograd.grad(
+            ends, learning, [torch.ones_like(one) for one in ends], retain_graph=True, allow_unused=True
+        )
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    return {id(one) for one, gradient in zip(learning, found, strict=True) if gradient is not None}

@@ -47,19 +47,20 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
     with loading_torch():
-        from exp.check.plan import compare_with_data, config_faults, examine, resolve
+        from exp.check.examination import config_faults, examine
+        from exp.check.first_samples import compare_with_data
+        from exp.check.resolution import resolve
 
     where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
     config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=config_faults))
     examined = examine(resolve(config))
-    if examined.plan is None:
-        raise ConfigError(examined.faults)
-    faults, notes = compare_with_data(examined.plan)
+    decided = examined.plan()
+    faults, notes = compare_with_data(decided)
     if faults:
         raise ConfigError(faults)
-    for note in (*examined.plan.notes, *notes):
+    for note in (*examined.notes, *notes):
         print(note, file=sys.stderr)
-    return summary(examined.plan)
+    return summary(decided)
 
 
 def summary(plan: Plan) -> str:
@@ -80,7 +81,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
     from hydra.errors import HydraException
 
-    from exp.check.plan import config_faults
+    from exp.check.examination import config_faults
     from exp.cli.train import fit, validate
     from exp.config.clusters import CLUSTERS
     from exp.config.hydra_adapter import fault_of, run_sweeper

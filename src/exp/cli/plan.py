@@ -137,12 +137,10 @@ class Planner:
         typed = [text for text in arguments.overrides if text.lstrip("+").partition("=")[0] not in changed]
         config = compose([*typed, *more], config_dir=arguments.config_dir, config_name=arguments.config_name)
         refuse_early(config)
-        from exp.check.plan import examine, resolve
+        from exp.check.examination import examine
+        from exp.check.resolution import resolve
 
-        examined = examine(resolve(config), machine=machine_of(self.words.device, config.launch))
-        if examined.plan is None:
-            raise ConfigError(examined.faults)
-        return examined.plan
+        return examine(resolve(config), machine=machine_of(self.words.device, config.launch)).plan()
 
     def estimator(self, plan: Plan) -> Estimator:
         """With the device that was named, or that this machine has."""
@@ -202,7 +200,7 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
     planner = Planner(arguments, words)
     plan = planner.plan()
     if plan.network is None:
-        told = "; ".join(plan.notes)
+        told = "; ".join(plan.shapes.notes)
         raise RunError(f"the network cannot be built without numbers, and nothing can be said of it: {told}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
     if words.searches:

@@ -113,7 +113,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
     from exp.engine.checkpointing import POSITION
     from exp.engine.state_at import STATE
-    from exp.run import fit
+    from exp.start import fit
 
     refuse_more_than(allow, run)
     config = read_frozen(run)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from exp.check.plan import Checked, Plan
+    from exp.check.examination import Checked
+    from exp.check.plan import Plan
     from exp.run_report import Report
     from exp.sweeps.executor import Executor, Prepare
     from exp.sweeps.job import JobProcesses
@@ -108,25 +109,25 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
 
 # torch and lightning come in with these, after every fault of the composition.
 def fit(config: DictConfig) -> Report:
-    from exp import run
+    from exp import start
 
-    return run.fit(config)
+    return start.fit(config)
 
 
 def fit_job(config: DictConfig) -> Report:
-    from exp import run
+    from exp import start
 
-    return run.fit_job(config)
+    return start.fit_job(config)
 
 
 def prepare(config: DictConfig) -> tuple[Plan, Path]:
-    from exp import run
+    from exp import start
 
-    return run.prepare(config)
+    return start.prepare(config)
 
 
 def validate(config: DictConfig, before: Checked | None) -> Checked:
-    from exp.check.plan import check_job
+    from exp.check.examination import check_job
 
     return check_job(config, before)
 
@@ -145,7 +146,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         refuse_early(config)
         _refuse_sweep_settings(arguments.overrides)
-        importlib.import_module("exp.run")
+        importlib.import_module("exp.start")
     if config.print_config:
         print_tree(config)
 

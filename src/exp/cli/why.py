@@ -176,7 +176,7 @@ class Question:
 
     def _determined(self, key: str, today: Any) -> tuple[Any, list[str]]:
         """Return a value that the data, or a search before the run, determine."""
-        from exp.check.plan import resolve  # which imports torch
+        from exp.check.resolution import resolve  # which imports torch
 
         decided = resolve(self._config)
         value = dict(leaves(decided.plain)).get(key, UNKNOWN)

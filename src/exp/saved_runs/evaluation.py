@@ -15,9 +15,9 @@ from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
 from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
 from exp.errors import ConfigError, Fault, RunError
-from exp.run import fit
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
+from exp.start import fit
 
 Evaluated = Literal["test", "val", "all"]
 STAGES: tuple[Evaluated, ...] = ("test", "val", "all")

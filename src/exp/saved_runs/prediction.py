@@ -26,11 +26,11 @@ from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares
 from exp.errors import ConfigError, Fault, RunError
-from exp.run import fit
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
 from exp.shared_types import DataSpec
+from exp.start import fit
 
 ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
 # Where a data node names a data set.

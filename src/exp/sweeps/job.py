@@ -32,16 +32,8 @@ from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
 
 # Modules that a run imports. The server imports them once for all jobs; a missing module only costs time.
 MODULES = (
-    "exp.run",
-    "exp.check.compatibility",
-    "exp.check.continuation",
-    "exp.check.first_samples",
-    "exp.check.phases",
-    "exp.check.optimizer_steps",
-    "exp.check.runtime_switches",
-    "exp.check.shapes",
+    "exp.start",
     "exp.check.step_flops",
-    "exp.check.training_notes",
     "exp.data.digits",
     "exp.hooks.gradients",
     "exp.hooks.memory",
@@ -160,8 +152,9 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
 class JobProcesses:
     """Checks jobs in one process, and runs jobs in one process each.
 
-    fit: runs a job, exp.run.fit_job; validate: checks one, exp.check.plan.check_job. Functions that another process
-    finds by their names.
+    Args:
+        fit: Runs a job, exp.start.fit_job. Another process finds it by its name.
+        validate: Checks a job, exp.check.examination.check_job. Another process finds it by its name.
 
     asked: by `asks` of the jobs that were checked, their need, and the machine that meets it.
     """

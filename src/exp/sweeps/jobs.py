@@ -243,7 +243,7 @@ class Jobs:
                 return with_values(before, [now for _, now in changed], overrides=overrides)
         check: Callable[[DictConfig], Sequence[Fault]] = early_faults
         if self.everything:
-            from exp.check.plan import config_faults as check  # imports torch
+            from exp.check.examination import config_faults as check  # imports torch
         composition = composition_of(overrides, config_dir=self.config_dir, config_name=self.config_name, check=check)
         # Making a job's config of it changes it.
         self._last = (replace(composition, config=copied(composition.config)), list(lines))

@@ -26,7 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from exp.check.plan import Plan, plan, refuse_other_data, resolve
+from exp.check.examination import examine as examine_config
+from exp.check.first_samples import refuse_other_data
+from exp.check.plan import Plan
+from exp.check.resolution import resolve
 from exp.config.freeze import COMPOSITION, clear, freeze, read_overrides, shared_origin, take_directory
 from exp.config.plain_tree import are_referred, changes, with_changes
 from exp.config.yaml_files import yaml_text
@@ -100,7 +103,8 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
 
 
 def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
-    decided = plan(resolve(configs[0]))
+    examined = examine_config(resolve(configs[0]))
+    decided = examined.plan()
     was_decided = any(is_member(Path(config[COMPOSITION].directory)) for config in configs)
     _refuse(decided, was_decided=was_decided)
     refuse_other_data(decided)
@@ -122,7 +126,7 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
             # In parts that fit the memory.
             for first in range(0, len(members), most):
                 together = members[first : first + most]
-                stack = Stack(decided, together, flag=flag)
+                stack = Stack(decided, together, flag=flag, notes=examined.notes)
                 if position is not None:
                     for member in together:
                         member.restore(states[member.place])
@@ -281,8 +285,10 @@ class _Step:
 class Stack:
     """Members at one position of their runs, which are trained together."""
 
-    def __init__(self, decided: Plan, members: Sequence[Member], *, flag: SignalFlag) -> None:
-        self._decided, self._members, self._flag = decided, list(members), flag
+    def __init__(
+        self, decided: Plan, members: Sequence[Member], *, flag: SignalFlag, notes: Sequence[str] = ()
+    ) -> None:
+        self._decided, self._members, self._flag, self._notes = decided, list(members), flag, notes
         plain = decided.plain
         trainer = plain["trainer"]
         self._epochs: int = trainer["max_epochs"]
@@ -397,7 +403,7 @@ class Stack:
         for member in self._members:
             member.hold()
             member.open_loggers()
-            for note in decided.notes:
+            for note in self._notes:
                 member.say(note, level=logging.WARNING)
             member.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
             member.begin()

@@ -73,7 +73,7 @@ class Submitted:
 def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | None) -> Frozen | ExpError:
     """Freeze a checked config in its run directory, unless it is there, and place its ranks on the cluster's node.
 
-    prepare: exp.run.prepare, which freezes.
+    prepare: exp.start.prepare, which freezes.
     gpus: that the launcher asks for on a node; None: those of launch.devices, where launch.accelerator=cuda.
     """
     from exp.check.plan import Plan, frozen, place

@@ -53,12 +53,11 @@ def _command(argv: Sequence[str]) -> int:
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
     with loading_torch():
-        from exp.check.plan import examine, resolve
-    examined = examine(resolve(config))
-    if examined.plan is None:
-        raise ConfigError(examined.faults)
+        from exp.check.examination import plan
+        from exp.check.resolution import resolve
+    decided = plan(resolve(config))
     with outliving_output():
-        print(report(examined.plan))
+        print(report(decided))
     return 0
 
 

@@ -67,7 +67,7 @@ def _command(argv: Sequence[str]) -> int:
         short = shortened(config, decided, changes, room="find_lr", overrides=arguments.overrides)
         left = ["schedule", *(f"callbacks.{name}" for name in parted_callbacks(decided)[1])]
         print(f"{flags.steps} steps at learning rates from {flags.min:g} to {flags.max:g}; no {', '.join(left)}")
-        from exp.run import fit
+        from exp.start import fit
 
         report = run(short, fit=fit)
         print(told(Path(report.directory), decided.plain, arguments.overrides, factor=flags.stop_factor))

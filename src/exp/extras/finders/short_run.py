@@ -89,7 +89,8 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     config.runtime.autoresume = False
     refuse_early(config)
     with loading_torch():
-        from exp.check.plan import plan, resolve
+        from exp.check.examination import plan
+        from exp.check.resolution import resolve
 
     decided = plan(resolve(config))
     faults = list(_beginning_faults(decided.plain))

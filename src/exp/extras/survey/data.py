@@ -77,7 +77,7 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
     with loading_torch():
-        from exp.check.plan import resolve
+        from exp.check.resolution import resolve
         from exp.check.stages import located, once
 
     resolved = resolve(config)

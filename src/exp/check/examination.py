@@ -1,0 +1,558 @@
+"""Find all errors of a config: stages in declared order, each with the keys and the results that it needs.
+
+The errors of values, keys, rules, targets and parameters are those of `resolve`. The stages below ask for the parts of
+the plan one by one. A stage is skipped if a key that it reads has an error, or if a stage that it needs found one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from exp.check.compatibility import callback_faults, compatibility_faults, hook_parts, other_parts
+from exp.check.continuation import Resuming, examine_resume
+from exp.check.first_samples import compare_with_data
+from exp.check.metric_faults import call_faults
+from exp.check.module_faults import module_faults, module_notes
+from exp.check.optimizer_steps import rate_faults, step_faults
+from exp.check.parameters import target_faults
+from exp.check.phases import phase_faults
+from exp.check.plan import Plan, Resolved
+from exp.check.resolution import resolve
+from exp.check.runtime_switches import switch_faults
+from exp.check.shapes import double_backward_faults, objectives_by_forward, shape_faults, term_faults
+from exp.check.stages import allowed, located, once, touched
+from exp.check.training_notes import training_notes
+from exp.config.freeze import COMPOSITION
+from exp.config.module_key import has_module
+from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leaves, with_changes
+from exp.config.reading import UNKNOWN
+from exp.config.targets import resolve as resolve_target
+from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
+from exp.engine.progress import Limits, refuse_late_validation, total_steps
+from exp.engine.unfreezing import unfreezing_faults
+from exp.engine.weight_files import read_weights
+from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
+from exp.models.matching import matching
+from exp.models.weights import Matching, match_weights
+from exp.precision.keep import keep_faults
+from exp.precision.words import WORDS
+from exp.strategies.strategy import Blueprint, Strategy, traits_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from exp.strategies.placement import Machine
+
+OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
+# The keys that a network, its objective and its metrics are built from.
+SHAPE_KEYS = (
+    "module", "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
+)  # fmt: skip
+# Keys that a strategy or a hook may refuse.
+STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
+KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
+# Groups whose numbers change nothing but the optimizer.
+NUMBERS = ("optimizer", "scheduler")
+ANY_LENGTH = 1_000_000_000
+# The meaning of null in Lightning's Trainer.
+LENGTHS = {
+    "max_epochs": None,
+    "limit_train_batches": 1.0,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": None,
+    "accumulate_grad_batches": 1,
+}
+
+
+class Check:
+    """A check of a plan.
+
+    Attributes:
+        plan: The plan. Without an error, all of it is decided.
+        faults: The errors found so far.
+        passed: The names of the stages that found no error, and `model` or `module`, which the config trains.
+        matching: The result of the stage weights.
+        resuming: The result of the stage resume.
+    """
+
+    def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
+        self.plan, self.plain = plan, plan.plain
+        self.faults = list(plan.resolved.faults)
+        self.hidden = tuple(self.faults)
+        self.passed = {"module" if has_module(dict(plan.plain)) else "model", *passed}
+        self.matching: Matching | None = None
+        self.resuming = Resuming()
+
+    def run(self, stages: Iterable[Stage]) -> None:
+        """Run the stages that have what they need."""
+        for stage in stages:
+            if not self.passed.issuperset(stage.needs) or not self.knows(stage.keys):
+                continue
+            found: list[Fault] = []
+            try:
+                result = stage.run(self)
+                found += result or ()
+                if result is not None and not found:
+                    self.passed.add(stage.name)
+            except ConfigError as error:
+                found += error.faults
+            self.faults += found
+            if found and stage.hides:
+                self.hidden = tuple(self.faults)
+
+    def knows(self, keys: Sequence[str]) -> bool:
+        """Return whether these nodes have no error, and no value that an error hides."""
+        return not touched(self.hidden, keys) and not any(
+            value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
+            for value in (self.plain[key] for key in keys)
+        )
+
+    @property
+    def network(self) -> nn.Module:
+        """The network. Read it in stages that need one."""
+        assert self.plan.network is not None
+        return self.plan.network
+
+    @functools.cached_property
+    def blueprint(self) -> Blueprint:
+        """The run as hooks and strategies see it."""
+        plan, plain, strategy = self.plan, self.plain, self.plan.strategy
+        objective = plan.objective if plan.own is None else None
+        size = plain["data"].get("batch_size")
+        phases = {name: phase["optimizer"] for name, phase in plain["phases"].items() if phase.get("optimizer")}
+        return Blueprint(
+            network=self.network,
+            trace=None if plan.own is not None else plan.shapes.traces.get(None),
+            build=None if plan.own is not None else functools.partial(build_network, plain, plan.spec),
+            placement=plan.placement,
+            batch_size=size if isinstance(size, int) else 1,  # the user's loaders may not say
+            precision=plain["precision"]["word"],
+            config=plain,
+            needs=frozenset() if objective is None else objective.needs,
+            meets=strategy.meets if isinstance(strategy, Strategy) else frozenset(),
+            weighed=() if objective is None else objective.weighed,
+            traits=traits_of(strategy),
+            callbacks=self.classes_of(plain.get("callbacks")),
+            optimizers=tuple(self.classes_of({**phases, "": plain.get("optimizer")}).values()),
+        )
+
+    def classes_of(self, nodes: Any) -> dict[str, Any]:
+        """Return the class of each node that has no error."""
+        found: dict[str, Any] = {}
+        for name, node in nodes.items() if isinstance(nodes, dict) else ():
+            with contextlib.suppress(ConfigError, MissingExtraError):
+                if is_node(node) and isinstance(node["_target_"], str):
+                    found[name] = resolve_target(node["_target_"], allow=self.plain["security"]["allow"])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the check.
+
+    name: The word by which later stages need it.
+    run: Returns the errors, or raises ConfigError; None if it has neither an error nor a result.
+    keys: The top-level keys that it reads.
+    needs: The stages that must have found no error.
+    hides: Whether later stages may not read a key in which it found an error.
+    """
+
+    name: str
+    run: Callable[[Check], Iterable[Fault] | None]
+    keys: Sequence[str] = ()
+    needs: Sequence[str] = ()
+    hides: bool = False
+
+
+def _placement(check: Check) -> Iterable[Fault] | None:
+    return () if check.plan.placement else None
+
+
+def _precision(check: Check) -> Iterator[Fault]:
+    precision = check.plain["precision"]
+    word = WORDS[precision["word"]]
+    yield from word.device_faults(check.plan.placement.accelerator)
+    yield from word.scaler_faults(precision["scaler"])
+
+
+def _objective(check: Check) -> Iterator[Fault]:
+    for part in ("objective", "metrics"):
+        try:
+            getattr(check.plan, part)
+        except ConfigError as error:
+            yield from error.faults
+
+
+def _network(check: Check) -> Iterable[Fault] | None:
+    """Return the errors of the network on the meta device, or of the data if the config is wrong about the data."""
+    plan = check.plan
+    if check.plain["phases"] and not check.knows(OPTIMIZATION_KEYS):
+        return None  # phases may use the optimizer and the schedule at the top
+    found = shape_faults(plan.shapes, plan.spec, plan.objective, plan.phases)
+    if not found:
+        return None if plan.network is None else ()
+    # Losses and metrics refuse the outputs of a wrong network, except for the names that a refused term looks for.
+    names = [f"{fault.key}.{name}" for fault in found for name in ("output", "target", "inputs")]
+    declared = [fault for fault in compare_with_data(plan)[0] if fault.key.startswith(("data.", *names))]
+    return declared or found
+
+
+def _module(check: Check) -> Iterable[Fault] | None:
+    return () if check.plan.own is not None and check.plan.own.network is not None else None
+
+
+def _loaders(check: Check) -> Iterator[Fault]:
+    assert check.plan.own is not None
+    try:
+        check.plan.data_module  # noqa: B018  (its constructor may refuse its values)
+    except ConfigError as error:
+        yield from error.faults
+    yield from module_faults(check.plan.own)
+
+
+def _freezing(check: Check) -> Iterable[Fault]:
+    return unfreezing_faults(check.network, build_freezing(check.network, check.plain))
+
+
+def _optimizers(check: Check) -> Iterator[Fault]:
+    """Yield the errors of optimizer and schedule, and patterns that match no parameter."""
+    plan, plain, network = check.plan, check.plain, check.network
+    made: list[Optimizer] = []
+    # Only the data knows the steps of an epoch. It is asked if a schedule may end too soon.
+    steps, epochs = (_limit(plain["trainer"][name]) for name in ("max_steps", "max_epochs"))
+    if plan.phases:
+        yield from phase_faults(plan.phases, network, steps=steps, epochs=epochs, made=made)
+    else:
+        optimization = build_optimization(plain)
+        optimizer, _ = optimization.make(network, total_steps=steps, total_epochs=epochs)
+        made.append(optimizer)
+        yield from step_faults(optimization, network, optimizer, key="optimizer")
+        yield from rate_faults(optimization, optimizer, key="scheduler", steps=lambda: _steps(check), epochs=epochs)
+    if check.knows(("precision",)):
+        word = WORDS[plain["precision"]["word"]]
+        yield from (fault for one in made for fault in word.optimizer_faults(one))
+
+
+def _terms(check: Check) -> Iterator[Fault]:
+    plan, precision, network = check.plan, check.plain["precision"], check.network
+    yield from keep_faults(network, precision["keep"], otherwise=WORDS[precision["word"]].parameters)
+    yield from term_faults(plan.objective, network, plan.spec, word=precision["word"])
+
+
+def _calls(check: Check) -> Iterator[Fault]:
+    plan = check.plan
+    yield from call_faults(plan.metrics.values())
+    for forward, part in objectives_by_forward(plan.phases, plan.objective).items():
+        if forward in plan.shapes.traces:
+            yield from double_backward_faults(plan.shapes.traces[forward], part)
+
+
+def _callbacks(check: Check) -> Iterator[Fault]:
+    """Yield callbacks that no run supports, and what libraries' callbacks refuse. The run constructs the user's own."""
+    nodes, allow = check.plain["callbacks"], check.plain["security"]["allow"]
+    kinds = check.classes_of(nodes)
+    if check.knows(("trainer",)):
+        shows_bar = bool(check.plain["trainer"]["enable_progress_bar"])
+        yield from callback_faults(kinds, nodes=nodes, shows_bar=shows_bar)
+    for name, kind in kinds.items():
+        if kind.__module__.partition(".")[0] in LIBRARIES:
+            try:
+                construct(nodes[name], key=f"callbacks.{name}", allow=allow)
+            except ConfigError as error:
+                yield from error.faults
+
+
+def _hooks(check: Check) -> Iterator[Fault]:
+    if "precision" not in check.passed or not check.knows(KEYS_OF_HOOKS):
+        for name, hook in build_entries(check.plain, "hooks").items():
+            matching(check.network, hook.modules, key=f"hooks.{name}.modules")
+        return
+    own, hooks = check.plan.own, check.plan.hooks
+    planned = dataclasses.replace(check.blueprint, hooks=hooks)
+    found = list(compatibility_faults(hook_parts(hooks), planned))
+    for name, hook in hooks.items():
+        hook.name = name
+        found += hook.faults(planned)
+    for fault in found:
+        # The run matches patterns against layers that the setup of the user's module adds.
+        is_early = own is not None and not own.is_complete and fault.key.endswith(".modules")
+        if not is_early:
+            yield fault
+
+
+def _strategy(check: Check) -> Iterator[Fault]:
+    """Yield the errors of the strategy, and parts that exclude each other."""
+    plan, plain = check.plan, check.plain
+    if plan.own is None and not is_node(plain.get("optimizer")):
+        return
+    found = list(compatibility_faults(other_parts(check.blueprint), check.blueprint))
+    yield from found
+    # A strategy judges exp's models. Its errors do not concern a module that it does not support.
+    if isinstance(plan.strategy, Strategy) and not (plan.own is not None and found):
+        hooks = plan.hooks if check.knows(("security", *KEYS_OF_HOOKS)) else {}
+        yield from plan.strategy.faults(dataclasses.replace(check.blueprint, hooks=hooks))
+
+
+def _length(check: Check) -> Iterable[Fault]:
+    trainer = check.plain["trainer"]
+    if not check.faults and check.plain["train"] and isinstance(trainer["val_check_interval"], int):
+        refuse_late_validation(_lengths(check), _batches(check.plan))
+    return ()
+
+
+def _weights(check: Check) -> Iterable[Fault]:
+    """Return the errors of the weights that the network starts from."""
+    node = check.plain["weights"]
+    if node["from"] is None or check.plain["resume"] is not None:
+        return ()
+    try:
+        weights = read_weights(Path(node["from"]), averaged=node["averaged"])
+    except (RunError, MissingExtraError) as error:
+        expected = "weights, as exp, torch or safetensors write them"
+        return [Fault(key="weights.from", got=str(error), expected=expected)]
+    check.matching = match_weights(weights, check.network, keys=node["keys"])
+    return check.matching.faults(node["from"], is_strict=node["strict"])
+
+
+def _resume(check: Check) -> Iterable[Fault]:
+    """Return why a run cannot resume from the checkpoint that it names."""
+    plan, plain = check.plan, check.plain
+    if plain["resume"] is None or check.faults:
+        return ()
+    try:
+        if plan.own is None:
+            build = functools.partial(build_network, plain, plan.spec, device="meta")
+            check.resuming = examine_resume(plain, network=plan.network, build=build)
+        else:
+            # Its setup may rename layers, as torch.compile does.
+            network = plan.network if plan.own.is_complete else None
+            check.resuming = examine_resume(plain, network=network, prefix="")
+    except RunError as error:
+        return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
+    return check.resuming.faults
+
+
+OPTIMIZERS = Stage(name="optimizers", run=_optimizers, keys=OPTIMIZATION_KEYS, needs=("model", "network"))
+STAGES = (
+    Stage(name="placement", run=_placement, keys=("strategy", "launch", "security"), hides=True),
+    Stage(name="precision", run=_precision, keys=("precision", "phases"), needs=("placement",), hides=True),
+    Stage(name="objective", run=_objective, keys=SHAPE_KEYS, needs=("model",)),
+    Stage(name="network", run=_network, keys=SHAPE_KEYS, needs=("model", "objective")),
+    Stage(name="network", run=_module, keys=SHAPE_KEYS, needs=("module",)),
+    Stage(name="loaders", run=_loaders, needs=("module", "network")),
+    Stage(name="freezing", run=_freezing, needs=("model", "network")),
+    OPTIMIZERS,
+    Stage(name="terms", run=_terms, keys=("precision",), needs=("model", "network")),
+    Stage(name="calls", run=_calls, keys=OPTIMIZATION_KEYS, needs=("model", "network")),
+    Stage(
+        name="switches",
+        run=lambda check: switch_faults(check.blueprint),
+        keys=("runtime", "trainer"),
+        needs=("model", "network", "precision"),
+    ),
+    Stage(name="callbacks", run=_callbacks, keys=("callbacks", "security"), needs=("network",)),
+    Stage(name="hooks", run=_hooks, keys=("hooks", "security"), needs=("network",)),
+    Stage(name="strategy", run=_strategy, keys=STRATEGY_KEYS, needs=("network", "precision")),
+    Stage(name="length", run=_length, keys=("train", "trainer"), needs=("callbacks",)),
+    Stage(name="weights", run=_weights, keys=("weights", "resume"), needs=("model", "network")),
+    Stage(name="resume", run=_resume, keys=("resume",), needs=("network",)),
+)
+
+
+def _limit(limit: object) -> int:
+    return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
+
+
+def _batches(plan: Plan) -> int | None:
+    """Return the global batches of an epoch of training; None if the data is not on this machine."""
+    try:
+        return None if plan.data_module is not None else len(plan.data.loader("train"))
+    except (ExpError, TypeError):
+        return None
+
+
+def _lengths(check: Check) -> Trainer:
+    """Return the attributes of a Trainer that decide the length of the run."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    nodes, allow = check.plain["callbacks"], check.plain["security"]["allow"]
+    callbacks = [
+        construct(nodes[name], key=f"callbacks.{name}", allow=allow)
+        for name, kind in check.classes_of(nodes).items()
+        if issubclass(kind, GradientAccumulationScheduler)
+    ]
+    trainer = check.plain["trainer"]
+    values = {name: default if trainer[name] is None else trainer[name] for name, default in LENGTHS.items()}
+    return cast("Trainer", SimpleNamespace(**values, max_steps=None, callbacks=callbacks))
+
+
+def _steps(check: Check) -> int | None:
+    steps = check.plain["trainer"]["max_steps"]
+    limits = Limits(max_steps=steps if isinstance(steps, int) and steps > 0 else None)
+    return total_steps(_lengths(check), limits, _batches(check.plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """The result of a check.
+
+    faults: All errors.
+    decided: The plan, which is not whole if there are errors.
+    matching: The weights that the network starts from, compared with the network.
+    resuming: The checkpoint that the run resumes from, compared with the config.
+    """
+
+    faults: tuple[Fault, ...]
+    decided: Plan
+    matching: Matching | None = None
+    resuming: Resuming = field(default_factory=Resuming)
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Raises:
+            ConfigError: With all errors.
+        """
+        if self.faults:
+            raise ConfigError(self.faults)
+        return self.decided
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was not checked, what trains badly without an error, and what changes after a resume."""
+        decided, plain = self.decided, self.decided.plain
+        if decided.own is not None:
+            return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
+        notes = [*decided.resolved.notes, *decided.shapes.notes, *self.resuming.notes]
+        if decided.network is not None:
+            notes += training_notes(decided)
+        source = plain["weights"]["from"]
+        if self.matching is not None:
+            notes.append(self.matching.table(source))
+        elif source is not None and plain["resume"] is not None:
+            notes.append(f"weights.from={source} is not read, because the run resumes from {plain['resume']}")
+        return tuple(notes)
+
+
+def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examination:
+    """Return all errors of a config, or the plan of its run.
+
+    Args:
+        resolved: The config.
+        machine: The machine of the run; None for this machine.
+    """
+    check = Check(Plan(resolved=resolved, machine=machine))
+    check.run(STAGES)
+    return Examination(
+        faults=tuple(located(resolved.config, once(check.faults))),
+        decided=check.plan,
+        matching=check.matching,
+        resuming=check.resuming,
+    )
+
+
+def plan(resolved: Resolved) -> Plan:
+    """Decide the run.
+
+    Raises:
+        ConfigError: With all errors of the config.
+    """
+    return examine(resolved).plan()
+
+
+def config_faults(config: DictConfig) -> tuple[Fault, ...]:
+    """Return all errors of a composed config, each with the file that it came from."""
+    return examine(resolve(config)).faults
+
+
+def validate(config: DictConfig) -> None:
+    """Check a composed config, which is not changed.
+
+    Raises:
+        ConfigError: With all errors.
+    """
+    validated(config)
+
+
+def validated(config: DictConfig) -> Plan:
+    """Return the plan of a config that agrees with the first samples of its data.
+
+    Raises:
+        ConfigError: With all errors.
+    """
+    decided = plan(resolve(config))
+    faults, _ = compare_with_data(decided)
+    if faults:
+        raise ConfigError(faults)
+    return decided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A config without an error. raw: its unresolved values."""
+
+    raw: Mapping[str, Any]
+    decided: Plan
+
+
+def check_job(config: DictConfig, before: Checked | None) -> Checked:
+    """Check a job of a sweep. Building and running the network takes 40 ms of a job that may train for 60.
+
+    A job that differs from a checked one only in its seed and in numbers of its optimizer is checked for these alone.
+
+    Args:
+        config: Passed the first stage of the check.
+        before: The result for another job.
+
+    Raises:
+        ConfigError: With all errors.
+    """
+    raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    del raw[COMPOSITION]
+    if before is not None:
+        changed = changes(before.raw, raw)
+        if changed is not None and _changes_the_optimizer_alone(before, changed, raw):
+            _refuse_changed(config, changed, checked=before.decided)
+            return before
+    return Checked(raw=raw, decided=validated(config))
+
+
+def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
+    """Return whether only the optimizer, the schedule and random numbers follow from the changes."""
+    decided = before.decided
+    if decided.own is not None or decided.network is None or decided.plain["phases"]:
+        return False
+    kept = {path: value for path, value in changed.items() if path[0] != "sweep"}
+    return not are_referred(changed, raw) and all(
+        path == ("seed",) or (path[0] in NUMBERS and _are_numbers(value)) for path, value in kept.items()
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    return all(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
+
+
+def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checked: Plan) -> None:
+    plain = with_changes(checked.plain, changed)
+    groups = {path[0] for path in changed} & set(OPTIMIZATION_KEYS)
+    faults = target_faults({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
+    decided = Plan(resolved=Resolved(config=config, plain=plain, faults=tuple(faults)))
+    # None of these follows from the changes.
+    vars(decided).update(
+        {part: getattr(checked, part) for part in ("spec", "objective", "phases", "metrics", "shapes")}
+    )
+    check = Check(decided, passed=("network",))
+    check.run([OPTIMIZERS])
+    if check.faults:
+        raise ConfigError(located(config, once(check.faults)))

@@ -1,0 +1,166 @@
+"""Run a network once on the meta device, and record the shape and dtype of every module's input and output."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from exp.errors import ConfigError, Fault
+from exp.models.containers import ProgramModel, forward_names, with_forward
+from exp.models.forward_trace import SINGLE, Arithmetic, ForwardTrace, Recorder
+from exp.models.inference import example_inputs, materialise
+from exp.models.syntax import ProgramError
+from exp.objectives.objective import Objective
+from exp.optim.phase import Phase
+from exp.shared_types import DataSpec
+from exp.spelling import among, did_you_mean
+
+# Words in torch's errors about operators that cannot run without numbers. Such a network is not checked.
+UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The exception that ended a forward on the meta device.
+
+    error: What was raised.
+    network: The network that ran; None if it could not be built.
+    recorder: Holds the calls that had not returned.
+    """
+
+    error: BaseException
+    network: nn.Module | None
+    recorder: Recorder
+
+    @property
+    def is_undecidable(self) -> bool:
+        """Whether the network needs numbers, so that its shapes cannot be checked."""
+        is_explained = isinstance(self.error, ConfigError | ProgramError)
+        return not is_explained and any(word in str(self.error).lower() for word in UNDECIDABLE)
+
+    @property
+    def message(self) -> str:
+        """The type and the first line of the exception."""
+        return f"{type(self.error).__name__}: {self.error}".splitlines()[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaForward:
+    """The result of the forwards on the meta device.
+
+    network: The network with the sizes of all layers; None if it cannot be built.
+    traces: The trace of the network's own forward, by None, and of each forward that phases name, by that name. A
+        forward that could not run has no trace.
+    failure: What ended the forwards; None if all of them ran.
+    """
+
+    network: nn.Module | None
+    traces: Mapping[str | None, ForwardTrace]
+    failure: Failure | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The reason why the shapes of a network that needs numbers were not checked."""
+        if self.failure is None or not self.failure.is_undecidable:
+            return ()
+        return (f"the model's shapes were not checked: {self.failure.message}",)
+
+    @property
+    def parameters(self) -> int | None:
+        """The number of parameters; None if the network cannot be built."""
+        return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
+
+
+def run_on_meta(
+    *,
+    network_factory: Callable[[], nn.Module],
+    spec: DataSpec,
+    objective: Objective | None = None,
+    phases: Sequence[Phase] = (),
+    prepare: Callable[[nn.Module], None] = lambda network: None,
+    arithmetic: Arithmetic = SINGLE,
+) -> MetaForward:
+    """Build the network on the meta device and run it with a batch of the data's shape.
+
+    The same forward gives lazy layers their sizes.
+
+    Args:
+        network_factory: Builds the network under torch.device("meta").
+        spec: The shapes and dtypes that the data declares.
+        objective: Its terms may need gradients of inputs.
+        phases: Their forwards run, too.
+        prepare: Changes the network, before its forward and again when every parameter has its shape.
+        arithmetic: The dtypes of the run.
+    """
+    traces: dict[str | None, ForwardTrace] = {}
+    network = seen = None
+    with Recorder(arithmetic=arithmetic) as recorder, torch.device("meta"):
+        try:
+            network = seen = _begun(network_factory, prepare)
+            named = [None, *dict.fromkeys(phase.forward for phase in phases if phase.forward in forward_names(network))]
+            inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
+            for one in inputs.values():
+                one.requires_grad_(is_twice and one.is_floating_point())
+            for name in named:
+                seen = network if name is None else with_forward(network, name)
+                rebuild = functools.partial(_begun, network_factory, prepare)
+                traces[name] = replace(_traced(recorder, seen, inputs), rebuild=rebuild if name is None else None)
+            seen = network
+            materialise(network, inputs)
+            prepare(network)
+            if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
+                for name in named:  # for branches that only evaluation takes
+                    seen = network if name is None else with_forward(network, name)
+                    recorder.trace(seen.eval(), inputs)
+                network.train()
+        except (Exception, SystemExit) as error:  # a user's layer may raise anything
+            is_sized = network is not None and not any(map(nn.parameter.is_lazy, network.parameters()))
+            failure = Failure(error=error, network=recorder.root if seen is None else seen, recorder=recorder)
+            return MetaForward(network=network if is_sized else None, traces=traces, failure=failure)
+    return MetaForward(network=network, traces=traces)
+
+
+def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
+    """Return the network with frozen parameters, because hooks ask before its forward where gradients flow.
+
+    Raises:
+        ConfigError: `prepare` raises it. For a network without its shapes the caller raises it later.
+    """
+    network = network_factory()
+    for module in network.modules():
+        if isinstance(module, ProgramModel):
+            with contextlib.suppress(ConfigError):  # materialise raises it with its key
+                module.apply_freeze()
+    try:
+        prepare(network)
+    except ConfigError:
+        if not any(map(nn.parameter.is_lazy, network.parameters())):
+            raise
+    return network
+
+
+def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
+    """Trace the network; raise ConfigError if its forward needs an input that the data does not have."""
+    parameters = inspect.signature(network.forward).parameters.values()
+    needed = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in inputs]
+    is_alone = len(inputs) == 1 or "input" in inputs
+    # The only input of the data may have any name.
+    if not missing or (is_alone and missing == needed[:1]):
+        return recorder.trace(network, inputs)
+    got = f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}"
+    expected = f"an input named {' and one named '.join(missing)}"
+    close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
+    fix = "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a batch "
+    fix += "transform adds reach losses and metrics only"
+    raise ConfigError([Fault(key="data.inputs", got=got, expected=expected, cure=close or fix)])

@@ -1,0 +1,141 @@
+"""Fill in what a config leaves to the data, and find the errors that need no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from exp.check.plan import Resolved
+from exp.check.rules import weights_of_run
+from exp.check.stages import first_stage, second_stage, touched
+from exp.config.copying import copied
+from exp.config.freeze import COMPOSITION
+from exp.config.hydra_adapter import packages_allowed_by
+from exp.config.module_key import brings_data
+from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
+from exp.config.resolvers import use_resolvers
+from exp.data.faults import SampleError
+from exp.errors import ConfigError, Fault
+
+DATA_KEYS = ("data", "seed", "security")
+START_KEYS = ("resume", "runtime", "name", "train")
+
+
+def resolve(config: DictConfig) -> Resolved:
+    """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
+    config = copied(config)
+    use_resolvers(config, allow=sorted(packages_allowed_by(_overrides(config))))
+    reading = read(config)
+    if Values(reading[0])[ACCELERATOR] == GPU:
+        OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
+    first = first_stage(reading)
+    asked = _beginnings(config, first)
+    faults: list[Fault] = []
+    start_faults, notes = _find_start(config) if not touched(first, START_KEYS) else ([], ())
+    if not touched(first, ("weights",)):
+        _find_weights(config)
+    held = not touched(first, ("data", "trainer")) and _hold_batches(config)
+    if held or _beginnings(config, first) != asked:
+        reading = read(config)
+        first = first_stage(reading)
+    if not touched(first, DATA_KEYS):  # else told with the first stage
+        faults = second_stage(config, reading, only="data")
+        if not faults:
+            try:
+                if _fill_in(config):
+                    # Other nodes interpolate the shape and the classes.
+                    reading = read(config, is_data_read=True)
+                    first = first_stage(reading)
+            except ConfigError as error:
+                faults += error.faults
+            except SampleError as error:
+                faults.append(error.fault)
+    faults += [*first, *start_faults, *second_stage(config, reading)]
+    plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
+    return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
+
+
+def _overrides(config: DictConfig) -> list[str]:
+    """Those that a config was composed with; none of one that was made otherwise."""
+    return [str(text) for text in config[COMPOSITION].overrides] if COMPOSITION in config else []
+
+
+def _beginnings(config: DictConfig, known: Iterable[Fault]) -> tuple[object, object]:
+    """Return `resume` and `weights.from`, which `_find_start` and `_find_weights` may change; None for a faulty one."""
+    resume = None if touched(known, ("resume",)) else config.resume
+    return resume, None if touched(known, ("weights",)) else config.weights["from"]
+
+
+def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
+    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: the faults, and what there is to say."""
+    if config.resume != "auto" and config.runtime.autoresume is not True:
+        return [], ()  # without an import of torch
+    from exp.check.starting_point import find_start
+
+    try:
+        found = find_start(config)
+    except ConfigError as error:
+        return list(error.faults), ()
+    config.resume = None if found.path is None else str(found.path)
+    return [], found.notes
+
+
+def _find_weights(config: DictConfig) -> None:
+    """Fill in the file that a run directory stands for, so that every rank and every restart reads the same."""
+    source = config.weights["from"]
+    if source is not None and Path(source).is_dir():
+        found = weights_of_run(Path(source))
+        config.weights["from"] = None if found is None else str(found)
+
+
+def _hold_batches(config: DictConfig) -> bool:
+    """Set `data.shuffle` to false in a run that overfits a few batches, unless the config sets it.
+
+    Shuffled batches differ in each epoch. Lightning disables the shuffling of its own loaders for the same reason.
+
+    Returns:
+        Whether the config was changed.
+    """
+    if not config.trainer.overfit_batches or brings_data(_raw(config)) or "shuffle" in config.data:
+        return False
+    with open_dict(config.data):
+        config.data.shuffle = False
+    return True
+
+
+def _fill_in(config: DictConfig) -> bool:
+    """Fill in the shape, dtype, number of outputs and classes that the data set knows, if one of them is null.
+
+    Returns:
+        Whether the config was changed.
+
+    Raises:
+        ConfigError, RunError: The data set cannot be built.
+    """
+    from exp.construct import build_data, plain_config
+
+    raw = _raw(config)
+    if brings_data(raw) or not is_open(config.data):
+        return False
+    # Resolved separately, because other nodes may interpolate what is filled in here.
+    given = {"seed": config.seed, **{name: plain_config(config[name]) for name in ("data", "security")}}
+    # These may have faults: each is read raw, and UNKNOWN stands for a missing key.
+    values = Values(raw)
+    others = {name: values[name] for name in ("objective", "metrics", "resume")}
+    precision = {"word": values["precision.word"]}
+    spec = build_data({**given, **others, "precision": precision}).spec
+    if list(spec.inputs) != ["input"]:
+        config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
+    config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)
+    config.data.input_dtype = spec.input_dtype
+    config.data.num_outputs = spec.num_outputs
+    config.data.num_classes = spec.num_classes
+    return True
+
+
+def _raw(config: DictConfig) -> dict[str, Any]:
+    """Return the values as they are written, interpolations included."""
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))

@@ -1,0 +1,132 @@
+"""Start a run: check a composed config, freeze it in a run directory, and launch its ranks.
+
+1 compose   check.stages.compose, before this
+2 check     check.resolution, check.examination
+3 freeze    config.freeze
+4 launch    launch.launcher if the run needs processes of its own, else run.run
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from exp.check.examination import examine, plan
+from exp.check.first_samples import refuse_other_data
+from exp.check.plan import Plan, frozen
+from exp.check.resolution import resolve
+from exp.check.starting_point import newest_of, sweep_runs_beside
+from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
+from exp.config.hydra_adapter import text_values
+from exp.engine.console import run_log
+from exp.engine.runtime import block_launches, threads_of
+from exp.errors import ExpError, RunError
+from exp.launch.launcher import in_process, launch, requeue
+from exp.run import run
+from exp.run_report import Ongoing, Report, read_report, write_bad_end
+from exp.strategies.rank import ALONE
+
+log = logging.getLogger(__name__)
+
+
+def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
+    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it asks for.
+
+    Args:
+        config: The composed config.
+        begin: Puts the checkpoint that the run resumes from into its directory, and returns its path.
+
+    Returns:
+        The report that is also in the run directory.
+
+    Raises:
+        ConfigError: The config has errors. Nothing was built.
+        RunError, RankError: The run failed.
+        Interrupted: A signal ended the run with its state saved.
+    """
+    decided, directory = prepare(config)
+    start = None if begin is None else begin(directory)
+    return _started(directory, decided, start)
+
+
+def go_on(directory: Path) -> Report:
+    """Resume an interrupted run in its directory from its newest whole checkpoint. Returns and raises as `fit`.
+
+    Raises:
+        RunError: There is no such checkpoint.
+    """
+    decided = plan(frozen(directory))
+    found = newest_of(directory)
+    if found.path is None:
+        raise RunError(f"{directory} has no whole checkpoint to resume from")
+    with run_log(directory, rank=ALONE):
+        for note in (*found.notes, f"goes on from {found.path}"):
+            log.warning("%s", note)
+    # What was reported of its end is not what it will have done.
+    (directory / "report.json").unlink(missing_ok=True)
+    return _started(directory, decided, found.path)
+
+
+def fit_job(config: DictConfig) -> Report:
+    """Run a job of a sweep, or resume it if an earlier sweep began it. Returns and raises as `fit`."""
+    directory = Path(config[COMPOSITION].directory)
+    if (directory / "config.yaml").is_file():
+        if newest_of(directory).path is not None:
+            return go_on(directory)
+        clear(directory)
+        take_directory(config, directory)
+    return fit(config)
+
+
+def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
+    """Run a frozen config in as many processes as it asks for. start: a checkpoint to go on from."""
+    placement, plain = decided.placement, decided.plain
+    settings = plain["launch"]
+    if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
+        return run(directory, decided=decided, resume=start)
+    threads = threads_of(plain["runtime"]["threads"], operator=decided.operator)
+    del decided  # with its data, which the ranks read themselves
+    ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
+    try:
+        launch(
+            directory,
+            placement=placement,
+            max_restarts=settings["max_restarts"],
+            threads=threads,
+            grace_seconds=settings["grace_seconds"],
+            resume=start,
+            allow=plain["security"]["allow"],
+        )
+    except ExpError as error:
+        # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
+        write_bad_end(ongoing, error, has_ranks=True)
+        if plain["runtime"]["autoresume"]:
+            requeue(error)
+        raise
+    return read_report(directory)
+
+
+def prepare(config: DictConfig) -> tuple[Plan, Path]:
+    """Check a composed config and freeze it in a run directory. The run's log has the notes of the check.
+
+    Raises:
+        ConfigError: The config has errors. Nothing was written.
+    """
+    block_launches(OmegaConf.select(config, "runtime.cuda_blocking"))
+    examined = examine(resolve(config))
+    decided = examined.plan()
+    notes = (*examined.notes, *refuse_other_data(decided))
+    resolved = decided.resolved.config
+    wanted = Path(resolved[COMPOSITION].directory)
+    directory = freeze(resolved)
+    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(resolved)):
+        decided = plan(frozen(directory))
+    sweep_runs_beside(directory, str(decided.plain["name"]))
+    if notes:
+        with run_log(directory, rank=ALONE):
+            for note in notes:
+                log.warning("%s", note)
+    return decided, directory

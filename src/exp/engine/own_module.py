@@ -55,6 +55,7 @@ class OwnModule:
     """
 
     phases: Sequence[Phase] = ()
+    cures = OWN_CURES
     run_network = None
     loss_with = None
 
@@ -128,7 +129,7 @@ class OwnModule:
 
     def require_finite(self, state: State) -> None:
         """Check what a checkpoint holds, or a state dict alone. Every rank must call it. Raises: NonFiniteError."""
-        require_finite(state, self._by_design, self.trainer, saved=self.saved, cures=OWN_CURES)
+        require_finite(state, self._by_design, self.trainer, saved=self.saved, cures=self.cures)
 
     @property
     def saved(self) -> str:

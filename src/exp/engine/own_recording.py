@@ -10,10 +10,10 @@ know it (seen in lightning 2.6.6).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,17 +22,13 @@ from torch.optim import Optimizer
 
 from exp.engine.buffer import Recorded, on_host_values
 from exp.engine.checkpoint import State
-from exp.engine.datamodule import RunTrainer
-from exp.engine.non_finite import OWN_CURES, refuse_lost
 from exp.engine.observer import WHOLE_STEP, Turn
 from exp.engine.own_module import OwnModule, as_numbers
-from exp.engine.recording import LATEST, STATE, StepRecording
+from exp.engine.recording import STATE, StepRecording
 from exp.engine.runtime import operator_at_most, set_threads, threads_of
 from exp.errors import RunError
 from exp.hooks.hook import Hook
 from exp.nested import tensors_in
-from exp.optim.phase import rate_names
-from exp.precision.plugin import RunPrecision
 from exp.shared_types import Stage
 
 log = logging.getLogger(__name__)
@@ -45,6 +41,7 @@ class OwnRecording(StepRecording):
     chooses_threads: whether the first batch says how many threads its operators take, for nothing else knows its size.
     """
 
+    first_point = 0
     _module: OwnModule
 
     def __init__(
@@ -68,26 +65,17 @@ class OwnRecording(StepRecording):
 
     # --- the run ---
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trainer = cast(RunTrainer, trainer)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._module.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Here, for now it is known how long an epoch is.
         self._step_hooks.attach(trainer, self._module)
-        self._first = self._index
-        self._values, self._size, self._rates = None, 0, {}
-        self._begin_writing(self._index)
-        self._reseed(-1)
+        super().on_train_start(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.flush(trainer)
-        self._end_writing(trainer)
+        super().on_train_end(trainer, pl_module)
         self._keep(trainer)
-        self._module.require_finite({"state_dict": pl_module.state_dict()})
-        self._step_hooks.ended()
         if not self._index and not self._module.batches_seen:
             raise _no_batch(trainer)  # an IterableDataset's, whose length nobody knew
 
@@ -104,7 +92,6 @@ class OwnRecording(StepRecording):
             positions = max((one.numel() // max(share.size, 1) for one in tensors_in(batch)), default=1)
             most = share.size * operator_at_most(pl_module, positions=positions)
             set_threads(threads_of(None, operator=most))
-        self._size += share.global_size
         self._step_hooks.start_batch(share, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,58 +99,26 @@ class OwnRecording(StepRecording):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """See true gradients, of one of several optimizers those of its own parameters."""
-        if self._values is not None and len(trainer.optimizers) == 1 and pl_module.automatic_optimization:
+        hooks, several = self._step_hooks, len(trainer.optimizers) > 1
+        if hooks.record is not None and hooks.record.is_stepped and not several and pl_module.automatic_optimization:
             return  # an optimizer that evaluates its closure several times in a step
-        turn = WHOLE_STEP
-        if len(trainer.optimizers) > 1:
-            turn = Turn(phase=str(trainer.optimizers.index(optimizer)))
-        self._step_hooks.begin_turn(turn)
-        with _alone(pl_module, optimizer) if turn.phase is not None else nullcontext():
-            found = self._step_hooks.before_step()
-        self._step_hooks.begin_turn(WHOLE_STEP)
-        self._add_rates(found, optimizer, phase=turn.phase)
-        if self._values is None:
-            # The same mapping: what hooks give after clipping comes into it, too.
-            self._values = found
-        else:
-            self._values.update(found)
+        if several:
+            hooks.begin_turn(Turn(phase=str(trainer.optimizers.index(optimizer))))
+        with _alone(pl_module, optimizer) if several else nullcontext():
+            self._record_update(optimizer)
+        hooks.begin_turn(WHOLE_STEP)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Any, batch_idx: int
     ) -> None:
-        self._step_hooks.end_batch()
-        if self._values is None and pl_module.automatic_optimization:
-            return  # batches are accumulated
-        values = self._values or {}
-        values.update(self._step_hooks.end_step())
-        loss = self._module.last.loss
-        losses = [torch.zeros((), device=pl_module.device) if loss is None else loss.float().reshape(())]
-        self._index += 1
-        self._buffer.add(Recorded(self._index, self._size, losses, values))
-        self._values, self._size = None, 0
-        if self._is_flush(self._index):
-            self.flush(trainer)
+        record = self._step_hooks.end_batch(ends_step=not pl_module.automatic_optimization)
+        if record is not None:
+            loss = self._module.last.loss
+            zero = torch.zeros((), device=pl_module.device)
+            self._add(record, [zero if loss is None else loss.float().reshape(())])
 
-    def _rate_names(self, optimizer: Optimizer, phase: str | None) -> list[str]:
-        names = rate_names(optimizer)
-        if phase is None:
-            return names
-        return [f"{phase}/{name}" for name in names] if len(names) > 1 else [phase]
-
-    def flush(self, trainer: Trainer) -> None:
-        if not len(self._buffer):
-            return
-        precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
-        is_scaled = precision is not None and precision.is_scaled
-        if precision is not None and is_scaled:
-            last = self._buffer.last.values
-            last["precision/skipped_steps"] = precision.skipped_steps
-            last["precision/loss_scale"] = precision.loss_scale
-        for step, losses in self._buffer.take(trainer.strategy):
-            refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=self._module.saved, cures=OWN_CURES)
-            self._write(step.values, step.index - 1, step.panels)
-            if precision is not None:
-                precision.written(step.values, step=step.index)
+    def _take(self, step: Recorded, losses: Sequence[float]) -> None:
+        """Add nothing: the module logs its own losses."""
 
     # --- epochs ---
 
@@ -216,11 +171,10 @@ class OwnRecording(StepRecording):
         checkpoint[STATE] = {"index": self._index}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._loaded_step = None if trainer.state.fn == "fit" else checkpoint["global_step"]
         if STATE in checkpoint:
             self._index = checkpoint[STATE]["index"]
-        if trainer.state.fn == "fit" and LATEST in checkpoint:
-            self.latest.update(checkpoint[LATEST])
 
 
 def _no_batch(trainer: Trainer) -> RunError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -33,7 +33,7 @@ from exp.engine.non_finite import refuse_lost
 from exp.engine.observer import StepResult
 from exp.engine.own_module import OwnModule
 from exp.engine.progress import is_epoch_complete
-from exp.engine.step_hooks import Found, StepHooks
+from exp.engine.step_hooks import StepHooks, StepRecord
 from exp.errors import Interrupted, RunError
 from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
@@ -57,47 +57,66 @@ class StepRecording(Callback, ABC):
     Args:
         hooks: Hooks by name.
         directory: Run directory, in which hooks write files.
+        skips: Whether a loss that is not finite is left out, as its step is. Otherwise it ends the run.
 
     Attributes:
         latest: Last value of each tag, also of earlier processes of the run.
+        stage_steps: By stage, the optimizer step of the weights that its last values are of.
+        first_point: Place of the first step on the x axis of the loggers.
     """
 
+    first_point = 1
     _trainer: RunTrainer
     _module: TrainingModule | OwnModule
 
-    def __init__(self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None) -> None:
+    def __init__(
+        self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None, skips: bool = False
+    ) -> None:
         super().__init__()
         self.hooks = dict(hooks or {})
         self.latest: dict[str, float] = {}
+        self.stage_steps: dict[Stage, int] = {}
+        self._skips = skips
         self._step_hooks = StepHooks(self.hooks, directory=directory)
         self._buffer = StepBuffer()
         self._index = self._first = 0
-        # What the hooks gave for the step so far.
-        self._values: Found | None = None
-        self._size = 0
         # The last learning rates of each optimizer, by phase.
         self._rates: dict[str | None, list[float]] = {}
         # The index at which each stage was written last.
         self._stages: dict[Stage, int] = {}
-        # The optimizer step of the weights that each stage's last values are of.
-        self.stage_steps: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
 
     @abstractmethod
-    def flush(self, trainer: Trainer) -> None:
-        """Write the steps that wait. Every rank must call it at the same step.
-
-        Raises:
-            NonFiniteError: A loss is not finite.
-        """
+    def _take(self, step: Recorded, losses: Sequence[float]) -> None:
+        """Add the losses of a step to its values."""
 
     @abstractmethod
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
         """Write the values of an evaluation."""
 
+    # --- the run ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trainer = cast(RunTrainer, trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first, self._rates = self._index, {}
+        for logger in self._run_loggers():
+            logger.purge(self._index + self.first_point)
+        if trainer.is_global_zero:
+            self._heat_maps.begin(self._index + self.first_point)
+        self._reseed(-1)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reseed(trainer.current_epoch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)
+        self._end_writing(trainer)
+        # Before an average replaces the weights, and also if they are not saved.
+        self._module.require_finite({"state_dict": pl_module.state_dict()})
+        self._step_hooks.ended()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate":
@@ -111,55 +130,95 @@ class StepRecording(Callback, ABC):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 
+    on_predict_start = on_test_start
+
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish("test", trainer)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_hooks.attach(trainer, self._module)
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
-        self._save_written()
+        # A process that resumes from the checkpoint begins after what is written.
+        for logger in self._trainer.loggers:
+            logger.save()
+        if trainer.is_global_zero:
+            self._heat_maps.save()
         self._step_hooks.pause()
         checkpoint[LATEST] = dict(self.latest)
 
-    def _reseed(self, epoch: int) -> None:
-        """Set the generators for the hooks of an epoch's start; -1 is the start of training."""
-        reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
-
-    def shown(self) -> dict[str, float]:
-        """What the console shows of the last points: a stage's loss and metrics, and not the terms of a loss."""
-        return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        if trainer.state.fn == "fit" and LATEST in checkpoint:
+            self.latest.update(checkpoint[LATEST])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # What the hooks gave for a test, or a validation alone.
-        self._end_writing(trainer)
+        self._end_writing(trainer)  # of a test, or a validation alone
         self._step_hooks.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._step_hooks.failed(exception)
         self._step_hooks.detach()
         try:
-            self._end_writing(trainer)  # what led to it is what a reader looks for
+            self._end_writing(trainer)
         except Exception:
             log.exception("the heat maps are not drawn to their end; the run ends by what came before")
+
+    def _reseed(self, epoch: int) -> None:
+        """Set the generators for the hooks of an epoch's start; -1 is the start of training."""
+        reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
+
+    # --- the step ---
+
+    def _record_update(self, optimizer: Optimizer) -> None:
+        """Record true gradients before an optimizer steps, and its learning rates if they changed or are written."""
+        found, phase = self._step_hooks.before_step(), self._step_hooks.turn.phase
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
+            self._rates[phase] = rates
+            names = rate_names(optimizer, phase=phase)
+            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+
+    def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
+        """Buffer a step that has ended, and write the buffer if it is time."""
+        self._index += 1
+        self._buffer.add(Recorded(self._index, record.size, losses, record.found, terms))
+        if self._is_flush(self._index):
+            self.flush(self._trainer)
 
     def _is_flush(self, index: int) -> bool:
         return is_written(index, first=self._first, every=self._trainer.log_every_n_steps or 50)
 
-    def _add_rates(self, found: Found, optimizer: Optimizer, *, phase: str | None) -> None:
-        """Add the learning rates of an optimizer that changed, and all of them if the step is written."""
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
-            self._rates[phase] = rates
-            names = self._rate_names(optimizer, phase)
-            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+    # --- what leaves the device ---
 
-    def _rate_names(self, optimizer: Optimizer, phase: str | None) -> list[str]:
-        return rate_names(optimizer, phase=phase)
+    def flush(self, trainer: Trainer) -> None:
+        """Write the steps that wait. Every rank must call it at the same step.
+
+        Raises:
+            NonFiniteError: A loss is not finite.
+        """
+        if not len(self._buffer):
+            return
+        module = self._module
+        precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
+        is_scaled = precision is not None and precision.is_scaled
+        if precision is not None and precision.skips:
+            # As they are after the last step that waits.
+            last = self._buffer.last.values
+            last["precision/skipped_steps"] = precision.skipped_steps
+            if is_scaled:
+                last["precision/loss_scale"] = precision.loss_scale
+        for step, losses in self._buffer.take(trainer.strategy):
+            if not self._skips:
+                refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=module.saved, cures=module.cures)
+            self._take(step, losses)
+            self._write(step.values, step.index - 1 + self.first_point, step.panels)
+            if precision is not None:
+                precision.written(step.values, step=step.index)
+
+    def shown(self) -> dict[str, float]:
+        """Return the last points that the console shows: a stage's loss and metrics, without the terms of a loss."""
+        return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write what optimizer step `index` gave, by tag: Lightning's own loggers take numbers, ours panels, too."""
+        """Write values by tag to every logger, and panels to exp's own: Lightning's loggers take numbers alone."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
@@ -167,26 +226,12 @@ class StepRecording(Callback, ABC):
             self._show(self._heat_maps.shown(panels, index) if panels else {}, index)
 
     def _show(self, panels: Mapping[str, Panel], index: int) -> None:
-        """Draw panels, and give them to exp's own loggers; Lightning's take numbers alone."""
         shown = self._drawn(panels) if panels else {}
-        for logger in self._trainer.loggers if shown else ():
-            if isinstance(logger, RunLogger):
-                logger.log_panels(shown, index)
+        for logger in self._run_loggers() if shown else ():
+            logger.log_panels(shown, index)
 
-    def _begin_writing(self, index: int) -> None:
-        """Void what an earlier process wrote from this step on, the first of the training."""
-        for logger in self._trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.purge(index)
-        if self._trainer.is_global_zero:
-            self._heat_maps.begin(index)
-
-    def _save_written(self) -> None:
-        """Write what is held back: a process that goes on from a checkpoint begins behind it."""
-        for logger in self._trainer.loggers:
-            logger.save()
-        if self._trainer.is_global_zero:
-            self._heat_maps.save()
+    def _run_loggers(self) -> Iterator[RunLogger]:
+        return (logger for logger in self._trainer.loggers if isinstance(logger, RunLogger))
 
     def _end_writing(self, trainer: Trainer) -> None:
         """Draw the heat maps that have grown since they were drawn last."""
@@ -195,7 +240,7 @@ class StepRecording(Callback, ABC):
                 self._show(pictures, index)
 
     def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
-        """Draw panels; one that cannot be drawn is told once, and is no reason to end the run."""
+        """Draw panels. A panel that cannot be drawn is reported once, and does not end the run."""
         shown = {}
         for tag, panel in panels.items():
             if tag in self._undrawn:
@@ -210,7 +255,7 @@ class StepRecording(Callback, ABC):
         return shown
 
     def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
-        """Write what a stage gave, once an optimizer step: with the same weights a second validation gives the same."""
+        """Write the values of a stage once an optimizer step: the same weights give the same values again."""
         if (values or panels) and self._stages.get(stage) != self._index:
             self._stages[stage] = self.stage_steps[stage] = self._index
             self._write(values, self._index, panels)
@@ -241,9 +286,8 @@ class Recording(StepRecording):
 
     It must stand before callbacks that look at `trainer.callback_metrics`.
 
-    hooks: by name. directory: of the run, where hooks write files.
-    skips: whether a loss that is not finite is left out, as its step is; else it ends the run.
-    metrics: an attribute, what callbacks compare: values of epochs.
+    Attributes:
+        metrics: Values of epochs, which callbacks compare.
     """
 
     _module: TrainingModule
@@ -251,140 +295,91 @@ class Recording(StepRecording):
     def __init__(
         self, *, hooks: Mapping[str, Hook] | None = None, directory: Path | None = None, skips: bool = False
     ) -> None:
-        super().__init__(hooks=hooks, directory=directory)
+        super().__init__(hooks=hooks, directory=directory, skips=skips)
         self.metrics: dict[str, float] = {}
         self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
-        self._skips = skips
         self._start_window()
 
     def _start_window(self) -> None:
         """Start a window: the batches of one optimizer step."""
-        self._values, self._size, self._rates = None, 0, {}
-        # The loss and terms that the gradients of the update come from; of phases None.
+        # The loss and terms that the gradients of the update come from; with phases None.
         self._result: StepResult | None = None
-        # What each phase behind the first gave.
-        self._later: list[Found] = []
         self._losses: list[Tensor] = []
         self._micro_batches = 0
 
     # --- the run ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         assert isinstance(pl_module, TrainingModule)
-        self._module, self._trainer = pl_module, cast(RunTrainer, trainer)
+        self._module = pl_module
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:
-        """Go on behind a loss that is not finite: whoever asks for this, behind `setup`, ends the training itself."""
+        """Leave out losses that are not finite. The caller ends the training; call this after `setup`."""
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._step_hooks.attach(trainer, self._module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._index = self._first = trainer.global_step
+        self._index = trainer.global_step
         self._start_window()
         trainer.callback_metrics.update(_tensors(self.metrics))
-        self._begin_writing(self._index + 1)
-        self._reseed(-1)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.flush(trainer)
-        self._end_writing(trainer)
-        # Before an average takes the place of the weights, and whether or not they are saved.
-        self._module.require_finite({"state_dict": pl_module.state_dict()})
-        self._step_hooks.ended()
+        super().on_train_start(trainer, pl_module)
 
     # --- the step ---
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        self._size += batch.global_size
         vars(self._module)["is_counting"] = True
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Of phases this is Lightning's empty one; theirs say so themselves.
+        # With phases this is Lightning's empty backward; a phase reports its own.
         if not self._module.phases:
             self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        turn = self._step_hooks.turn
-        if turn.phase is None and self._values is not None:
-            return  # an optimizer that evaluates its closure several times in a step
+        hooks, turn = self._step_hooks, self._step_hooks.turn
         if turn.phase is None:
+            if self._result is not None:
+                return  # an optimizer that evaluates its closure several times in a step
             self._result = self._module.last
             vars(self._module)["is_counting"] = False
-        self._step_hooks.before_update(optimizer)
-        if not turn.is_recorded:
-            return
-        found = self._step_hooks.before_step()
-        if self._values is None:
-            # The same mapping: what hooks give after clipping comes into it, too.
-            self._values = found
-        else:
-            self._later.append(found)
-        self._add_rates(found, optimizer, phase=turn.phase)
+        hooks.before_update(optimizer)
+        if turn.is_recorded:
+            self._record_update(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
-        self._step_hooks.end_batch()
-        module, values = self._module, self._values
-        loss, parts = self._result or module.last
-        if loss is None or (module.phases and values is None):
+        record, module = self._step_hooks.end_batch(), self._module
+        if module.phases and record is None:
             return  # the phases run at the last micro-batch, and give the means over all of them
+        loss, parts = self._result or module.last
+        assert loss is not None
         several = len(parts) > 1 or (module.phases and len(module.objective.terms) > 1)
         losses = [loss, *parts.values()] if several else [loss]
-        if values is None or self._losses:
+        if record is None or self._losses:
             losses = [a + b for a, b in zip(self._losses, losses, strict=True)] if self._losses else losses
             self._micro_batches += 1
-            if values is None:
+            if record is None:
                 self._losses = losses
                 return
             losses = [loss / self._micro_batches for loss in losses]
-        index = self._index + 1
-        for found in self._later:
-            values.update(found)
-        values.update(self._step_hooks.end_step())
-        self._buffer.add(Recorded(index, self._size, losses, values, tuple(parts) if module.phases else None))
-        self._index = index
-        self._values, self._result, self._size = None, None, 0
-        if self._losses or self._later:
-            self._losses, self._later, self._micro_batches = [], [], 0
-        if self._is_flush(index):
-            self.flush(trainer)
+        self._add(record, losses, tuple(parts) if module.phases else None)
+        self._start_window()
 
-    # --- what leaves the device ---
-
-    def flush(self, trainer: Trainer) -> None:
-        if not len(self._buffer):
-            return
-        terms = self._module.values_of("train").terms
-        precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
-        if precision is not None and precision.skips:
-            # As they are behind the last step that waits, whatever the reason to write it.
-            last = self._buffer.last.values
-            last["precision/skipped_steps"] = precision.skipped_steps
-            if precision.is_scaled:
-                last["precision/loss_scale"] = precision.loss_scale
-        for step, losses in self._buffer.take(trainer.strategy):
-            loss = losses[0]
-            if not self._skips:
-                refuse_lost(
-                    loss, step.index, is_scaled=precision is not None and precision.is_scaled, saved=self._module.saved
-                )
-            # The mean is over the steps that were taken; of none it is no number.
-            is_counted = not self._skips or math.isfinite(loss)
-            self._epoch_sum += loss * step.size if is_counted else 0.0
-            self._epoch_size += step.size if is_counted else 0
-            self._epoch_has_loss = True
-            values = step.values
-            values["loss/train"] = loss
-            named = zip(terms if step.terms is None else step.terms, losses[1:], strict=False)
-            values.update({f"loss/train/{term}": part for term, part in named})
-            self._write(values, step.index, step.panels)
-            if precision is not None:
-                precision.written(values, step=step.index)
+    def _take(self, step: Recorded, losses: Sequence[float]) -> None:
+        loss = losses[0]
+        # The mean is over the steps that were taken; without any it is not a number.
+        if not self._skips or math.isfinite(loss):
+            self._epoch_sum += loss * step.size
+            self._epoch_size += step.size
+        self._epoch_has_loss = True
+        step.values["loss/train"] = loss
+        terms = self._module.values_of("train").terms if step.terms is None else step.terms
+        step.values.update({f"loss/train/{term}": part for term, part in zip(terms, losses[1:], strict=False)})
 
     # --- epochs ---
 
@@ -441,14 +436,13 @@ class Recording(StepRecording):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._index = checkpoint["global_step"]
         if trainer.state.fn == "fit" and STATE in checkpoint:
             state = checkpoint[STATE]
             self.metrics.update(state["metrics"])
             self._epoch_sum, self._epoch_size = state["epoch_sum"], state["epoch_size"]
             self._epoch_has_loss = bool(self._epoch_size)
-        if trainer.state.fn == "fit" and LATEST in checkpoint:
-            self.latest.update(checkpoint[LATEST])
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:

@@ -1,10 +1,19 @@
-"""Call the hooks of a run at their places in a step and in an evaluation."""
+"""Call the hooks of a run at their places in a step and in an evaluation.
+
+A step has four phases, in which hooks give values. StepRecord collects them until the step ends:
+
+forward     after_forward: of each micro-batch, the last one counts
+backward    after_backward: the gradients are true and not clipped
+clipping    after_clipping
+step        after_step: the parameters are updated
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -40,10 +49,9 @@ Owners = dict[str, tuple[Hook | None, str]]
 
 
 class Due:
-    """The hooks of one step, by the methods that they override."""
+    """The hooks of one step by the methods that they override. hooks: with the methods that have nothing to do."""
 
     def __init__(self, hooks: Mapping[Hook, frozenset[str]]) -> None:
-        """hooks: with the methods of each that have nothing to do."""
         self.passed = _busy(hooks, "passed")
         self.around_forward = _busy(hooks, "around_forward")
         self.after_forward = _busy(hooks, "after_forward")
@@ -56,11 +64,49 @@ class Due:
         self.watches_forward = bool(self.around_forward or self.at_modules)
 
 
-class StepHooks(StepObserver):
-    """The hooks, and the step that they see. Recording tells it of batches and steps, the module of what is between.
+@dataclass(slots=True)
+class StepRecord:
+    """The optimizer step under way.
 
-    hooks: by name. directory: of the run, where hooks write files.
-    turn: an attribute, the pass of phases that is under way.
+    Attributes:
+        index: Optimizer step, counted from 1.
+        due: Hooks that are due.
+        size: Samples of its global batches so far.
+        batch_idx: Number of the last micro-batch.
+        data: Data of the last micro-batch.
+        weight: Weight of the last micro-batch.
+        batches: Micro-batches with their numbers, if a hook asks for them.
+        losses: Losses of the micro-batches, if a hook asks for them.
+        found: What hooks have given, by tag.
+        is_stepped: Whether an optimizer steps, or has stepped.
+        is_clipping: Whether hooks look at the gradients after clipping.
+        seen: The step as hooks see it; None until a hook looks at it.
+    """
+
+    index: int
+    due: Due
+    size: int = 0
+    batch_idx: int = 0
+    data: object = None
+    weight: float = 1.0
+    batches: list[tuple[Batch, int]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    found: Found = field(default_factory=dict)
+    is_stepped: bool = False
+    is_clipping: bool = False
+    seen: Step | None = None
+
+
+class StepHooks(StepObserver):
+    """Calls the hooks. Recording reports batches and steps, and the module reports what is between them.
+
+    Args:
+        hooks: Hooks by name.
+        directory: Run directory, in which hooks write files.
+
+    Attributes:
+        turn: The pass of phases that is under way.
+        record: The step under way; None between two steps.
     """
 
     _trainer: RunTrainer
@@ -70,28 +116,17 @@ class StepHooks(StepObserver):
         self.hooks = dict(hooks)
         self.directory = directory
         self.turn = WHOLE_STEP
+        self.record: StepRecord | None = None
         self._all = list(self.hooks.values())
         self._pausing = _overriding(self._all, "pause")
         self._evaluating = _overriding(self._all, "evaluated")
         self._finishing = _overriding(self._all, "after_evaluation")
-        # Which hooks are due together repeats: their lists are made once.
+        # The same hooks are due together again and again: their lists are made once.
         self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
-        self._due = self._nothing = Due({})
-        self._is_within_step = False
-        self._step: Step | None = None
-        self._index = self._batch_idx = self._size = self._samples = 0
-        self._data: object = None
-        self._weight = 1.0
-        # Of the step under way: micro-batches with their batch_idx, and the losses of those that are done.
-        self._batches: list[tuple[Batch, int]] = []
-        self._losses: list[Tensor] = []
+        self._samples = 0
         self._total_steps: int | None = None
         self._same: dict[str, Any] = {}
-        # Whose each tag is, and where it is given.
         self._owners: Owners = {}
-        self._early: Found = {}
-        # What hooks gave for a step whose gradients are not yet clipped, where some look at them behind that.
-        self._unclipped: Found | None = None
 
     def __deepcopy__(self, memo: object) -> StepObserver:
         """Leave a copy of a module without an observer: callbacks that average weights make one."""
@@ -102,7 +137,7 @@ class StepHooks(StepObserver):
     def attach(self, trainer: Trainer, module: TrainingModule | OwnModule) -> None:
         """Attach the hooks: in fit all of them; in another stage those that act in one."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
-        self._forget_step()
+        self._end_step()
         self.turn, self._same = WHOLE_STEP, {}
         fitting = trainer.state.fn == "fit"
         self._total_steps = module.lengths()[0] if fitting else None
@@ -118,7 +153,7 @@ class StepHooks(StepObserver):
         module.observer = self
 
     def detach(self) -> None:
-        self._forget_step()
+        self._end_step()
         self._same = {}
         for hook in self._all:
             hook.detach()
@@ -132,8 +167,7 @@ class StepHooks(StepObserver):
             hook.ended()
 
     def failed(self, error: BaseException) -> None:
-        # A step that no hook has looked at yet has none.
-        step = self._step_now() if self._is_within_step else None
+        step = None if self.record is None else self._step_of(self.record)
         for name, hook in self.hooks.items():
             if hook.overrides("on_error"):
                 try:
@@ -141,152 +175,147 @@ class StepHooks(StepObserver):
                 except Exception:
                     log.exception("hooks.%s failed in on_error; the run ends by what came before", name)
 
-    # --- the step, as Recording tells of it ---
+    # --- the step, as Recording reports it ---
 
     def start_batch(self, batch: Batch, batch_idx: int, *, index: int) -> None:
         """Take a micro-batch of optimizer step `index`."""
-        if not self._is_within_step:
-            kind = tuple([hook.idle_at(index) if hook.due(index) else None for hook in self._all])
-            due = self._kinds.get(kind)
-            if due is None:
-                found = zip(self._all, kind, strict=True)
-                due = self._kinds[kind] = Due({hook: idle for hook, idle in found if idle is not None})
-            self._due, self._is_within_step = due, True
-            self.watches_forward = due.watches_forward
-            self._index, self._size = index, 0
-            self._batches, self._losses = [], []
-        self._size += batch.global_size
+        record = self.record
+        if record is None:
+            record = self.record = StepRecord(index, self._due_at(index))
+            self.watches_forward = record.due.watches_forward
+        record.size += batch.global_size
         self._samples += batch.global_size
-        if self._due.keeps_batches:
-            self._batches.append((batch, batch_idx))
-        self._batch_idx, self._data, self._weight = batch_idx, batch.data, batch.weight
-        if self._step is not None:
-            self._bring_up(self._step)
-        if self._due.passed:
-            self._passed("batch")
+        record.batch_idx, record.data, record.weight = batch_idx, batch.data, batch.weight
+        if record.due.keeps_batches:
+            record.batches.append((batch, batch_idx))
+        if record.seen is not None:
+            self._bring_up(record, record.seen)
+        self._passed("batch")
+
+    def _due_at(self, index: int) -> Due:
+        kind = tuple([hook.idle_at(index) if hook.due(index) else None for hook in self._all])
+        due = self._kinds.get(kind)
+        if due is None:
+            found = zip(self._all, kind, strict=True)
+            due = self._kinds[kind] = Due({hook: idle for hook, idle in found if idle is not None})
+        return due
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Call the hooks before an optimizer steps, also where nothing of it is recorded."""
-        if not self._due.before_update:
+        """Call the hooks before an optimizer steps, also in a pass that is not recorded."""
+        record = self.record
+        if record is None or not record.due.before_update:
             return
-        step = self._step_now()
-        step.phase = self.turn.phase
-        losses = [*self._losses, *self._last_loss()]
-        assert isinstance(self._module, TrainingModule)  # of others such a hook is refused
-        update = _update_of(self._module, optimizer, step.batches, losses, self.turn)
-        for hook in self._due.before_update:
+        step = self._step_of(record)
+        losses = [*record.losses, *self._last_loss()]
+        assert isinstance(self._module, TrainingModule)  # the check refuses such a hook for any other module
+        update = _update_of(self._module, optimizer, record.batches, losses, self.turn)
+        for hook in record.due.before_update:
             hook.before_update(step, update)
 
     def before_step(self) -> Found:
-        """Return what the hooks give for true gradients, and what they gave in the forward."""
-        found, self._early = self._early, {}
-        due = self._due
-        for hook in due.at_modules:
+        """Record the true gradients before an optimizer steps. Return what hooks have given for the step."""
+        record = self.record
+        assert record is not None
+        record.is_stepped, record.is_clipping = True, bool(record.due.after_clipping)
+        for hook in record.due.at_modules:
             hook.disengage()  # what another hook computes from here on is not the step's
-        if due.after_backward:
-            self._call(due.after_backward, "after_backward", into=found)
-        if due.after_clipping:
-            self._unclipped = found
-        return found
+        self._call(record.due.after_backward, "after_backward")
+        return record.found
 
-    def end_batch(self) -> None:
-        """End a micro-batch."""
-        if self._due.before_update and not self._module.phases:
-            self._losses += self._last_loss()
-        for hook in self._due.at_modules:
+    def end_batch(self, *, ends_step: bool = False) -> StepRecord | None:
+        """End a micro-batch. Return the step if it ends with it: an optimizer has stepped, or `ends_step`."""
+        record = self.record
+        assert record is not None
+        due = record.due
+        if due.before_update and not self._module.phases:
+            record.losses += self._last_loss()
+        for hook in due.at_modules:
             hook.disengage()
-
-    def end_step(self) -> Found:
-        """Return what the hooks give for updated parameters, and end the step."""
-        due = self._due
-        if due.passed and not self._module.phases:
+        if not (record.is_stepped or ends_step):
+            return None
+        if not self._module.phases:
             self._passed("optimizer")
-        found: Found = {}
-        if due.after_step:
-            self._call(due.after_step, "after_step", into=found)
-        self._forget_step()
-        return found
+        self._call(due.after_step, "after_step")
+        self._end_step()
+        return record
 
-    # --- the step, as the module tells of it: see StepObserver ---
+    # --- the step, as the module reports it: see StepObserver ---
 
     @contextmanager
     def around_forward(self, data: object) -> Iterator[None]:
         # A step may have several: of phases, and of optimizers that evaluate their closure again.
-        self._data = data
-        due, step = self._due, self._step_now()
+        record = self.record
+        assert record is not None
+        record.data = data
+        step = self._step_of(record)
         step.data, step.loss = data, None
         with ExitStack() as stack:
-            if due.at_modules:
+            if record.due.at_modules:
                 stack.enter_context(uncompiled(self._module.network))
-            for hook in due.at_modules:
+            for hook in record.due.at_modules:
                 stack.enter_context(hook.engaged())
-            for hook in due.around_forward:
+            for hook in record.due.around_forward:
                 if (context := hook.around_forward(step)) is not None:
                     stack.enter_context(context)
             yield
 
     def after_forward(self, values: ForwardValues) -> None:
-        due = self._due
-        if due.after_forward:
+        record = self.record
+        if record is not None and record.due.after_forward:
             with torch.no_grad():
-                self._call(due.after_forward, "after_forward", values, into=self._early)
-        if due.passed:
-            self._passed("forward")
+                self._call(record.due.after_forward, "after_forward", values)
+        self._passed("forward")
 
     def after_backward(self) -> None:
-        if self._due.passed:
-            self._passed("backward")
+        self._passed("backward")
 
     def after_clipping(self) -> None:
-        found, self._unclipped = self._unclipped, None
-        if found is not None:
-            self._call(self._due.after_clipping, "after_clipping", into=found)
+        record = self.record
+        if record is not None and record.is_clipping:
+            record.is_clipping = False
+            self._call(record.due.after_clipping, "after_clipping")
 
     def after_phase(self) -> None:
-        if self._due.passed:
-            self._passed("optimizer")
+        self._passed("optimizer")
 
     def begin_turn(self, turn: Turn) -> None:
         self.turn = turn
 
     def _passed(self, boundary: Boundary) -> None:
-        step = self._step_now()
-        step.phase = self.turn.phase
-        for hook in self._due.passed:
-            hook.passed(boundary, step)
+        record = self.record
+        if record is not None and record.due.passed:
+            step = self._step_of(record)
+            for hook in record.due.passed:
+                hook.passed(boundary, step)
 
-    def _call(self, hooks: Sequence[Hook], method: str, *arguments: object, into: Found) -> None:
-        """Put what these hooks give for the step into a mapping, by tags that end with the phase under way."""
-        step, phase = self._step_now(), self.turn.phase
-        step.phase = phase
+    def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
+        """Record what hooks give, by tags that end with the phase under way."""
+        record, phase = self.record, self.turn.phase
+        if record is None or not hooks:
+            return
+        step = self._step_of(record)
         if phase is not None:
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            found = given(hook, method, (step, *arguments), owners=self._owners, place="a step", ending=ending)
-            if method != "after_forward" and not into.keys().isdisjoint(found):
-                twice = next(tag for tag in found if tag in into)
-                raise RunError(f"hooks.{hook.name} gives {twice} twice in a step; expected once. Rename one of the two")
-            into.update(found)
+            found = given(hook, method, (step, *arguments), owners=self._owners, place=method, ending=ending)
+            record.found.update(found)
 
-    # --- what the hooks see of it ---
+    # --- the step as hooks see it ---
 
-    def _forget_step(self) -> None:
-        self._due, self._is_within_step = self._nothing, False
-        self.watches_forward = False
-        self._step, self._data, self._unclipped = None, None, None
-        self._batches, self._losses = [], []
+    def _end_step(self) -> None:
+        self.record, self.watches_forward = None, False
 
     def _last_loss(self) -> list[Tensor]:
-        """Return the loss of the training step that was last; of phases, of the last that ran."""
+        """Return the loss of the last training step; with phases that of the last phase."""
         loss = self._module.last.loss
         return [] if loss is None else [loss]
 
-    def _step_now(self) -> Step:
-        step = self._step
+    def _step_of(self, record: StepRecord) -> Step:
+        step = record.seen
         if step is None:
-            step = self._step = Step(
-                index=self._index,
+            step = record.seen = Step(
+                index=record.index,
                 epoch=self._trainer.current_epoch,
                 accumulated=self._trainer.accumulate_grad_batches,
                 # Callbacks may replace and set them between two steps.
@@ -294,16 +323,16 @@ class StepHooks(StepObserver):
                 clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
             )
-            self._bring_up(step)
+            self._bring_up(record, step)
         step.loss = self._module.last.loss
-        step.phase = None
+        step.phase = self.turn.phase
         return step
 
-    def _bring_up(self, step: Step) -> None:
-        """Bring a step up to the micro-batch that came last."""
-        step.batch_idx, step.batch_size = self._batch_idx, self._size
+    def _bring_up(self, record: StepRecord, step: Step) -> None:
+        """Bring a step up to the last micro-batch."""
+        step.batch_idx, step.batch_size = record.batch_idx, record.size
         step.samples_seen, step.seconds_waited = self._samples, self._module.seconds_waited
-        step.data, step.weight, step.batches = self._data, self._weight, self._batches
+        step.data, step.weight, step.batches = record.data, record.weight, record.batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:
         # Once: Lightning's properties look each of them up through others.
@@ -352,11 +381,18 @@ def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:
 def given(
     hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, place: str, ending: str = ""
 ) -> Values:
-    """Call a method of a hook, and hold what it returns to tags of its own.
+    """Return what a method of a hook gives, by tags that no one else gives.
 
-    owners: whose each tag is, in which new ones are entered. place: a step, or the stage: of both a tag would have two
-        points at one step. ending: is added to each tag.
-    Raises: RunError where it is no mapping, or a tag is another's; whatever the method raises, with the hook's name.
+    Args:
+        hook: The hook.
+        method: Name of its method.
+        arguments: Of the method.
+        owners: The hook and the place of each tag; new tags are added.
+        place: The method, or the stage of an evaluation. In two places, a tag would have two points at one step.
+        ending: Is added to each tag.
+
+    Raises:
+        RunError: The value is no mapping, or a tag is another's.
     """
     try:
         found: Values | None = getattr(hook, method)(*arguments)
@@ -381,11 +417,8 @@ def given(
 
 def _enter(tag: str, hook: Hook, place: str, owners: Owners) -> None:
     owner, where = owners.get(tag, (None, ""))
-    if owner is hook:
-        cure = "expected a tag for each, such as one that ends with the stage. Rename it"
-        raise RunError(f"hooks.{hook.name} gives {tag} in {where} and in {place}; {cure}")
     if where or tag.partition("/")[0] in ENGINE_TAGS:
-        whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too"
+        whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too, in {where}"
         raise RunError(f"hooks.{hook.name} gives {tag}, which is {whose}; expected a tag of its own. Rename it")
     owners[tag] = (hook, place)
 

@@ -158,4 +158,4 @@ def rate_names(optimizer: Optimizer, *, phase: str | None = None) -> list[str]:
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
     if phase is None:
         return names
-    return [phase] if names == [REST] else [f"{phase}/{name}" for name in names]
+    return [phase] if names in ([REST], ["0"]) else [f"{phase}/{name}" for name in names]

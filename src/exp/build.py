@@ -46,7 +46,7 @@ from exp.engine.datamodule import PlainData, RunData
 from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
 from exp.engine.module import TrainingModule
-from exp.engine.non_finite import LowerRates, UndoneForward
+from exp.engine.non_finite import UndoneForward
 from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
 from exp.engine.own_module import OwnModule
 from exp.engine.own_recording import OwnRecording
@@ -99,21 +99,18 @@ class Parts:
     recording: StepRecording
     checkpointing: Checkpointing
     stopping: Stopping
-    lower_rates: LowerRates
     pruning: Pruning | None = None
 
 
-def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: Path | None = None) -> Parts:
+def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None) -> Parts:
     """Make every object of a run, for one rank.
 
-    directory: of the run. rewinds: how often it has gone back from numbers that were not finite. resume: the checkpoint
-    that its state will come from, instead of the config's.
+    directory: of the run. resume: the checkpoint that its state will come from, instead of the config's.
     Raises: ConfigError where a constructor refuses its values.
     """
     plain, placement = plan.plain, plan.placement
     arguments, limits = take_limits(_trainer_values(plain))
     runtime = plain["runtime"]
-    lower_rates = LowerRates(factor=runtime["rewind_factor"], rewinds=rewinds)
     own = build_entries(plain, "callbacks").values()
     share = placement.data_rank(rank.global_rank)
     checkpointing = _checkpointing(plan, directory, own)
@@ -137,7 +134,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         # Recording first, because the others look at the values that it publishes.
         callbacks=[
             recording,
-            *_guards(plan, lower_rates, network),
+            *_guards(plan, network),
             BeforeOthers(checkpointing, stopping),
             *own,
             checkpointing,
@@ -160,7 +157,6 @@ def build(plan: Plan, directory: Path, *, rank: Rank, rewinds: int = 0, resume: 
         recording=recording,
         checkpointing=checkpointing,
         stopping=stopping,
-        lower_rates=lower_rates,
         pruning=pruning,
     )
 
@@ -232,12 +228,11 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
     )
 
 
-def _guards(plan: Plan, lower_rates: LowerRates, network: nn.Module) -> list[Callback]:
-    """What says which parameters learn, and acts on a number that is not finite, beside the checks of what is saved."""
-    acting: dict[str, list[Callback]] = {"stop": [], "skip": [UndoneForward()], "rewind": [lower_rates]}
+def _guards(plan: Plan, network: nn.Module) -> list[Callback]:
+    """Return the callbacks that set which parameters learn, and that undo a skipped step."""
     freezing = build_freezing(network, plan.plain)
     learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
-    return [*learning, *acting[plan.plain["runtime"]["non_finite"]]]
+    return [*learning, *([UndoneForward()] if plan.plain["runtime"]["non_finite"] == "skip" else [])]
 
 
 def _network(plan: Plan, resume: Path | None) -> nn.Module:

@@ -9,7 +9,6 @@ start.py has the steps before.
 
 from __future__ import annotations
 
-import gc
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from exp.build import Parts, build
-from exp.check.plan import Plan, Resolved, adopt, frozen
+from exp.check.plan import Plan, adopt, frozen
 from exp.check.starting_point import newest_of
 from exp.config.freeze import read_overrides
 from exp.data.in_memory import AnyDataset, samples_in
@@ -28,9 +27,9 @@ from exp.engine.checkpointing import note_metrics
 from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.runtime import block_launches, set_threads, threads_of
-from exp.errors import NonFiniteError, RunError, UserCodeError
+from exp.errors import RunError, UserCodeError
 from exp.files import holding
-from exp.launch.launcher import last_checkpoint, requeue
+from exp.launch.launcher import requeue
 from exp.loggers.run_logger import RunLogger, description_of
 from exp.models.forward_trace import ForwardTrace
 from exp.run_report import Ongoing, Report, explain, write_bad_end, write_end
@@ -78,12 +77,7 @@ def run(
             parts = build(decided, directory, rank=rank, resume=resume)
             set_threads(threads_of(decided.plain["runtime"]["threads"], operator=operator))
             _prepare(decided, parts, directory, rank=rank, resume=resume)
-            while (lost := _work(decided, parts, resume)) is not None:
-                rewinds = parts.lower_rates.rewinds + 1
-                resume = last_checkpoint(directory) or resume
-                _tell_rewind(decided, lost, resume, rewinds)
-                parts = None  # nothing of what is lost stays
-                decided, parts = _built_again(resolved, directory, rank=rank, rewinds=rewinds, resume=resume)
+            _work(decided, parts, resume)
             if parts.stopping.ended_by is not None:
                 log.info("the training ended by %s", parts.stopping.ended_by)
             report = ongoing.ended("pruned" if _is_pruned(parts) else "completed", parts=parts)
@@ -142,70 +136,38 @@ def _size(part: AnyDataset) -> str:
         return "samples"  # a stream, or a length that its own code cannot tell: the loader says what is wrong with it
 
 
-def _work(decided: Plan, parts: Parts, resume: Path | None) -> str | None:
-    """Train, then test the best weights; or evaluate what the run starts from.
-
-    Returns: None; or what was lost, where the run is to go back.
-    """
+def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
+    """Train, then test the best weights; or evaluate what the run starts from."""
     plain, trainer = decided.plain, parts.trainer
     start = str(resume) if resume is not None else plain["resume"]
     if plain["train"]:
-        try:
-            trainer.fit(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True)
-        except NonFiniteError as error:
-            runtime = plain["runtime"]
-            if runtime["non_finite"] != "rewind" or parts.lower_rates.rewinds >= runtime["max_rewinds"]:
-                raise
-            # Rank 0 may still be writing what all ranks are to go back to.
-            parts.checkpointing.settle(trainer)
-            return str(error)
+        _on(parts, start, trainer.fit)
     if _is_pruned(parts):
-        return None
+        return
     if plain["validate"]:
         if "val" not in parts.stages:
             raise RunError("validate=true, and the data, or the module, has no val part; expected one")
-        trainer.validate(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, verbose=False)
+        _on(parts, start, trainer.validate, verbose=False)
     if plain["predict"]:
-        trainer.predict(
-            parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, return_predictions=False
-        )
+        _on(parts, start, trainer.predict, return_predictions=False)
     if plain["test"] and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
             log.warning("the data has no test part: the test stage is left out")
     elif plain["test"]:
         weights = _best_weights(decided, parts) if plain["train"] else start
-        trainer.test(parts.module, datamodule=parts.data, ckpt_path=weights, weights_only=True, verbose=False)
+        _on(parts, weights, trainer.test, verbose=False)
         best = parts.checkpointing.best
         if best is not None and weights == best["checkpoint"]:
             note_metrics(best, parts.recording.latest, stage="test")
-    return None
+
+
+def _on(parts: Parts, start: str | None, stage: Callable[..., object], **settings: bool) -> None:
+    """Run a stage of the Trainer from a checkpoint; None starts from the weights as they are."""
+    stage(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, **settings)
 
 
 def _is_pruned(parts: Parts) -> bool:
     return parts.pruning is not None and parts.pruning.has_pruned
-
-
-def _built_again(
-    resolved: Resolved, directory: Path, *, rank: Rank, rewinds: int, resume: Path | None
-) -> tuple[Plan, Parts]:
-    """The plan and the parts anew, as another process would make them that goes on with the run."""
-    gc.collect()
-    decided = adopt(resolved, rank=rank)
-    parts = build(decided, directory, rank=rank, rewinds=rewinds, resume=resume)
-    _describe(decided, parts, directory)
-    return decided, parts
-
-
-def _tell_rewind(decided: Plan, lost: str, checkpoint: Path | None, rewinds: int) -> None:
-    runtime = decided.plain["runtime"]
-    log.warning(
-        "%s\nIt goes back to %s, with its learning rates times %g: time %d of runtime.max_rewinds=%d",
-        lost,
-        checkpoint or "the start",
-        runtime["rewind_factor"],
-        rewinds,
-        runtime["max_rewinds"],
-    )
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:

@@ -156,9 +156,7 @@ SCHEMA: dict[str, Any] = {
         "cuda_blocking": bool,
         "cudnn_benchmark": bool | None,
         "autoresume": bool,
-        "non_finite": Literal["stop", "skip", "rewind"],
-        "rewind_factor": Annotated[float, Interval(gt=0, le=1)],
-        "max_rewinds": Index,
+        "non_finite": Literal["stop", "skip"],
     },
     "weights": {
         "from": Text | None,

@@ -51,7 +51,7 @@ def skip_faults(planned: Blueprint) -> list[Fault]:
             key="runtime.non_finite",
             got=f"skip with {reason}",
             expected="an optimizer of torch.optim but LBFGS, and a strategy that leaves the step to it",
-            cure="Write runtime.non_finite=stop or rewind",
+            cure="Write runtime.non_finite=stop",
         )
         for reason in reasons
     ]

@@ -23,6 +23,8 @@ REMOVED: Mapping[str, Any] = {
     "precision.report": False,
     "runtime.cuda_graph": False,
     "runtime.out_of_memory": "stop",
+    "runtime.rewind_factor": 0.5,
+    "runtime.max_rewinds": 3,
     "runtime.warm": "auto",
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)

@@ -1,9 +1,8 @@
 """Keep numbers that are not finite out of checkpoints, and out of runs that end well.
 
-runtime.non_finite     where a loss, a gradient or a weight is not finite
-stop                   the run ends by a NonFiniteError; what was saved before it stands
+runtime.non_finite     if a loss, a gradient or a weight is not finite
+stop                   the run ends by a NonFiniteError; what was saved before it stays
 skip                   a step with such a gradient changes nothing (precision/scaler.py, and `UndoneForward` here)
-rewind                 run.py goes on from the last checkpoint with lower rates (`LowerRates`), a few times
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from exp.engine.checkpoint import CURRENT, State
 from exp.errors import NonFiniteError
 from exp.nested import tensors_in
-from exp.optim.phase import each_optimizer
-from exp.optim.schedules import RATES_OF_GROUPS, lowered
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import Batch
 from exp.spelling import among
@@ -28,10 +25,9 @@ from exp.strategies.whole_state import local
 # The kinds of numbers that are not finite, which a buffer holds by design or not at all.
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
-REWINDS = "exp_rewinds"
 CURES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
-    "names the layer and keeps the step; or write runtime.non_finite=skip or rewind"
+    "names the layer and keeps the step; or write runtime.non_finite=skip"
 )
 # Of a LightningModule of the user's own, beside which the others are refused.
 OWN_CURES = (
@@ -122,37 +118,6 @@ class UndoneForward(Callback):
         is_skipped = _skipped_steps(trainer) > self._skipped
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(torch.where(is_skipped.to(buffer.device), before, buffer))
-
-
-class LowerRates(Callback):
-    """A callback that multiplies every learning rate of a run by a factor, once for each time that it went back.
-
-    A checkpoint holds the rates as they are, and how often the run had gone back by then.
-
-    factor: of one time. rewinds: how often; never less than the checkpoint has that the run goes on from.
-    """
-
-    def __init__(self, *, factor: float, rewinds: int) -> None:
-        super().__init__()
-        self.factor, self.rewinds = factor, rewinds
-        self._done = 0
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        self._done = checkpoint.get(REWINDS, 0)
-        self.rewinds = max(self.rewinds, self._done)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        checkpoint[REWINDS] = self.rewinds
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        factor, self._done = self.factor ** (self.rewinds - self._done), self.rewinds
-        if factor == 1.0:
-            return
-        for optimizer in each_optimizer(trainer.optimizers):
-            for group in optimizer.param_groups:
-                group.update({key: group[key] * factor for key in RATES_OF_GROUPS if key in group})
-        for config in trainer.lr_scheduler_configs:
-            config.scheduler.load_state_dict(lowered(config.scheduler.state_dict(), factor))
 
 
 def _skipped_steps(trainer: Trainer) -> Tensor:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.files import write_whole
@@ -23,20 +21,23 @@ from exp.nested import tensors_in
 from exp.output import tell_not_written
 from exp.shared_types import dtype_name
 
-# A panel is read on one page; the file has all of them.
+# The file has all rows.
 PANEL_ROWS = 300
-HEADER = "| calls | module | operator | shapes | dtypes | autocast |\n|---:|---|---|---|---|---|"
+HEADER = "| calls | module | operator | shapes | dtypes |\n|---:|---|---|---|---|"
+# Work of a backward outside every module: the gradient of the loss, and gradients that arrive at parameters.
+AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
 
 
 class Operators(OnChosenSteps):
-    """Lists the operator calls of a step's forward and backward, equal ones counted together.
+    """Lists the operator calls of the forward and the backward of a step, equal calls counted together.
 
-    Each with the module that called it, shapes and dtypes, and what autocast did: the dtypes that it was given, or that
-    the call is a cast of autocast's own. As the text `operators`, and whole in operators/step-<n>.md of the run
-    directory. Rank 0's, over all micro-batches of the step; the optimizer's calls are not among them.
+    Each row has the module that made the call, shapes and dtypes. A cast of autocast is a `_to_copy`. The list is the
+    text `operators`, and whole in operators/step-<n>.md of the run directory. It is that of rank 0, over all
+    micro-batches of the step, without calls of the optimizer.
 
-    steps: counted from 1.
-    modules: patterns of the modules that calls are told by; a call within another counts for the one around it.
+    Args:
+        steps: Optimizer steps, counted from 1.
+        modules: Patterns of the modules that are named. A call within another module counts for the one around it.
     """
 
     needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread"})
@@ -90,41 +91,15 @@ class Operators(OnChosenSteps):
         return {self.name: Text(table(calls, rows=PANEL_ROWS))}
 
 
-def table(calls: OperatorCalls, *, rows: int | None) -> str:
-    """In Markdown, forward first, each kind of call in the order in which it came first. rows: at most; None is all."""
-    kinds = list(calls.counts.items())
-    text = []
-    for direction in ("forward", "backward"):
-        own = [(kind, count) for kind, count in kinds if kind.direction == direction]
-        shown = own if rows is None else own[:rows]
-        text += [f"## {direction}: {sum(count for _, count in own)} calls", "", HEADER]
-        text += [_row(kind, count) for kind, count in shown]
-        if len(shown) < len(own):
-            text.append(f"\n{len(own) - len(shown)} more kinds of calls are in the file.")
-        text.append("")
-    return "\n".join(text).rstrip()
+class OperatorCall(NamedTuple):
+    """The properties of equal calls.
 
-
-def _row(kind: OperatorCall, count: int) -> str:
-    autocast = "its own cast" if kind.by_autocast else f"given {kind.given}" if kind.given else ""
-    module = kind.module or "(network)"
-    return f"| {count} | {module} | {kind.operator} | {kind.shapes} | {kind.dtypes} | {autocast} |"
-
-
-# Functions that a network calls to cast; what they cast is not autocast's choice.
-CASTS = ("to", "type", "float", "half", "bfloat16", "double", "type_as", "_to_copy")
-CAST_OPERATOR = "aten._to_copy.default"
-# In a backward, what no module's operator does: the loss's own gradient; gradients that arrive at parameters.
-AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class OperatorCall:
-    """What calls that are counted together have in common.
-
-    direction: forward or backward. module: the innermost in whose forward it ran, or whose backward it is; the loss is
-        `objective`. shapes, dtypes: of its tensors, in -> out. given: of a call that autocast changed, the dtypes that
-        the network gave; empty otherwise. by_autocast: whether it is a cast that autocast put in.
+    Args:
+        direction: forward or backward.
+        module: Innermost module in whose forward the call or its node was made; `objective` for the loss.
+        operator: Name in torch, without `aten`.
+        shapes: Shapes of the tensors, in and out.
+        dtypes: Their dtypes.
     """
 
     direction: str
@@ -132,30 +107,27 @@ class OperatorCall:
     operator: str
     shapes: str
     dtypes: str
-    given: str = ""
-    by_autocast: bool = False
 
 
 class OperatorCalls:
     """Counts calls, in the order in which each kind came first.
 
-    Of a forward inside `forward()`; of what runs between `begin_backward` and `end_backward`, in the thread that
-    calls backward.
+    It counts the forward inside `forward()`, and the work between `begin_backward` and `end_backward` in the thread
+    that calls backward.
     """
 
     def __init__(self) -> None:
         self.modules = ModuleCalls(outside="objective")
         self.counts: Counter[OperatorCall] = Counter()
-        self._functions = _Functions()
         self._dispatch = _Dispatch(self._note)
         self._backward = ExitStack()
         self._in_backward = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward and the objective of a micro-batch."""
+        """Count the forward and the objective of a micro-batch."""
         self.modules = ModuleCalls(outside="objective")
-        with self._functions, self._dispatch:
+        with self._dispatch:
             yield
 
     def begin_backward(self) -> None:
@@ -164,73 +136,47 @@ class OperatorCalls:
         self._backward.enter_context(self._dispatch)
 
     def end_backward(self) -> None:
-        """Safe where no backward is under way."""
+        """End a backward. Safe without one."""
         self._in_backward = False
         self._backward.close()
 
     def _note(self, operator: str, taken: list[Tensor], given: list[Tensor]) -> None:
-        # A detach computes nothing, and how many autograd makes depends on who looks at what it keeps.
+        # A detach computes nothing, and their number depends on other hooks.
         if OBSERVING.depth or operator == "aten.detach.default":
             return
-        casts, chosen = False, ""
-        called = None if self._in_backward else self._functions.current
-        if called is not None and called.is_under_autocast and called.name not in CASTS:
-            casts = operator == CAST_OPERATOR
-            if not casts and not _floating(taken) <= called.dtypes:
-                chosen = ", ".join(sorted(map(dtype_name, called.dtypes)))
-        self.counts[
-            OperatorCall(
-                direction="backward" if self._in_backward else "forward",
-                module=self._behind(running_node()) if self._in_backward else self.modules.current,
-                operator=operator.removeprefix("aten.").removesuffix(".default"),
-                shapes=_each(taken, given, lambda tensor: str(list(tensor.shape))),
-                dtypes=_each(taken, given, lambda tensor: dtype_name(tensor.dtype)),
-                given=chosen,
-                by_autocast=casts,
-            )
-        ] += 1
-
-    def _behind(self, node: Node | None) -> str:
-        """What a call in the backward belongs to."""
-        if node is None:
-            return AUTOGRAD
-        return PARAMETERS if node.name().endswith("AccumulateGrad") else self.modules.maker(node)
+        call = OperatorCall(
+            direction="backward" if self._in_backward else "forward",
+            module=_maker(running_node(), self.modules) if self._in_backward else self.modules.current,
+            operator=operator.removeprefix("aten.").removesuffix(".default"),
+            shapes=_each(taken, given, lambda tensor: str(list(tensor.shape))),
+            dtypes=_each(taken, given, lambda tensor: dtype_name(tensor.dtype)),
+        )
+        self.counts[call] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Called:
-    name: str
-    dtypes: frozenset[torch.dtype]
-    is_under_autocast: bool
+def _maker(node: Node | None, modules: ModuleCalls) -> str:
+    """Return the owner of a call in the backward."""
+    if node is None:
+        return AUTOGRAD
+    return PARAMETERS if node.name().endswith("AccumulateGrad") else modules.maker(node)
 
 
-class _Functions(TorchFunctionMode):
-    """Knows the torch function that the network is calling, and the floating dtypes that it gave to it.
-
-    And whether autocast acts on it, which below autocast nobody can say.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stack: list[_Called] = []
-
-    @property
-    def current(self) -> _Called | None:
-        return self._stack[-1] if self._stack else None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(kwargs)]
-        is_under = bool(given) and torch.is_autocast_enabled(given[0].device.type)
-        self._stack.append(_Called(getattr(func, "__name__", str(func)), _floating(given), is_under))
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._stack.pop()
+def table(calls: OperatorCalls, *, rows: int | None) -> str:
+    """Return Markdown, the forward first, in the order of the first calls. rows: most rows; None for all."""
+    text = []
+    for direction in ("forward", "backward"):
+        own = [(call, count) for call, count in calls.counts.items() if call.direction == direction]
+        text += [f"## {direction}: {sum(count for _, count in own)} calls", "", HEADER]
+        for call, count in own[:rows]:
+            text.append(f"| {count} | {' | '.join([call.module or '(network)', *call[2:]])} |")
+        if rows is not None and rows < len(own):
+            text.append(f"\n{len(own) - rows} more kinds of calls are in the file.")
+        text.append("")
+    return "\n".join(text).rstrip()
 
 
 class _Dispatch(TorchDispatchMode):
-    """Tells each operator's name, the tensors that it takes and those that it gives."""
+    """Reports the name of each operator, its input tensors and its output tensors."""
 
     def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's, which has no types
@@ -238,19 +184,11 @@ class _Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Before it runs: an operator may change its inputs in place.
-        taken = [*_tensors(args), *_tensors(kwargs)]
+        # Before the call: an operator may change its inputs in place.
+        taken = [*tensors_in(args), *tensors_in(kwargs)]
         result = func(*args, **kwargs)
-        self.note(str(func), taken, _tensors(result))
+        self.note(str(func), taken, list(tensors_in(result)))
         return result
-
-
-def _tensors(data: object) -> list[Tensor]:
-    return list(tensors_in(data))
-
-
-def _floating(tensors: list[Tensor]) -> frozenset[torch.dtype]:
-    return frozenset(tensor.dtype for tensor in tensors if tensor.is_floating_point())
 
 
 def _each(taken: list[Tensor], given: list[Tensor], text: Callable[[Tensor], str]) -> str:

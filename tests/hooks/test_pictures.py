@@ -114,10 +114,9 @@ def test_features_show_the_channels_of_the_first_sample(step):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 20, 3))
     first, second = torch.randn(3, 1, 8, 8), torch.randn(3, 1, 8, 8)
-    found = maps_of(step, net, first, second, columns=3)
+    found = maps_of(step, net, first, second)
     assert list(found) == ["features/0", "features/2"]
     image = found["features/0"]
-    assert image.columns == 3
     assert image.pixels.shape == (5, 1, 48, 48)  # 8 pixels, six times as large
     maps = net[0](first)[0].detach()
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
@@ -131,5 +130,5 @@ def test_features_show_the_channels_of_the_first_sample(step):
 def test_features_need_a_module_with_maps(step):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))
     assert list(maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["*"])) == ["features/0"]
-    with pytest.raises(RunError, match=r"no module gives feature maps in this step.*1 gives \[1, 72\], 2 gives"):
+    with pytest.raises(RunError, match=r"no module gives feature maps \[B, C, H, W\] in this step"):
         maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["1", "2"])

@@ -58,6 +58,8 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
     "exp.extras.debugging.operators.Operators": ["every_n_steps"],
     "exp.extras.debugging.profile.Profile": ["rows"],
+    "exp.extras.research.features.Features": ["columns"],
+    "exp.extras.research.gradient_reversal.GradientReversal": ["steepness"],
     "exp.hooks.activations.Activations": ["unit_axis"],
     "exp.hooks.confusion.Confusion": ["normalised"],
     "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],

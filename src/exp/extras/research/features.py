@@ -1,4 +1,4 @@
-"""The hook `features`: what convolutions see, as pictures."""
+"""The hook `features`: the outputs of convolutions as pictures."""
 
 from __future__ import annotations
 
@@ -22,92 +22,58 @@ SIDE = 48
 
 
 class Features(Hook):
-    """Draws `features/<module>`, a grid of the feature maps that chosen layers gave for the first sample of a due step.
+    """Draws `features/<module>`, a grid of feature maps of the first sample of a due step.
 
-    A map is one channel of an output `[B, C, H, W]`; its own smallest value is black and its largest white. Of several
-    calls of a module in a step, and of several micro-batches, the first one is drawn; of several ranks the first's.
+    A map is one channel of an output `[B, C, H, W]`; its smallest value is black and its largest white. It is that of
+    the first call of the module in the first micro-batch of rank 0.
 
-    modules: whose outputs are drawn. Each pattern must mean a module with such an output, and `*` takes all that have.
-    maps: so many channels are drawn at most, the first ones. columns: of the grid; None makes it square.
+    Args:
+        every_n_steps: Period in optimizer steps.
+        modules: Patterns of modules. Each must match a module with such an output; `*` takes all that have one.
+        maps: The largest number of channels that are drawn, the first ones.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
-    least = {"maps": 1, "columns": 1}
+    least = {"maps": 1}
 
-    def __init__(
-        self,
-        *,
-        every_n_steps: int = 500,
-        modules: Sequence[str] = ("Conv2d",),
-        maps: int = 16,
-        columns: int | None = None,
-    ) -> None:
+    def __init__(self, *, every_n_steps: int = 500, modules: Sequence[str] = ("Conv2d",), maps: int = 16) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.maps, self.columns = maps, columns
+        self.maps = maps
         self._images: dict[str, Image] = {}
-        self._others: dict[str, str] = {}
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        faults = list(super().faults(planned))
-        yield from faults
-        if any(fault.key == f"hooks.{self.name}.modules" for fault in faults):
-            return
-        # Of each module that is called, the shape that is drawn, or that it gives.
-        shapes = {name: _shape_of(calls[0].output) for name, calls in planned.calls.items()}
-        fitting = [name for name, shape in shapes.items() if len(shape) == 4 and name]
+        yield from super().faults(planned)
+        fitting = {name for name, calls in planned.calls.items() if _maps_of(calls[0].output) is not None}
         for pattern in self.modules:
-            meant = [name for name, module in planned.network.named_modules() if matches(name, module, pattern)]
-            seen = {name: shapes[name] for name in meant if name in shapes}
-            if seen and not any(len(shape) == 4 for shape in seen.values()):
-                given = ", ".join(
-                    f"{name or 'the network'} gives {_named(shape)}" for name, shape in [*seen.items()][:4]
-                )
-                there = f"there are {', '.join(fitting[:20])}" if fitting else "this network has none"
+            meant = {name for name, module in planned.network.named_modules() if matches(name, module, pattern)}
+            if meant & planned.calls.keys() and not meant & fitting:
+                there = f"there are {', '.join(sorted(fitting)[:20])}" if fitting else "this network has none"
                 expected = f"a module whose output is [B, C, H, W]; {there}"
-                cure = None if fitting else self.leave_out
-                yield self.fault("modules", got=f"{pattern!r}: {given}", expected=expected, cure=cure)
+                yield self.fault("modules", got=repr(pattern), expected=expected, cure=self.leave_out)
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        if name in self._images:
-            return
-        found = _maps_of(output)
-        if found is None:
-            shape = _shape_of(output)
-            self._others[name] = f"gives {shape}" if shape else "gives no tensor"
-        else:
-            self._images[name] = picture(found[0, : self.maps], columns=self.columns)
+        maps = _maps_of(output)
+        if maps is not None and name not in self._images:
+            self._images[name] = picture(maps[0, : self.maps])
 
     def after_step(self, step: Step) -> Values | None:
         images, self._images = self._images, {}
-        others, self._others = self._others, {}
         if not images:
-            there = ", ".join(f"{name or 'network'} {shape}" for name, shape in others.items()) or "none was called"
             raise RunError(
-                f"hooks.{self.name}.modules: no module gives feature maps in this step; expected an output "
-                f"[B, C, H, W]; {there}. Choose others, or leave the hook out with ~hooks.{self.name}"
+                f"hooks.{self.name}.modules: no module gives feature maps [B, C, H, W] in this step. Choose others, or "
+                f"leave the hook out with ~hooks.{self.name}"
             )
         return {f"features/{name or 'network'}": image for name, image in images.items()}
 
 
-def picture(maps: Tensor, *, columns: int | None = None) -> Image:
-    """Feature maps `[C, H, W]` of one sample as a grid, each stretched from black to white, enlarged to be seen."""
+def picture(maps: Tensor) -> Image:
+    """Return feature maps `[C, H, W]` of one sample as a grid, each stretched from black to white and enlarged."""
     factor = max(1, SIDE // max(maps.shape[1:]))
-    stretched = Image.of(maps[:, None], stretched=True, columns=columns)
-    return Image(stretched.pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3), columns)
+    stretched = Image.of(maps[:, None], stretched=True)
+    return Image(stretched.pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3))
 
 
 def _maps_of(output: object) -> Tensor | None:
-    """The first tensor `[B, C, H, W]` of what a module returns."""
+    """Return the first tensor `[B, C, H, W]` of a module's output."""
     fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
     return next(fitting, None)
-
-
-def _shape_of(output: object) -> list[int]:
-    """Of the feature maps, or else of the first tensor; empty where there is none."""
-    maps = _maps_of(output)
-    first = next(tensors_in(output), None) if maps is None else maps
-    return [] if first is None else list(first.shape)
-
-
-def _named(shape: Sequence[int]) -> str:
-    return f"[{', '.join(['B', *(str(size) for size in shape[1:])])}]" if shape else "no tensor"

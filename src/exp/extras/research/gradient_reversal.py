@@ -1,4 +1,4 @@
-"""The hook `gradient_reversal`: what lies before a module learns the opposite of what the module does."""
+"""The hook `gradient_reversal`: what lies before a module learns the opposite of the module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from exp.errors import Fault, RunError
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 
 class GradientReversal(GradientTransform):
-    """The gradient reversal of functions/identities.py at modules, with the weight of the paper's schedule by choice.
+    """Reverses the gradient at modules, with the weight of the paper's schedule on request.
 
-    Ganin and Lempitsky 2015, arXiv:1409.7495. As the layer exp.models.layers.GradientReversal before each module.
+    Ganin and Lempitsky 2015, arXiv:1409.7495. It does the same as the layer exp.models.layers.GradientReversal before
+    each module.
 
-    modules: such as the head that tells domains apart.
-    weight: lambda, the factor on the reversed gradient, 0 or more; with a schedule the one that it grows to.
-    at: input: the module learns, what lies before it unlearns. output: the module unlearns, too.
-    schedule: constant; or progressive, weight * (2 / (1 + exp(-steepness * p)) - 1) with p the share of the run's
-        optimizer steps that are done, which is logged as `gradient_reversal/weight`.
+    Args:
+        modules: Patterns of modules, such as the head that classifies domains.
+        weight: Lambda, the factor of the reversed gradient. With a schedule it is the final value.
+        at: input: the module learns, and what lies before it unlearns. output: the module unlearns, too.
+        schedule: constant; or progressive, weight * (2 / (1 + exp(-10 * p)) - 1) with p the share of the run's
+            optimizer steps that are done, logged as `gradient_reversal/weight`.
     """
 
     def __init__(
@@ -39,10 +41,9 @@ class GradientReversal(GradientTransform):
         weight: Annotated[float, Ge(0)] = 1.0,
         at: At = "input",
         schedule: Literal["constant", "progressive"] = "constant",
-        steepness: Annotated[float, Gt(0)] = 10.0,
     ) -> None:
         super().__init__(modules=modules, at=at)
-        self.weight, self.schedule, self.steepness = weight, schedule, steepness
+        self.weight, self.schedule = weight, schedule
         self._now: float | Tensor = weight
         self._of_step: int | None = None
         self._logged = 0.0
@@ -61,15 +62,14 @@ class GradientReversal(GradientTransform):
                 "schedule",
                 got="progressive in a run without an end in steps",
                 expected="a run whose length is known: the weight follows the share of it that is done",
-                cure="Add trainer.max_steps=... or trainer.max_epochs=..., or write "
-                f"hooks.{self.name}.schedule=constant",
+                cure=f"Add trainer.max_steps=..., or write hooks.{self.name}.schedule=constant",
             )
 
     def setup(self, network: nn.Module) -> None:
         if self.schedule == "progressive":
             parameter = next(network.parameters())
             dtype = at_least_float32(parameter.dtype)
-            # In a tensor: a compiled network would be compiled anew for every number.
+            # In a tensor: a compiled network would be compiled again for every number.
             self._now = torch.zeros((), dtype=dtype, device=parameter.device)
         self._of_step = None
 
@@ -78,13 +78,12 @@ class GradientReversal(GradientTransform):
             return
         if step.total_steps is None:
             raise RunError(
-                f"hooks.{self.name}.schedule is progressive, and the length of the run is not known; the weight "
-                f"follows the share of it that is done. Add trainer.max_steps=..., or write "
-                f"hooks.{self.name}.schedule=constant"
+                f"hooks.{self.name}.schedule is progressive, and the length of the run is not known. Add "
+                f"trainer.max_steps=..., or write hooks.{self.name}.schedule=constant"
             )
         self._of_step = step.index
         done = (step.index - 1) / step.total_steps
-        self._logged = self.weight * progressive_weight(done, steepness=self.steepness)
+        self._logged = self.weight * progressive_weight(done)
         assert isinstance(self._now, Tensor)
         self._now.fill_(self._logged)
 

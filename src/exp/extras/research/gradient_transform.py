@@ -1,9 +1,9 @@
-"""What changes the gradient that flows back at a module, and leaves the forward as it is."""
+"""The base of hooks that change the gradient that flows back at a module, and leave the forward unchanged."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,30 +23,30 @@ _METHOD_AT = {"input": "forward_pre", "output": "forward"}
 
 
 class GradientTransform(Hook, ABC):
-    """Passes tensors at a module through `change`: those that it is given, by position, or those that it returns.
+    """Passes tensors at a module through `change`: its positional inputs, or its outputs.
 
-    Where no gradient is kept, in evaluation above all, nothing is done.
+    It does nothing while no gradient is kept, as in evaluation.
 
-    modules: as Hook takes them, but none inside another: the gradient would be changed twice.
-    at: input, so that what lies before the module gets the changed gradient, and the module itself the true one; or
-        output, so that the module gets the changed one, too.
+    Args:
+        modules: As in Hook. Unless `nests` is true, none lies inside another: the gradient would be changed twice.
+        at: input: the module gets the true gradient, and what lies before it the changed one. output: both get the
+            changed one.
     """
 
     transforms = True
-    # Whether a module and one inside it may both be meant.
     nests: bool = False
 
-    def __init__(self, *, modules: Sequence[str], at: str) -> None:
+    def __init__(self, *, modules: Sequence[str], at: At) -> None:
         super().__init__(modules=modules)
         self.at = at
 
     @abstractmethod
     def change(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same numbers, and another gradient."""
+        """Return a tensor with the same numbers and another gradient."""
 
     def overrides(self, method: str) -> bool:
         if method in _METHOD_AT.values():
-            return method == _METHOD_AT.get(self.at)
+            return method == _METHOD_AT[self.at]
         return super().overrides(method)
 
     def forward_pre(self, name: str, module: nn.Module, inputs: tuple[object, ...]) -> object:
@@ -59,49 +59,36 @@ class GradientTransform(Hook, ABC):
         if not torch.is_grad_enabled():
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):
-            raise RunError(f"hooks.{self.name}: {self._without(name)}")
+            raise RunError(f"hooks.{self.name}: no floating tensor is at the {self.at} of {name or 'the network'}")
         return mapped(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
-    # --- before the run ---
-
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        """Beside what every hook says: modules inside each other, and those at which no gradient flows."""
+        """Yield the errors of every hook, of nested modules, and of modules without a gradient."""
         yield from super().faults(planned)
         try:
             chosen = matching(planned.network, self.modules, key="")
-        except ConfigError:  # told above
+        except ConfigError:  # reported above
             return
-        if not self.nests:
-            yield from self._nested(chosen)
-        # A term that differentiates with respect to the input lets gradients flow where there are none without it.
-        if self.at in _METHOD_AT and not planned.needs:
-            for name, calls in planned.calls.items():
-                if name in chosen and (said := self._idle(name, calls[-1])) is not None:
-                    expected = f"another module, or another `at`: {said}"
-                    yield self.fault("modules", got=name, expected=expected)
+        nested = [
+            (outer, name)
+            for name in chosen
+            for outer in chosen
+            if outer != name and (not outer or name.startswith(f"{outer}."))
+        ]
+        if nested and not self.nests:
+            outer, name = nested[0]
+            yield self.fault(
+                "modules",
+                got=f"{outer or 'the network'} and {name}, which lies in it",
+                expected="modules that lie beside each other: the gradient would be changed twice",
+                cure=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
+            )
+        # A term that differentiates with respect to the input has gradients where there are none without it.
+        for name, calls in planned.calls.items() if not planned.needs else ():
+            if name in chosen and not self._has_gradient(calls[-1]):
+                reason = f"no gradient flows back through the {self.at} of {name or 'the network'}"
+                yield self.fault("modules", got=name, expected=f"another module, or another `at`: {reason}")
 
-    def _nested(self, chosen: Mapping[str, nn.Module]) -> Iterator[Fault]:
-        for name in chosen:
-            outer = next((one for one in chosen if one != name and (not one or name.startswith(f"{one}."))), None)
-            if outer is not None:
-                yield self.fault(
-                    "modules",
-                    got=f"{outer or 'the network'} and {name}, which lies in it",
-                    expected="modules that lie beside each other: the gradient would be changed twice",
-                    cure=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
-                )
-                return
-
-    def _idle(self, name: str, call: Call) -> str | None:
-        """Why there is nothing to change at a module; None where there is."""
+    def _has_gradient(self, call: Call) -> bool:
         values = call.inputs if self.at == "input" else call.output
-        tensors = [tensor for tensor in tensors_in(values) if tensor.is_floating_point()]
-        if not tensors:
-            return self._without(name)
-        if any(tensor.requires_grad for tensor in tensors):
-            return None
-        return f"no gradient flows back through the {self.at} of {name or 'the network'}, for nothing before it learns"
-
-    def _without(self, name: str) -> str:
-        what = "is given by position" if self.at == "input" else "returns"
-        return f"{name or 'the network'} has no floating tensor among what it {what}, and so no gradient"
+        return any(tensor.is_floating_point() and tensor.requires_grad for tensor in tensors_in(values))

@@ -1,4 +1,4 @@
-"""The hook `per_sample_gradients`: how large the gradient of each sample is, and how much they disagree."""
+"""The hook `per_sample_gradients`: the norm of each sample's gradient, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ LARGEST_FACTOR = 2.0**15
 
 
 class PerSampleGradients(Hook):
-    """Logs, of the samples of a step, the 2-norm of each one's own gradient, and the gradient noise scale.
+    """Logs the 2-norm of the gradient of each sample of a step, and the gradient noise scale.
 
-    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and `per_sample_gradients/norm`, a histogram: the
-    gradient of the objective of a batch that holds this sample alone, with respect to all parameters that learn, by
-    torch.func.vmap of grad. `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace`: see
-    NoiseScale; the gradient of the whole batch is the step's own. Over all ranks and micro-batches.
+    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and `per_sample_gradients/norm`, a histogram, are
+    of the gradients of an objective of this sample alone, with respect to all trained parameters, by torch.func.vmap of
+    grad. For `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace` see NoiseScale; the
+    gradient of the whole batch is the step's. All are over all ranks and micro-batches.
 
-    Dropout and the like draw numbers of their own for each sample. It costs as much as 3 to 20 steps, and memory for
-    `chunk_size` gradients of the whole network.
+    Dropout draws other numbers for each sample. A due step takes as long as 3 to 20 steps, and memory for `chunk_size`
+    gradients of the whole network.
 
-    chunk_size: samples at once. smoothing: see NoiseScale.
+    Args:
+        every_n_steps: Period in optimizer steps.
+        chunk_size: Number of samples at once.
+        smoothing: See NoiseScale.
     """
 
     keeps_batches = True
@@ -64,59 +67,41 @@ class PerSampleGradients(Hook):
         self._noise = NoiseScale(smoothing=smoothing)
 
     def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        """What has no gradient of one sample by itself, each at the key of what stands in its way."""
+        """Yield the reasons why one sample has no gradient by itself, each at its own key."""
         yield from super().faults(planned)
-        yield from self._objective_faults(planned)
-        config, own = planned.config, f"with hooks.{self.name}"
-        if planned.batch_size * config["trainer"]["accumulate_grad_batches"] < 2:
-            got, expected = f"a step of one sample, {own}", "2 or more, to compare one with all"
-            yield self.fault(key="data.batch_size", got=got, expected=expected, cure=f"Take more, or {self.leave_out}")
-        for other, hook in planned.hooks.items():
-            if isinstance(hook, ClipModule) and hook.at != "parameters" and hook.algorithm == "norm":
-                yield self.fault(
-                    key=f"hooks.{other}",
-                    got=f"the gradient of a batch clipped, {own}, for which each sample's would be by itself",
-                    expected="gradients of samples whose mean is the batch's",
-                    cure=f"Write hooks.{other}.at=parameters, or leave one of the two out",
-                )
-        yield from self._network_faults(planned, own)
+        for key, got, expected in self._reasons(planned):
+            yield self.fault(key=key, got=f"{got}, with hooks.{self.name}", expected=expected, cure=self.leave_out)
 
-    def _network_faults(self, planned: Blueprint, own: str) -> Iterator[Fault]:
+    def _reasons(self, planned: Blueprint) -> Iterator[tuple[str, str, str]]:
+        """Yield the key, the value and the expected value of each error."""
+        if planned.needs:
+            needs = f"an objective that needs {', '.join(sorted(planned.needs))}"
+            yield "objective", needs, "terms of the values of one forward pass"
+        for term in planned.weighed:
+            got = "a term that divides by weights of its targets"
+            yield f"objective.{term}", got, "a mean over samples, of which each has an equal share"
+        if planned.batch_size * planned.config["trainer"]["accumulate_grad_batches"] < 2:
+            yield "data.batch_size", "a step of one sample", "2 or more, to compare one with all"
+        for other, hook in planned.hooks.items():
+            if isinstance(hook, ClipModule) and hook.algorithm == "norm":
+                yield (
+                    f"hooks.{other}",
+                    "a clipped gradient of a batch",
+                    "the mean of gradients of samples",
+                )
         network, trace = planned.network, planned.trace
         mixing = [path for path, module in network.named_modules() if _mixes(module)]
         if mixing:
             kind = type(network.get_submodule(mixing[0])).__name__
-            paths = f"{', '.join(mixing[:3])}{' and others' if len(mixing) > 3 else ''}"
-            cure = f"Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place, or {self.leave_out}"
-            yield self.fault(key="model", got=f"{paths}: {kind}, which mixes samples, {own}", expected=APART, cure=cure)
+            yield "model", f"{mixing[0]}: {kind}, which mixes samples", f"{APART}: torch.nn.GroupNorm, LayerNorm"
         elif trace is not None:
-            cure = f"Choose another model, or {self.leave_out}"
             count = len(next(iter(trace.inputs.values())))
             shapes = [list(tensor.shape) for tensor in tensors_in(trace.output)]
             if any(not shape or shape[0] != count for shape in shapes):
-                got = f"a network that makes of {count} samples a tensor of shape {shapes[0]}, {own}"
-                yield self.fault(key="model", got=got, expected="an output with the batch as its first axis", cure=cure)
+                got = f"a network that makes of {count} samples a tensor of shape {shapes[0]}"
+                yield "model", got, "an output with the batch as its first axis"
             elif reason := _why_not_by_vmap(network, trace.inputs):
-                got = f"a network that torch.func.vmap refuses, {own}: {reason}"
-                yield self.fault(key="model", got=got, expected=APART, cure=cure)
-
-    def _objective_faults(self, planned: Blueprint) -> Iterator[Fault]:
-        """Yield the errors of an objective that cannot be computed for one sample."""
-        own = f"hooks.{self.name}"
-        if planned.needs:
-            yield self.fault(
-                key="objective",
-                got=f"an objective that needs {', '.join(sorted(planned.needs))}, with {own}",
-                expected="terms of the values of one forward pass",
-                cure=f"Choose other terms, or {self.leave_out}",
-            )
-        for term in planned.weighed:
-            yield self.fault(
-                key=f"objective.{term}",
-                got=f"a term that divides by weights of its targets, with {own}",
-                expected="a mean over samples, of which each has an equal share",
-                cure=f"Take class weights and ignored targets out, or {self.leave_out}",
-            )
+                yield "model", f"a network that torch.func.vmap refuses ({reason})", APART
 
     def after_backward(self, step: Step) -> Values:
         gradients = {n: p.grad for n, p in step.network.named_parameters() if p.requires_grad and p.grad is not None}
@@ -170,7 +155,7 @@ class PerSampleGradients(Hook):
 
 
 def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
-    """`[b]` of each rank, which may hold more or fewer samples than another, as `[B]`."""
+    """Return `[B]` of all ranks from `[b]` of each, which may differ in size."""
     counts = step.gather(torch.tensor([len(norms)], device=norms.device)).flatten().tolist()
     padded = nn.functional.pad(norms, (0, max(counts) - len(norms)), value=math.nan)
     return torch.cat([row[:count] for row, count in zip(step.gather(padded), counts, strict=True)])
@@ -245,28 +230,10 @@ def _called(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named:
 
 @contextmanager
 def _apart(network: nn.Module) -> Iterator[None]:
-    """Gives every generator of random numbers back as it was, and takes the kernels that any transform understands."""
+    """Keep every random generator, and choose kernels that torch.func.vmap supports."""
     with preserve_generators(), ExitStack() as stack:
-        for device in {parameter.device for parameter in network.parameters()}:
-            stack.enter_context(_generator_kept(device))
+        devices = {parameter.device for parameter in network.parameters() if parameter.is_cuda}
+        stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))
         # Fused attention has no rule for torch.func.vmap; the plain one computes the same.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
-
-
-@contextmanager
-def _generator_kept(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_rng_state(state, device)
-    elif device.type == "mps":
-        state = torch.mps.get_rng_state()
-        try:
-            yield
-        finally:
-            torch.mps.set_rng_state(state)
-    else:
         yield

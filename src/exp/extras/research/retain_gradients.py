@@ -1,4 +1,4 @@
-"""The hook `retain_gradients`: how large the gradients are that flow back into what modules return."""
+"""The hook `retain_gradients`: norms of the gradients that flow back into the outputs of modules."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ OUTPUT_NORM = "gradients/output_norm"
 
 
 class RetainGradients(Hook):
-    """Draws `gradients/output_norm`, the 2-norm of the loss's gradient with respect to what a module returns.
+    """Draws `gradients/output_norm`, the 2-norm of the loss's gradient with respect to the outputs of a module.
 
-    It is a heat map, modules by steps, whose numbers are in the run's table.csv; with `each_module` they are scalars,
+    It is a heat map, modules by steps, whose numbers are in the run's table.csv. With `each_module` they are scalars,
     too: `gradients/output_norm/<module>`.
 
-    The loss is the step's, a mean over the samples of all ranks and micro-batches, without a loss scale; the norm is
-    that of the outputs for all these samples together, as if one batch had held them: the root of the sum of squares
-    over ranks, micro-batches, calls of the module and tensors that it returns. torch's `retain_grad()` keeps it.
-    A module into whose output no gradient flows has no value in that step.
+    The loss is the step's, a mean over the samples of all ranks and micro-batches, without a loss scale. The norm is
+    that of the outputs for all these samples as one batch: the root of the sum of squares over ranks, micro-batches,
+    calls of the module and tensors that it returns. It is the gradient that torch's `retain_grad()` keeps. A module
+    into whose output no gradient flows has no value in that step.
 
-    each_module: whether the norms are scalars, too.
-    histogram: log `gradients/output_histogram/<module>`, too: of each number, for this rank's samples. It keeps the
-        gradients of all outputs until the step.
+    Args:
+        every_n_steps: Period. `auto` depends on the length of the run.
+        each_module: Whether the norms are scalars, too.
+        modules: Patterns of modules.
+        histogram: Whether `gradients/output_histogram/<module>` is logged, of the samples of rank 0. It keeps the
+            gradients of all outputs until the step.
     """
 
     needs = frozenset({"whole_outputs", "all_layers"})
@@ -52,7 +55,7 @@ class RetainGradients(Hook):
         super().__init__(every_n_steps=every_n_steps, modules=modules)
         self.each_module, self.histogram = each_module, histogram
         self._names: list[str] = []
-        # Of each forward by itself: of a phase's repeats the last one's are the step's.
+        # One entry a forward: of a phase's repeats the last one's are the step's.
         self._forwards: list[dict[str, list[Tensor]]] = []
         self._is_in_backward = False
         self._index = self._batches = 0
@@ -101,7 +104,7 @@ class RetainGradients(Hook):
         return values
 
     def _total(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The norm of all of them together, 0-d."""
+        """Return the norm of all gradients, 0-d."""
         if not gradients:
             return torch.zeros((), device=device)
         return get_total_norm([norm(one) for one in gradients] if self.histogram else gradients).to(device)

@@ -139,7 +139,7 @@ def test_steps_of_several_optimizers_stay_separate():
     parameters = [list(reversed([*modules[1].parameters()])) for modules, _ in pairs]
     steps = DirectSteps([optimizers[1] for _, optimizers in pairs], parameters)
     generator = torch.Generator().manual_seed(1)
-    for number in range(10):
+    for _ in range(10):
         inputs, gradients = torch.randn(16, 4, generator=generator), []
         for (usual, direct), (first, _) in pairs:
             usual.zero_grad()
@@ -148,9 +148,6 @@ def test_steps_of_several_optimizers_stay_separate():
             loss = direct(inputs).square().mean()
             gradients.append(torch.autograd.grad(loss, list(reversed([*direct.parameters()]))))
         steps(gradients)
-        if number == 5:
-            del pairs[1]
-            steps.keep([0, 2, 3, 4])
         for (usual, direct), (first, second) in pairs:
             assert all(torch.equal(a, b) for a, b in zip(usual.parameters(), direct.parameters(), strict=True))
             for a, b in zip(first.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
+from exp.objectives.terms import CrossEntropy
+
 FOUND = Path("found")
 
 
@@ -152,7 +154,7 @@ class Running(torch.nn.Module):
         return (x - self.mean) / (1 + self.calls)
 
 
-class Counted(torch.nn.CrossEntropyLoss):
+class Counted(CrossEntropy):
     """Counts its calls in a buffer."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ def test_jobs_that_differ_in_values_of_their_own_are_stacked():
         plain(),
         plain("seed=5", "optimizer.lr=0.1", "name=other", "tags=[x]"),
         plain("optimizer=sgd", "scheduler=cosine", "trainer.gradient_clip_val=1.0"),
-        plain("objective.cross_entropy.weight=2.0", "objective.cross_entropy.loss.label_smoothing=0.1"),
+        plain("monitor=accuracy/val", "mode=max"),
         plain("+initialisation={Linear.weight: {name: normal, std: 0.02}}"),
         plain("model.layers.hidden.out_features=128"),
         plain("data.batch_size=32"),
@@ -38,7 +38,7 @@ def test_jobs_that_differ_in_values_of_their_own_are_stacked():
         5: "no other job has the same model, data, objective and length",
         8: "callbacks.early_stopping cannot be stacked: it acts on one run",
     }
-    assert groups([jobs[0]] * 10, most=4).stacked == ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))
+    assert groups([jobs[0]] * 10, most=4).stacked == ((0, 3, 6, 9), (1, 4, 7), (2, 5, 8))
     assert groups([jobs[0]] * 4, most=4).stacked == ((0, 1, 2, 3),)
     assert signature(plain("model=mlp")) == signature(plain("model=mlp", "model.constants.dropout=0.4"))
     assert signature(plain("model=mlp")) != signature(plain("model=mlp", "model.constants.width=128"))

@@ -125,12 +125,6 @@ class DirectSteps:
         self._calls: list[list[_Call] | None] = []
         self._counts: Tensor | None = None
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Go on with these optimizers alone."""
-        self._optimizers = [self._optimizers[place] for place in places]
-        self._parameters = [self._parameters[place] for place in places]
-        self._calls = []
-
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """gradients: of each optimizer's parameters."""
         if self._counts is not None and self._calls:

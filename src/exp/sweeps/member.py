@@ -1,7 +1,6 @@
-"""One job of a stack, as everybody outside sees it: its run directory with all that a run alone leaves there.
+"""One job of a stack: its training module, its optimizer, and the run directory that a single run would leave.
 
-Its checkpoints have the layout of exp.engine.checkpointing, so that an ordinary run goes on from them. A stack writes
-them at its end, when it is interrupted, and at the ends of epochs as seldom as its caller says.
+Its checkpoints have the layout of exp.engine.checkpointing, so that an ordinary run resumes from them.
 """
 
 from __future__ import annotations
@@ -11,19 +10,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from exp.construct import build_objective, construct
-from exp.engine.buffer import EpochValues, on_host_values
+from exp.check.plan import Plan
+from exp.config.freeze import read_overrides
+from exp.construct import build_network, build_objective, build_optimization, build_starting_network, construct
+from exp.engine.buffer import on_host_values
 from exp.engine.checkpoint import (
     CHECKPOINTS,
     AtomicCheckpointIO,
@@ -44,189 +46,309 @@ from exp.engine.checkpointing import (
     note_metrics,
     restored_best,
 )
-from exp.engine.module import TRAIN_LOSSES
-from exp.engine.non_finite import CURES, Kinds, broken_entries
+from exp.engine.forward import Values
+from exp.engine.module import TrainingModule
+from exp.engine.non_finite import CURES, Kinds, broken_entries, refuse_lost
 from exp.engine.progress import Position
-from exp.engine.recording import LATEST, STATE, is_shown
+from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
 from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
-from exp.hooks.panels import Panel
+from exp.hooks.memory_peaks import peak_of_run
+from exp.launch.launcher import last_checkpoint
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
-from exp.objectives.objective import Objective
-from exp.run_report import Ongoing, Report, Status, best_of, write_report
-from exp.shared_types import EPOCH_LOSS, Stage, best_scalars
+from exp.optim.phase import rate_names
+from exp.precision.plugin import RunPrecision
+from exp.run_report import Ongoing, Report, Status, best_of, explain, write_report
+from exp.shared_types import EPOCH_LOSS, Batch, Stage, best_scalars
 from exp.spelling import among
 
-# Of values that lie on this process's one device.
+# The strategy over which values are summed: there is one process.
 HERE = SingleDeviceStrategy(device="cpu")
 LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What is the same for all members of a stack.
+@dataclass(kw_only=True)
+class Progress:
+    """How far the members of a stack are: the entries of `Position`, and the number of epochs in checkpoints."""
 
-    io: writes checkpoints. fitted: what the training part of the data says, by the data's name.
-    by_design: of `kinds_by_design`.
+    epoch: int
+    batch: int
+    step: int
+    batches: int
+    epochs: int
+
+    @property
+    def position(self) -> Position:
+        return Position(epoch=self.epoch, batch=self.batch, step=self.step, batches=self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Objects that all members of a stack share.
+
+    Attributes:
+        io: Writes checkpoints.
+        fitted: State of the data module in a checkpoint.
+        by_design: Result of `kinds_by_design`.
+        progress: Progress of the stack.
     """
 
     io: AtomicCheckpointIO
     fitted: Mapping[str, Any]
     by_design: Mapping[str, Kinds]
+    progress: Progress
 
 
 class Member:
     """A job of a stack.
 
-    Attributes:
+    Args:
         place: Index of its config among the configs of the stack.
-        network: Its network, whose tensors are rows of the stack.
-        latest: Last value of each tag, as in `Recording`.
+        decided: Plan of the stack.
+        plain: Config values of the job.
+        text: Text of its config.yaml.
+        directory: Run directory, with a frozen config. The job resumes if it has a checkpoint.
+        precision: Precision of the stack.
+
+    Attributes:
+        position: Where its training begins or resumes.
         metrics: Values that callbacks compare, as in `Recording`.
         best: As in `Checkpointing`.
+        error: Error that ended it. None while it runs.
+
+    Raises:
+        ExpError: Its parts cannot be built, or its checkpoint cannot be read.
     """
 
     def __init__(
         self,
         place: int,
+        decided: Plan,
         *,
         plain: Mapping[str, Any],
         text: str,
         directory: Path,
-        overrides: Sequence[str],
-        ongoing: Ongoing,
-        network: nn.Module,
+        precision: RunPrecision,
     ) -> None:
-        self.place, self.plain, self.text, self.overrides = place, plain, text, overrides
-        self.directory, self.ongoing, self.network = directory, ongoing, network
-        self.objective: Objective = build_objective(plain)
-        self.seed: int = plain["seed"]
-        self.optimizer: Optimizer
-        self.schedule: LRScheduler | None = None
-        self.interval: str = "step"
-        self.plateau: str | None = None
-        self.parameters: list[nn.Parameter] = []
+        self.place, self.plain, self.directory = place, plain, directory
+        self.ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=1)
+        path = last_checkpoint(directory)
+        self._resumed: State | None = None if path is None else read_checkpoint(path)
+        saved = self._resumed or {POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
+        self.position = Position(**saved[POSITION])
+        self.module = TrainingModule(
+            network=(build_starting_network if path is None else build_network)(plain, decided.spec),
+            objective=build_objective(plain),
+            optimization=build_optimization(plain),
+            metrics=decided.metrics,
+            metric_stages=plain["metric_stages"],
+            seed=plain["seed"],
+            inputs=tuple(decided.spec.inputs),
+        )
+        precision.represent(self.module)
+        self.network: nn.Module = self.module.network
+        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
+        self.monitor: str | None = plain["monitor"]
         self.clip_value: float = plain["trainer"]["gradient_clip_val"] or 0.0
         self.latest: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
-        self.epoch_sum, self.epoch_size, self.epoch_has_loss = 0.0, 0, False
-        self.train_values: EpochValues | None = None
-        self.rates: list[float] | None = None
-        self.step = self.epochs = 0
-        self.seconds_before = 0.0
+        self.error: ExpError | None = None
+        self._text = text
+        self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
+        self._rates: list[float] | None = None
+        self._seconds_before = 0.0
         self._started: float | None = None
         self._loggers: list[RunLogger] = []
-        # Pictures of many members would take longer than their training.
+        # Drawing the pictures of many members takes longer than their training.
         self._heat_maps = HeatMaps(directory, is_drawn=False)
         self._lines: list[str] = []
         self._is_better = False
         self._hold = contextlib.ExitStack()
-        # The state of the best, until its file is written.
+        # The state of the best checkpoint until its file is written.
         self._best_state: State | None = None
         self._stages: dict[str, int] = {}
-        self.saved = "no checkpoint was saved before it"
+        self._saved = "no checkpoint was saved before it"
 
-    # --- what learns ---
+    def join(self, shared: Shared, *, total_steps: int, total_epochs: int) -> None:
+        """Make the optimizer and the schedule, and resume. The tensors of the network are rows of the stack."""
+        self._shared, self._progress = shared, shared.progress
+        self.optimizer, self.schedule = self.module.optimization.make(
+            self.network, total_steps=total_steps, total_epochs=total_epochs
+        )
+        if self._resumed is not None:
+            self._restore(self._resumed)
+            self._resumed = None
 
-    def learn(self, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
-        self.optimizer, self.schedule = optimizer, schedule
-        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """End this member alone if its own work raises an error."""
+        try:
+            yield
+        except ExpError as error:
+            self.error = error
+        except OSError as error:
+            self.error = _as_known(explain(error, self.ongoing, parts=None))
 
     @property
-    def monitor(self) -> str | None:
-        monitor: str | None = self.plain["monitor"]
-        return monitor
-
-    @property
-    def watches_training(self) -> bool:
+    def _watches_training(self) -> bool:
         return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
 
     @property
-    def last_path(self) -> Path:
+    def _last_path(self) -> Path:
         return self.directory / CHECKPOINTS / "last.ckpt"
 
     @property
-    def best_path(self) -> Path:
+    def _best_path(self) -> Path:
         return self.directory / CHECKPOINTS / "best.ckpt"
 
     @property
-    def seconds(self) -> float:
-        """Wall time of training so far, before a resume included: of the whole stack."""
-        return self.seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+    def _seconds(self) -> float:
+        """Wall time of the training of the stack so far, in seconds, including the time before a resume."""
+        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    # --- training ---
 
     def begin(self) -> None:
-        """Training begins."""
-        self._started = time.monotonic()
-        for logger in self._loggers:
-            logger.purge(self.step + 1)
-        self._heat_maps.begin(self.step + 1)
-
-    def pause(self) -> None:
-        """Training ends; the clock stands still."""
-        self.seconds_before, self._started = self.seconds, None
-
-    def hold(self) -> None:
-        """Let other programs know that it is going on, until its end: none goes on from its checkpoints by itself."""
+        """Hold the run directory, so that no other program resumes it, open the loggers, and start the clock."""
         self._hold.enter_context(holding(self.directory / "config.yaml"))
-
-    def release(self) -> None:
-        """Let other programs go on with it."""
-        self._hold.close()
-
-    # --- what is written ---
-
-    def open_loggers(self) -> None:
-        """Make its loggers, and tell them of the run; the graph of a stack is not drawn."""
         offers = {"directory": str(self.directory), "save_dir": str(self.directory)}
         for name, node in self.plain["logger"].items():
             key = f"logger.{name}"
             logger = made(partial(construct, node, key=key, allow=self.plain["security"]["allow"], **offers), name=key)
             if isinstance(logger, RunLogger) and has_begun(logger, name=key):
                 self._loggers.append(logger)
-        description = description_of(self.plain, self.directory, overrides=self.overrides, trace=_no_trace)
+        overrides = read_overrides(self.directory)
+        description = description_of(self.plain, self.directory, overrides=overrides, trace=_no_trace)
         for logger in self._loggers:
             logger.describe(description)
+            logger.purge(self._progress.step + 1)
+        self._heat_maps.begin(self._progress.step + 1)
+        self._started = time.monotonic()
 
-    def write(self, values: Mapping[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write what optimizer step `index` gave, by tag."""
-        self.latest.update(values)
-        shown = {tag: panel.drawn() for tag, panel in panels.items()} if panels else {}
+    def release(self) -> None:
+        """Let other programs resume the run."""
+        self._hold.close()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._seconds_before, self._started = self._seconds, None
+
+    def clip(self) -> None:
+        """Clip the gradients as exp.engine.module.clip does on one device."""
+        if self.plain["trainer"]["gradient_clip_algorithm"] == "value":
+            nn.utils.clip_grad_value_(self.parameters, self.clip_value)
+        elif self.clip_value:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_value)
+
+    def note_rates(self, values: dict[str, Any], *, is_written: bool) -> None:
+        """Add the learning rates that changed, and all of them if the step is written."""
+        if not is_written and self.schedule is None and self._rates is not None:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if is_written or rates != self._rates:
+            self._rates = rates
+            names = rate_names(self.optimizer, phase=None)
+            values.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+
+    def move_schedule(self, interval: str) -> None:
+        schedule, is_due = self.schedule, self.module.optimization.interval == interval
+        if is_due and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+            schedule.step()
+
+    def move_on_plateau(self, epoch: int) -> None:
+        if not isinstance(self.schedule, ReduceLROnPlateau):
+            return
+        monitor = str(self.module.optimization.monitor)
+        every = self.plain["trainer"]["check_val_every_n_epoch"] if "val" in monitor.split("/") else 1
+        if (epoch + 1) % every == 0:
+            self.schedule.step(torch.tensor(self.metrics[monitor], dtype=torch.float64))
+
+    # --- values ---
+
+    def write(self, values: Mapping[str, Any], index: int) -> None:
+        """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
+        numbers, panels = on_host_values(values)
+        self.latest.update(numbers)
+        shown = {tag: panel.drawn() for tag, panel in panels.items()}
         shown = self._heat_maps.shown(shown, index)
         for logger in self._loggers:
-            logger.log_metrics(dict(values), index)
+            logger.log_metrics(numbers, index)
             if shown:
                 logger.log_panels(shown, index)
 
-    def write_step(self, values: Mapping[str, Any], index: int) -> None:
-        """Write the values of a step, which may be floats, tensors and panels."""
-        numbers, panels = on_host_values(values)
-        self.write(numbers, index, panels)
+    def write_step(self, values: dict[str, Any], losses: Sequence[float], *, index: int, size: int) -> None:
+        """Write a step of training and add its loss to the mean of the epoch.
 
-    def write_stage(self, stage: Stage, values: Mapping[str, float], index: int) -> None:
-        """Write what a stage gave, once an optimizer step."""
-        if values and self._stages.get(stage) != index:
-            self._stages[stage] = index
-            self.write(values, index)
+        Raises:
+            NonFiniteError: The loss is not finite.
+        """
+        loss, *parts = losses
+        refuse_lost(loss, index, is_scaled=False, saved=self._saved)
+        self._epoch_sum += loss * size
+        self._epoch_size += size
+        self._epoch_has_loss = True
+        terms = zip(self.module.objective.terms, parts, strict=False)
+        self.write({**values, "loss/train": loss, **{f"loss/train/{term}": part for term, part in terms}}, index)
 
-    def flush(self) -> None:
-        """Let loggers write what they hold back, and close their files: a stack has many."""
+    def evaluate(self, stage: Stage, values: Values, batch: Batch) -> None:
+        """Add a batch to the losses and the metrics of a stage."""
+        objective, epoch_values = self.module.objective, self.module.values_of(stage)
+        _, parts = objective(values, batch)
+        epoch_values.add(objective.means(values, parts, size=batch.size))
+        epoch_values.update_metrics(epoch_values.read(values))
+
+    def end_stage(self, stage: Stage, step: int) -> dict[str, float]:
+        """Write and return the values of an evaluation. step: optimizer step of the weights.
+
+        Raises:
+            RunError: The evaluation gave no loss.
+        """
+        values = self.module.values_of(stage).finish(HERE)
+        require_loss(values, stage)
+        self._write_stage(stage, values, step)
+        return values
+
+    def end_epoch(self, *, has_validated: bool, is_complete: bool) -> None:
+        """End an epoch of training, in the order of `Recording` and `Checkpointing`."""
+        progress = self._progress
+        if has_validated:
+            self.metrics.update(self.end_stage("val", progress.step))
+            if not self._watches_training:
+                self._compare()
+        metrics = {EPOCH_LOSS: self._epoch_sum / self._epoch_size} if self._epoch_has_loss else {}
+        if is_complete:
+            self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
+        self._write_stage("train", metrics, progress.step)
+        self.metrics.update({**metrics, **({"loss/train": metrics[EPOCH_LOSS]} if metrics else {})})
+        if self._watches_training:
+            self._compare()
+        if self.best is not None and self.best["epoch"] == progress.epochs:
+            note_metrics(self.best, self.metrics, stage="train")
+        if is_complete:
+            self.move_on_plateau(progress.epochs)
+
+    def _write_stage(self, stage: Stage, values: Mapping[str, float], step: int) -> None:
+        if values and self._stages.get(stage) != step:
+            self._stages[stage] = step
+            self.write(values, step)
+
+    def say(self, message: str, *, level: int = logging.INFO) -> None:
+        """Add a line to its train.log, which is written with the next checkpoint and at the end."""
+        self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
+
+    def say_epoch(self, epochs: int) -> None:
+        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.latest.items() if is_shown(tag))
+        self.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
+
+    def _flush(self) -> None:
+        """Write what loggers and the log hold back, and close the files of the loggers: a stack has many."""
         self._heat_maps.save()
         for logger in self._loggers:
             logger.finalize("")
-
-    def say(self, message: str, *, level: int = logging.INFO) -> None:
-        """Add a line to its train.log, which is written with the next checkpoint or at the end."""
-        self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
-
-    def say_epoch(self, epoch: int, epochs: int) -> None:
-        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.latest.items() if is_shown(tag))
-        self.say(f"epoch {epoch}/{epochs}  step {self.step}  {shown}")
-
-    def write_log(self) -> None:
         if self._lines:
             with (self.directory / "train.log").open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._lines) + "\n")
@@ -234,7 +356,7 @@ class Member:
 
     # --- the best ---
 
-    def compare(self) -> None:
+    def _compare(self) -> None:
         """Note whether the latest monitored value is the best.
 
         Raises:
@@ -242,162 +364,155 @@ class Member:
         """
         if not self.plain["checkpoint"]["save_best"] or self.monitor is None:
             return
+        step = self._progress.step
         value = monitored_value(self.metrics, self.monitor)
         if not math.isfinite(value):
-            self.say(f"{self.monitor} is {value} at step {self.step}: not the best", level=logging.WARNING)
-            return
-        if is_better(value, self.best, mode=self.plain["mode"]):
-            place = {"step": self.step, "epoch": self.epochs}
-            self.best = restored_best({"metric": self.monitor, "value": value, **place}, self.best_path)
-            if self._stages.get("val") == self.step:
+            self.say(f"{self.monitor} is {value} at step {step}: not the best", level=logging.WARNING)
+        elif is_better(value, self.best, mode=self.plain["mode"]):
+            found = {"metric": self.monitor, "value": value, "step": step, "epoch": self._progress.epochs}
+            self.best = restored_best(found, self._best_path)
+            if self._stages.get("val") == step:
                 note_metrics(self.best, self.metrics, stage="val")
             for logger in self._loggers:
-                logger.log_metrics(best_scalars(self.best), self.step)
+                logger.log_metrics(best_scalars(self.best), step)
             self._is_better = True
 
-    def hold_best(self, position: Position, loops: State, shared: Shared) -> None:
-        """Keep the state of a best that has just been found, at the clean point behind it, until it is written."""
+    def hold_best(self) -> None:
+        """Copy the state of a new best until its file is written. Call it at a point where a run can resume."""
         if self._is_better:
             self._is_better = False
-            self._best_state = on_host(self.state(position, loops, shared))
+            self._best_state = on_host(self._state())
 
-    def best_weights(self) -> Mapping[str, Tensor] | None:
-        """What the test stage evaluates, by the network's names; None where there is no best."""
-        if self.best is None:
-            return None
-        state = self._best_state
-        if state is None:
-            state = read_checkpoint(self.best_path)
-        return {name.removeprefix("network."): tensor for name, tensor in state["state_dict"].items()}
+    def load_best(self) -> None:
+        """Load the best weights for the test stage. Without a best checkpoint the last weights are tested."""
+        if self.best is not None:
+            state = self._best_state or read_checkpoint(self._best_path)
+            self.module.load_state_dict(state["state_dict"])
+        elif self.plain["checkpoint"]["save_best"] and self.monitor is not None:
+            line = f"{self.monitor} was never measured, so no best.ckpt: the last weights are tested"
+            self.say(line, level=logging.WARNING)
+
+    def test(self) -> None:
+        """Write the values of the test stage."""
+        values = self.end_stage("test", self._progress.step if self.best is None else self.best["step"])
+        if self.best is not None:
+            note_metrics(self.best, values, stage="test")
 
     # --- checkpoints ---
 
-    def state(self, position: Position, loops: State, shared: Shared) -> State:
-        """What a checkpoint holds at a clean point, its tensors those that are trained on."""
-        values, train_values = self.network.state_dict(), self.train_values
+    def _state(self) -> State:
+        """Return the contents of a checkpoint, with the tensors that are trained.
+
+        Raises:
+            NonFiniteError: A number of it is not finite.
+        """
+        shared, step = self._shared, self._progress.step
         found: State = {
-            "epoch": self.epochs,
-            "global_step": self.step,
+            "epoch": self._progress.epochs,
+            "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
-            "state_dict": type(values)((f"network.{name}", tensor) for name, tensor in values.items()),
-            "loops": loops,
+            "state_dict": self.module.state_dict(),
+            # Checkpointing makes the state of the fit loop from the position. The other loops begin anew.
+            "loops": {f"{name}_loop": {} for name in ("fit", "validate", "test", "predict")},
             "callbacks": {},
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [] if self.schedule is None else [self.schedule.state_dict()],
             **shared.fitted,
             LATEST: dict(self.latest),
-            STATE: {"metrics": dict(self.metrics), "epoch_sum": self.epoch_sum, "epoch_size": self.epoch_size},
-            POSITION: dataclasses.asdict(position),
+            STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
+            POSITION: dataclasses.asdict(self._progress.position),
             BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
             KEPT: [],
-            CONFIG: self.text,
-            SECONDS: self.seconds,
+            CONFIG: self._text,
+            SECONDS: self._seconds,
         }
-        if train_values is not None:
-            found[TRAIN_LOSSES] = train_values.totals(HERE)
-        self._require_finite(found, shared)
+        if broken := broken_entries(found, shared.by_design):
+            what = among(broken, count=6)
+            raise NonFiniteError(
+                f"not finite after step {step}: {what}. Nothing of it is saved; {self._saved}. {CURES}"
+            )
         return found
 
-    def _require_finite(self, state: State, shared: Shared) -> None:
-        found = broken_entries(state, shared.by_design)
-        if found:
-            raise NonFiniteError(
-                f"not finite after step {self.step}: {among(found, count=6)}. Nothing of it is saved; "
-                f"{self.saved}. {CURES}"
-            )
+    def save(self) -> None:
+        """Write last.ckpt, best.ckpt if there is a new best, and what loggers and the log hold back.
 
-    def save(self, position: Position, loops: State, shared: Shared) -> None:
-        """Write last.ckpt and, where a better one came, best.ckpt; then what loggers and the log hold back.
-
-        Raises: NonFiniteError; RunError where they cannot be written.
+        Raises:
+            NonFiniteError: A number of the state is not finite.
+            OSError: A file cannot be written.
         """
-        self.flush()
-        self.write_log()
-        state = on_host(self.state(position, loops, shared))
-        saves_last = self.plain["checkpoint"]["save_last"]
-        is_one = self._best_state is not None and self.best is not None and self.best["step"] == self.step
+        self._flush()
+        state = on_host(self._state())
+        saves_last, step = self.plain["checkpoint"]["save_last"], self._progress.step
         if saves_last:
-            shared.io.save_checkpoint(state, self.last_path)
-        if is_one and saves_last:
-            copy_checkpoint(self.last_path, self.best_path)
+            self._shared.io.save_checkpoint(state, self._last_path)
+        if self._best_state is not None and saves_last and self.best is not None and self.best["step"] == step:
+            copy_checkpoint(self._last_path, self._best_path)
         elif self._best_state is not None:
-            shared.io.save_checkpoint(self._best_state, self.best_path)
-        self.saved = f"checkpoints/last.ckpt is of step {position.step}, and good"
+            self._shared.io.save_checkpoint(self._best_state, self._best_path)
+        self._saved = f"checkpoints/last.ckpt is of step {step}, and good"
 
-    def restore(self, state: State) -> Position:
-        """Go on from a checkpoint of its own, of a stack or of a run alone."""
+    def _restore(self, state: State) -> None:
+        """Resume from a checkpoint of this job, which a stack or a single run wrote."""
         lay_out_optimizer_states(state, self.network)
-        own = {name.removeprefix("network."): tensor for name, tensor in state["state_dict"].items()}
-        self.network.load_state_dict(own)
+        self.module.load_state_dict(state["state_dict"])
         self.optimizer.load_state_dict(state["optimizer_states"][0])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["lr_schedulers"][0])
-        self.step, self.epochs = state["global_step"], state["epoch"]
         recorded = state[STATE]
         self.metrics.update(recorded["metrics"])
         self.latest.update(state[LATEST])
-        self.epoch_sum, self.epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
-        self.epoch_has_loss = bool(self.epoch_size)
-        self.seconds_before = state[SECONDS]
-        if self.train_values is not None and TRAIN_LOSSES in state:
-            self.train_values.restore_losses(state[TRAIN_LOSSES])
-        found, path = state[BEST], self.best_path
-        if found is not None and found["metric"] == self.monitor:
-            if path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]:
-                self.best = restored_best(found, path)
-            elif found["step"] == self.step:
-                # A kill has kept the last from being copied.
-                copy_checkpoint(self.last_path, path)
-                self.best = restored_best(found, path)
-            else:
-                line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
-                self.say(line, level=logging.WARNING)
-        return Position(**state[POSITION])
+        self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
+        self._epoch_has_loss = bool(self._epoch_size)
+        self._seconds_before = state[SECONDS]
+        found, path = state[BEST], self._best_path
+        if found is None or found["metric"] != self.monitor:
+            return
+        is_there = path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]
+        if not is_there and found["step"] == state["global_step"]:
+            # A kill has prevented the copy of last.ckpt.
+            copy_checkpoint(self._last_path, path)
+            is_there = True
+        if is_there:
+            self.best = restored_best(found, path)
+        else:
+            line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
+            self.say(line, level=logging.WARNING)
 
     # --- the end ---
 
     def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:
-        """Write the report, tell the loggers, and give what a run alone would have returned or raised."""
+        """Write the report, tell the loggers, and return what a single run would have returned or raised."""
+        if isinstance(error, Interrupted | UserCodeError) and self._last_path.is_file():
+            error.command = self.ongoing.resume_command(str(self._last_path))
         if error is not None:
-            self._say_how(error)
             self.say(f"the run {status}: {type(error).__name__}: {error}")
-        report = self.report(status, error=error)
+        report = self._report(status, error=error)
         try:
-            self.flush()
-            self.write_log()
+            self._flush()
             write_report(report, is_synced=False)
             for logger in self._loggers:
                 logger.end(status)
         except (OSError, RunError) as second:
-            told = second if isinstance(second, RunError) else RunError(f"{self.directory}: {second}")
-            return told if error is None else _as_known(error)
+            error = second if error is None else error
         finally:
             self.release()
         return report if error is None else _as_known(error)
 
-    def report(self, status: Status, *, error: BaseException | None = None) -> Report:
-        from exp.hooks.memory_peaks import peak_of_run
-
-        ended = self.ongoing.ended(status, error=error)
+    def _report(self, status: Status, *, error: BaseException | None) -> Report:
+        limits, steps, epochs = self.plain["trainer"], self._progress.step, self._progress.epochs
+        is_by_epochs = epochs == limits["max_epochs"]
+        ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits["max_steps"])
         return dataclasses.replace(
-            ended,
+            self.ongoing.ended(status, error=error),
             metrics={**self.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self._stages),
-            ended_by=self._ended_by() if status == "completed" else None,
-            steps=self.step,
-            epochs=self.epochs,
-            step_ms=1000.0 * self.seconds / self.step if self.step else None,
+            ended_by=ended_by if status == "completed" else None,
+            steps=steps,
+            epochs=epochs,
+            step_ms=1000.0 * self._seconds / steps if steps else None,
             peak_memory_mib=peak_of_run().so_far() / 2**20,
         )
-
-    def _ended_by(self) -> str:
-        limits = self.plain["trainer"]
-        return end_by_epochs(self.epochs) if self.epochs == limits["max_epochs"] else end_by_steps(limits["max_steps"])
-
-    def _say_how(self, error: BaseException) -> None:
-        if isinstance(error, Interrupted | UserCodeError) and self.last_path.is_file():
-            error.command = self.ongoing.resume_command(str(self.last_path))
 
 
 def _no_trace() -> tuple[None, Sequence[str]]:
@@ -405,4 +520,5 @@ def _no_trace() -> tuple[None, Sequence[str]]:
 
 
 def _as_known(error: BaseException) -> ExpError:
+    """Return an error itself if it is an ExpError, and a RunError with its type and message otherwise."""
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")

@@ -1,35 +1,28 @@
 """The hooks gradients, memory and throughput of the members of a stack.
 
-Each member has its own gradients hook. If the hook gives only norms, one call computes the norms of all members. The
-memory of parameters, gradients and activations is that of one member. The resident set and the times are those of the
-whole stack. Forward and backward are one call and have one tag, as in a pipeline.
+Each member has its own hook gradients. The other hooks look at the first member, and all members log what they give:
+the memory is that of one member, the resident set and the times are those of the whole stack. Forward and backward are
+one call and have one tag, as in a pipeline.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeGuard
 
-import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from exp.engine.forward import Forward
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import Gradients
-from exp.hooks.hook import Hook, has_come
-from exp.hooks.memory import MIB, Memory
-from exp.hooks.memory_peaks import HOST
-from exp.hooks.saved_tensors import kept_by
+from exp.hooks.hook import Boundary, Hook
+from exp.hooks.memory import Memory
 from exp.hooks.step import Step
-from exp.hooks.throughput import Throughput
-from exp.nested import tensors_in
+from exp.nested import mapped
 from exp.shared_types import Batch
-from exp.sweeps.member import Member
 
-CPU = torch.device("cpu")
 Found = list[dict[str, Any]]
 
 
@@ -38,219 +31,132 @@ class StackedHooks:
 
     Args:
         hooks: Hooks by name, not attached.
-        members: Members with their optimizers.
-        run: Result of `forward_by_name` for the network of the first member.
-        autocast: Returns the context of a forward.
+        members: Network and optimizer of each member, and whether its gradients are clipped.
+        forward: Runs the forward and the objective of a network of a member.
         total_steps: Optimizer steps of the whole run.
     """
 
     def __init__(
         self,
         hooks: Mapping[str, Hook],
-        members: Sequence[Member],
+        members: Sequence[tuple[nn.Module, Optimizer, bool]],
         *,
-        run: Forward,
-        autocast: Callable[[], AbstractContextManager[object]],
+        forward: Callable[[nn.Module, Batch], object],
         total_steps: int,
     ) -> None:
-        self._members, self._run, self._autocast = list(members), run, autocast
-        self._gradients: list[list[Gradients]] = []
-        self._throughput: list[Throughput] = []
-        self._memory: list[Memory] = []
+        self._members, self._forward = members, forward
+        # The copies of a hook: one for each member, or one for all.
+        self._hooks: list[list[Hook]] = []
         for name, hook in hooks.items():
             hook.fit_periods(total_steps)
+            copies: list[Hook] = [hook]
             if isinstance(hook, Gradients):
-                each = [copy.deepcopy(hook) for _ in members]
-                for one, member in zip(each, members, strict=True):
-                    one.attach(member.network, name=name)
-                self._gradients.append(each)
-            elif isinstance(hook, Throughput):
-                hook.attach(members[0].network, name=name)
-                self._throughput.append(hook)
-            else:
-                self._memory.append(cast(Memory, hook))
-        self._activations: dict[int, int] = {}
-        self._peaks: dict[str, float] = {}
-        self._process = psutil.Process()
-        self._index = self._size = self._samples = 0
-        self._step: Step | None = None
-        self._window: list[Batch] = []
-        self.seconds_waited = 0.0
-
-    def keep(self, places: Sequence[int]) -> None:
-        """Keep the members at these places."""
-        for place in {*range(len(self._members))} - {*places}:
-            for each in self._gradients:
-                each[place].detach()
-        self._members = [self._members[place] for place in places]
-        self._gradients = [[each[place] for place in places] for each in self._gradients]
+                copies = [copy.deepcopy(hook) for _ in members]
+            for one, (network, _, _) in zip(copies, members, strict=False):
+                one.attach(network, name=name)
+            self._hooks.append(copies)
+        self._due: list[list[Hook]] = []
+        network, optimizer, _ = members[0]
+        device = torch.device("cpu")
+        self._step = Step(index=0, network=network, optimizers=[optimizer], batch_size=0, device=device)
 
     def detach(self) -> None:
-        for hook in [*(one for each in self._gradients for one in each), *self._throughput]:
-            hook.detach()
+        for copies in self._hooks:
+            for hook in copies:
+                hook.detach()
 
     def pause(self) -> None:
         """Stop the clocks after a step."""
-        for hook in self._throughput:
-            hook.pause()
+        for copies in self._hooks:
+            copies[0].pause()
 
-    # --- a step ---
-
-    def start_batch(self, batch: Batch, *, index: int, epoch: int, batch_idx: int) -> None:
-        """Take a micro-batch of optimizer step `index`, with the data of one member."""
-        if index != self._index:
-            self._index, self._size, self._window = index, 0, []
-            self._step = None
-        self._size += batch.global_size
-        self._samples += batch.global_size
-        self._window.append(batch)
-        self._position = epoch, batch_idx
-        if self._step is not None:
-            self._bring_up(self._step)
-        if self._is_detailed:
-            HOST.restart()
-
-    def after_backward(self) -> None:
-        """Note the end of a backward."""
-        for hook in self._throughput:
-            if hook.due(self._index):
-                hook.passed("backward", self._step_of(0))
-        if self._is_detailed:
-            self._note_peak("forward_backward")
+    def start_batch(self, batch: Batch, *, index: int, epoch: int, batch_idx: int, seconds_waited: float) -> None:
+        """Begin optimizer step `index`, with the data of the first member."""
+        self._due = [copies for copies in self._hooks if copies[0].due(index)]
+        step = self._step
+        step.index, step.epoch, step.batch_idx = index, epoch, batch_idx
+        step.batch_size, step.data = batch.global_size, batch.data
+        step.samples_seen, step.seconds_waited = step.samples_seen + batch.global_size, seconds_waited
+        for hook, *_ in self._due:
+            if isinstance(hook, Memory) and (context := hook.around_forward(self._step_of(0, hook))) is not None:
+                with context:
+                    self._forward(step.network, batch)
+        self._pass("batch")
 
     def need_gradients(self) -> bool:
         """Return whether a hook reads the gradients of the parameters in this step."""
-        index = self._index
         return any(
-            each[0].due(index) and (self._clips_any or not each[0].norms_alone(index)) for each in self._gradients
+            hook.overrides("after_backward") and not _is_norms_alone(hook, self._step.index) for hook, *_ in self._due
         )
 
-    def before_update(self, gradients: Mapping[str, Tensor]) -> Found:
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> Found:
         """Return the values of the hooks for unclipped gradients, per member. gradients: `[M, ...]` by parameter."""
-        index = self._index
+        self._pass("backward")
         found: Found = [{} for _ in self._members]
-        for each in self._gradients:
-            if not each[0].due(index):
-                continue
-            if each[0].norms_alone(index):
-                for values, norms_of_one in zip(found, _norms(each, gradients, index), strict=True):
-                    values |= norms_of_one
-                continue
-            for place, hook in enumerate(each):
-                found[place] |= hook.after_backward(self._step_of(place)) or {}
-        if self._is_measured:
-            size = sum(one.nbytes for one in self._members[0].parameters)
-            for values in found:
-                values["memory/gradients_mib"] = size / MIB
+        for copies in self._due:
+            first, index = copies[0], self._step.index
+            if _is_norms_alone(first, index):
+                for values, norms in zip(found, _norms(first, gradients), strict=True):
+                    values |= first.named(norms, index)
+            else:
+                self._call(copies, "after_backward", found)
         return found
 
     def after_clipping(self, found: Found) -> None:
         """Add the values of the hooks for clipped gradients."""
-        for each in self._gradients if self._clips_any else ():
-            if each[0].due(self._index):
-                for place, hook in enumerate(each):
-                    found[place] |= hook.after_clipping(self._step_of(place)) or {}
+        for copies in self._due:
+            self._call(copies, "after_clipping", found)
 
     def after_step(self, found: Found) -> None:
         """Add the values of the hooks for updated parameters."""
-        index = self._index
-        for hook in self._throughput:
-            if hook.due(index):
-                hook.passed("optimizer", self._step_of(0))
-        for each in self._gradients:
-            if each[0].due(index) and not each[0].norms_alone(index):
-                for place, one in enumerate(each):
-                    found[place] |= one.after_step(self._step_of(place)) or {}
-        if self._is_measured:
-            if self._is_detailed:
-                self._note_peak("step")
-            shared = self._memory_parts()
-            for values in found:
-                values |= shared
-        for hook in self._throughput:
-            if hook.due(index):
-                given = hook.after_step(self._step_of(0)) or {}
-                for values in found:
-                    values |= given
-        self._window = []
+        self._pass("optimizer")
+        for copies in self._due:
+            self._call(copies, "after_step", found)
 
-    @property
-    def _clips_any(self) -> bool:
-        return any(member.clip_value for member in self._members)
+    def _pass(self, boundary: Boundary) -> None:
+        for hook, *_ in self._due:
+            if hook.overrides("passed"):
+                hook.passed(boundary, self._step)
 
-    # --- memory ---
+    def _call(self, copies: Sequence[Hook], method: str, found: Found) -> None:
+        if not copies[0].overrides(method) or method in copies[0].idle_at(self._step.index):
+            return
+        for place, hook in enumerate(copies):
+            given = getattr(hook, method)(self._step_of(place, hook)) or {}
+            for values in found if len(copies) == 1 else [found[place]]:
+                values |= given
 
-    @property
-    def _is_measured(self) -> bool:
-        return any(has_come(hook.every_n_steps, self._index) for hook in self._memory)
-
-    @property
-    def _is_detailed(self) -> bool:
-        return any(hook.details and has_come(hook.every_n_steps, self._index) for hook in self._memory)
-
-    def _note_peak(self, phase: str) -> None:
-        if HOST.can_restart:
-            tag = f"memory/host_peak_{phase}_mib"
-            self._peaks[tag] = max(self._peaks.get(tag, 0.0), HOST.restart() / MIB)
-
-    def _memory_parts(self) -> dict[str, float]:
-        """Return the memory of one member, and of the process."""
-        first = self._members[0]
-        peaks, self._peaks = self._peaks, {}
-        return {
-            "memory/parameters_mib": sum(one.nbytes for one in first.network.parameters()) / MIB,
-            "memory/optimizer_mib": sum(one.nbytes for one in tensors_in([first.optimizer.state])) / MIB,
-            "memory/activations_mib": max(self._kept(batch) for batch in self._window) / MIB,
-            **({"memory/host_rss_mib": self._process.memory_info().rss / MIB} if self._is_detailed else {}),
-            **peaks,
-        }
-
-    def _kept(self, batch: Batch) -> int:
-        """Return the bytes that the forward of the first member keeps for its backward. Run once per batch size."""
-        if batch.size not in self._activations:
-            network, objective = self._members[0].network, self._members[0].objective
-            buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-            is_training = network.training
-            network.train()
-            with self._autocast():
-                kept = kept_by(
-                    lambda: objective(self._run(network, batch.data), batch), network=network, data=batch.data
-                )
-            network.train(is_training)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            self._activations[batch.size] = kept.size
-        return self._activations[batch.size]
-
-    # --- what a hook sees ---
-
-    def _step_of(self, place: int) -> Step:
+    def _step_of(self, place: int, hook: Hook) -> Step:
         step = self._step
-        if step is None:
-            step = self._step = Step(
-                index=self._index,
-                network=self._members[0].network,
-                optimizers=[],
-                batch_size=0,
-                device=CPU,
-                accumulated=1,
-            )
-            self._bring_up(step)
-        member = self._members[place]
-        step.network, step.optimizers, step.clips = member.network, [member.optimizer], bool(member.clip_value)
+        network, optimizer, step.clips = self._members[place]
+        # The hook memory counts storages, and the tensors of a member are rows in the storages of the stack.
+        step.network, step.optimizers = network, [optimizer]
+        if isinstance(hook, Memory):
+            step.network, step.optimizers = _copied(network), [_with_own_state(optimizer)]
         return step
 
-    def _bring_up(self, step: Step) -> None:
-        step.epoch, step.batch_idx = self._position
-        step.batch_size, step.samples_seen = self._size, self._samples
-        step.seconds_waited = self.seconds_waited
-        step.data = self._window[-1].data
+
+def _copied(network: nn.Module) -> nn.Module:
+    """Return a copy of a network, with copies of its gradients."""
+    found = copy.deepcopy(network)
+    for parameter, own in zip(network.parameters(), found.parameters(), strict=True):
+        own.grad = None if parameter.grad is None else parameter.grad.clone()
+    return found
 
 
-def _norms(each: Sequence[Gradients], gradients: Mapping[str, Tensor], index: int) -> Found:
-    """Return the norms of each member, with one call per parameter."""
-    rows = [gradients[name].flatten(1) for name in each[0].names]
+def _with_own_state(optimizer: Optimizer) -> Optimizer:
+    found = copy.copy(optimizer)
+    found.state = mapped(optimizer.state, Tensor.clone)
+    return found
+
+
+def _is_norms_alone(hook: Hook, index: int) -> TypeGuard[Gradients]:
+    """Return whether a hook gives nothing but norms before clipping at this step."""
+    return isinstance(hook, Gradients) and hook.norms_alone(index)
+
+
+def _norms(hook: Gradients, gradients: Mapping[str, Tensor]) -> list[list[float]]:
+    """Return the norms of each member's gradients, with one call per parameter."""
+    rows = [gradients[name].flatten(1) for name in hook.names]
     found = [torch.linalg.vector_norm(one, dim=1, dtype=at_least_float32(one.dtype)) for one in rows]
-    numbers = torch.stack(found, dim=1).tolist() if found else [[]] * len(each)
-    return [dict(hook.named(of_one, index)) for hook, of_one in zip(each, numbers, strict=True)]
+    return torch.stack(found, dim=1).tolist() if found else [[] for _ in next(iter(gradients.values()))]

@@ -56,7 +56,7 @@ REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
     (("auto", "cpu"), ("launch.accelerator",)),
     (("auto", "single"), ("strategy.name",)),
     (("fp32", "fp64", "bf16"), ("precision.word",)),
-    (("stop",), ("runtime.non_finite")),
+    (("stop",), ("runtime.non_finite",)),
     (("none",), ("sweep.pruner",)),
     (("train",), ("freeze.batch_norm",)),
     (({},), ("precision.keep", "freeze.unfreeze")),

@@ -16,10 +16,8 @@ from typing import ClassVar
 import optuna
 import pytest
 import yaml
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 
 from exp.check.stages import compose
@@ -160,9 +158,8 @@ def test_a_swept_interpolation_is_shown_as_typed(table):
     assert [row["optimizer.lr"] for row in table()] == ["${seed}", "${seed}", "2", "2"]
 
 
-@pytest.mark.parametrize("launcher", ["exp", "basic"])
-def test_a_failed_job_does_not_end_the_sweep(launcher, capsys, table):
-    status, runs = run_sweep("seed=66,68,99,5", "optimizer.lr=0.1", f"hydra/launcher={launcher}")
+def test_a_failed_job_does_not_end_the_sweep(capsys, table):
+    status, runs = run_sweep("seed=66,68,99,5", "optimizer.lr=0.1")
     assert status == 1
     assert seeds(runs) == [66, 68, 99, 5]
     rows = table()
@@ -173,20 +170,16 @@ def test_a_failed_job_does_not_end_the_sweep(launcher, capsys, table):
     assert "best       job 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("launcher", ["exp", "basic"])
-def test_a_signal_ends_the_sweep_with_its_table(launcher, capsys, table):
-    status, runs = run_sweep("seed=1,98,2", HERE, f"hydra/launcher={launcher}")
+def test_a_signal_ends_the_sweep_with_its_table(capsys, table):
+    status, runs = run_sweep("seed=1,98,2", HERE)
     assert status == 130
     assert seeds(runs) == [1, 98]
-    # Only our launcher knows the jobs that it has not started.
-    expected = [("1", "completed", "0.1"), ("98", "interrupted", ""), ("2", "not started", "")]
     rows = [(row["seed"], row["status"], row["best loss/val"]) for row in table()]
-    assert rows == expected[: 3 if launcher == "exp" else 2]
+    assert rows == [("1", "completed", "0.1"), ("98", "interrupted", ""), ("2", "not started", "")]
     shown = capsys.readouterr().out
     assert "best       job 0" in shown
-    if launcher == "exp":
-        assert "not started: job 2" in shown
-        assert shown.splitlines()[-1] == "go on      python -m exp.train -m seed=1,98,2 sweep.resume=outputs/s"
+    assert "not started: job 2" in shown
+    assert shown.splitlines()[-1] == "go on      python -m exp.train -m seed=1,98,2 sweep.resume=outputs/s"
 
 
 def test_a_full_disk_ends_the_sweep_with_one_line():
@@ -310,39 +303,21 @@ class RandomSweeper(Sweeper):
             self.values.append(result.return_value)
 
 
-class ForkingLauncher(BasicLauncher):
-    """A launcher of the user: runs jobs in another process."""
-
-    __module__ = "hydra_plugins.own"
-
-    def launch(self, job_overrides, initial_job_idx):
-        child = os.fork()
-        if not child:
-            super().launch(job_overrides, initial_job_idx)
-            os._exit(0)
-        os.waitpid(child, 0)
-        returned = JobReturn(status=JobStatus.COMPLETED)
-        returned.return_value = 1.0
-        return [returned for _ in job_overrides]
-
-
 @pytest.fixture
-def own_plugins(monkeypatch):
-    """Provide hydra/sweeper=own and hydra/launcher=own."""
+def own_sweeper(monkeypatch):
+    """Provide hydra/sweeper=own."""
     module = types.ModuleType("hydra_plugins.own")
+    module.RandomSweeper = RandomSweeper
+    Plugins.instance().register(RandomSweeper)
     store = ConfigStore.instance()
-    for group, plugin in (("sweeper", RandomSweeper), ("launcher", ForkingLauncher)):
-        setattr(module, plugin.__name__, plugin)
-        Plugins.instance().register(plugin)
-        target = {"_target_": f"hydra_plugins.own.{plugin.__name__}"}
-        store.store(group=f"hydra/{group}", name="own", node=target, provider="own")
+    node = {"_target_": "hydra_plugins.own.RandomSweeper"}
+    store.store(group="hydra/sweeper", name="own", node=node, provider="own")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield
-    for group in ("sweeper", "launcher"):
-        store.repo["hydra"][group].pop("own.yaml")
+    store.repo["hydra"]["sweeper"].pop("own.yaml")
 
 
-def test_a_users_sweeper_gets_the_value_of_each_job(own_plugins, table):
+def test_a_users_sweeper_gets_the_value_of_each_job(own_sweeper, table):
     status, runs = run_sweep("hydra/sweeper=own")
     assert status == 1
     ran = [config.optimizer.lr for config in runs.configs]
@@ -350,14 +325,6 @@ def test_a_users_sweeper_gets_the_value_of_each_job(own_plugins, table):
     assert RandomSweeper.values == [0.1, pytest.approx(math.nan, nan_ok=True), 0.3]
     assert [float(row["optimizer.lr"]) for row in table()] == pytest.approx(ran)
     assert [row["status"] for row in table()] == ["completed", "failed", "completed"]
-
-
-def test_jobs_in_other_processes_are_in_the_table(own_plugins, capfd, table):
-    status, runs = run_sweep("hydra/launcher=own", "seed=3,66,1", HERE)
-    assert (status, runs.configs) == (1, [])
-    assert "best       job 2, loss/val 0.1" in capfd.readouterr().out
-    assert [row["status"] for row in table()] == ["completed", "failed", "completed"]
-    assert list(SWEEP.glob(".*")) == []
 
 
 def test_a_sweeper_cannot_allow_packages(tmp_path):
@@ -461,10 +428,8 @@ def test_earlier_jobs_that_a_command_leaves_out_are_named(first, second, left_ou
     assert left_out is None or f"left out   {left_out}" in shown
 
 
-def test_a_sweep_is_not_resumed_from_elsewhere_or_by_hydra(tmp_path, monkeypatch):
+def test_a_sweep_is_not_resumed_from_elsewhere(tmp_path, monkeypatch):
     run_sweep("seed=1", HERE)
-    with pytest.raises(ConfigError, match=r"hydra/launcher: outputs/s, with a launcher that knows no jobs of before"):
-        run_sweep("seed=1", RESUME, "hydra/launcher=basic")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"sweep\.resume: .*/outputs/s; expected a directory below the working"):
@@ -537,33 +502,10 @@ def test_a_wrong_search_is_refused(overrides, message):
         run_sweep(*SEARCH, *overrides.split(), "sweep.dry_run=true")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["model=mlp,lenet", "sweep.sampler=cmaes"], "cmaes knows intervals alone: it draws these lists at random"),
-        ([SEARCH[0], "model=mlp,lenet", "seed=1,2", "sweep.sampler=qmc"], ": model, seed are drawn at random"),
-        ([SEARCH[0], "seed=1,2", "sweep.sampler=qmc", "sweep.repeat_over=seed"], None),
-        ([SEARCH[0], "model=mlp,lenet", "sweep.sampler=tpe"], None),
-    ],
-)
-def test_a_sampler_names_lists_that_it_draws_at_random(overrides, line, capsys):
-    run_sweep(*overrides, "sweep.trials=2", "sweep.dry_run=true")
-    shown = capsys.readouterr().out
-    assert ("at random" in shown) == (line is not None)
-    assert line is None or line in shown
-
-
-@pytest.mark.parametrize(
-    ("overrides", "stacks", "words"),
-    [
-        (["seed=1,2"], True, "for a stack has 4 or more"),
-        (SEARCH, True, "for fewer than 4 are known before one of them has ended"),
-        (["seed=1,2,3,4"], False, "for this launcher starts each by itself"),
-    ],
-)
-def test_a_stack_that_is_impossible_is_explained(overrides, stacks, words, capsys):
+@pytest.mark.parametrize(("overrides", "stacks"), [(["seed=1,2"], True), (SEARCH, True), (["seed=1,2,3,4"], False)])
+def test_a_stack_that_is_impossible_is_explained(overrides, stacks, capsys):
     run_sweep(*overrides, "sweep.stack=true", stacks=stacks)
-    assert capsys.readouterr().out.count(f"sweep.stack=true: jobs run side by side, {words}") == 1
+    assert capsys.readouterr().out.count("sweep.stack=true: jobs run side by side, because fewer than 4") == 1
 
 
 def test_a_running_sweep_refuses_another_one():

@@ -83,21 +83,17 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
 
     from exp.check.examination import config_faults
     from exp.cli.train import fit, validate
-    from exp.config.clusters import CLUSTERS
     from exp.config.hydra_adapter import fault_of, run_sweeper
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.local import LocalExecutor
     from exp.sweeps.sweep import Sweep, compose_sweep
 
-    # Another's launcher would start the jobs.
-    ours = ("exp", *(cluster.word for cluster in CLUSTERS.values()))
-    others = [text for text in arguments.overrides if text.lstrip("+").startswith("hydra/launcher=")]
-    others = [text for text in others if text.partition("=")[2] not in ours]
-    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-    if others:
-        compose_sweep(arguments.overrides, **where)  # for what is wrong with the launcher itself
-    overrides = [text for text in arguments.overrides if text not in others]
-    master = compose_sweep(overrides, **where, check=config_faults)
+    master = compose_sweep(
+        arguments.overrides,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
+        check=config_faults,
+    )
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
     jobs = Sweep(
@@ -108,8 +104,6 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         is_dry=True,
         everything=True,
     )
-    # Hydra would compose every job by itself first, and stop at the first fault.
-    master.loader.tries_jobs = False
     try:
         # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:

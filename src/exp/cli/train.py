@@ -86,7 +86,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
-    """Return the executor that hydra/launcher names: a cluster's, or this machine's, which every other launcher gets.
+    """Return the executor that hydra/launcher names: that of a cluster or of this machine.
 
     config: composed, with its hydra node. processes: starts those in which jobs are checked, frozen and run.
     prepare: freezes a job, `prepare`; a function that another process finds by its name.

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
 import statistics
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from exp.sweeps.executor import End, Executor
 from exp.sweeps.jobs import Job
 from exp.sweeps.results import Row
 from exp.sweeps.search import Proposal, Search
 from exp.sweeps.space import Combination
-
-WAIT_SECONDS = 0.5
 
 
 class Queue:
@@ -101,49 +96,6 @@ class Searched(Queue):
                 self._search.tell(trial, "completed", values)
             elif "interrupted" not in statuses:  # that one goes on another time
                 self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
-
-
-class Running:
-    """The jobs that run. received: the signals that this process got, which are passed on to the jobs."""
-
-    def __init__(self, executor: Executor, received: Sequence[int]) -> None:
-        self.received = received
-        # By number: the job, and when it was started.
-        self.jobs: dict[int, tuple[Job, float]] = {}
-        self._executor = executor
-        self._works: list[set[int]] = []
-        self._passed_on = 0
-
-    @property
-    def works(self) -> int:
-        """How many processes run."""
-        return len(self._works)
-
-    def add(self, jobs: Sequence[Job], started: float) -> None:
-        """Add the jobs of one process."""
-        self._works.append({job.number for job in jobs})
-        self.jobs |= {job.number: (job, started) for job in jobs}
-
-    def ends(self) -> list[tuple[Job, End, float]]:
-        """Wait for ends, or a moment: each job that has ended, and its seconds."""
-        for signum in self.received[self._passed_on :]:
-            self._executor.end(signum)
-            self._passed_on += 1
-        found = []
-        for end in self._executor.ends(WAIT_SECONDS):
-            job, started = self.jobs.pop(end.job)
-            self._works = [rest for work in self._works if (rest := work - {end.job})]
-            found.append((job, end, time.perf_counter() - started))
-        return found
-
-    def ended(self) -> list[tuple[Job, End, float]]:
-        """End all as a signal does, and wait for it; a signal to here ends them at once."""
-        if self.jobs and not self._passed_on:
-            self._executor.end(signal.SIGTERM)
-        found = []
-        while self.jobs:
-            found += self.ends()
-        return found
 
 
 def _objective(row: Row, tag: str) -> float:

@@ -13,25 +13,32 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from exp.config.freeze import COMPOSITION
 from exp.config.hydra_node import is_inside
 from exp.config.versions import as_before
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import holding, is_locked, write_whole
+from exp.run_report import Report, read_report
 from exp.spelling import among
+
+if TYPE_CHECKING:
+    from exp.sweeps.jobs import Job
 
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
 AUTO = "auto"
 # What does not tell one job from another: names, places, what is shown, and how the sweep goes about it.
 BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
+# The differences between two searches in words, by key of sweep.json.
+OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
 # A killed sweep's jobs die with it, and need a moment for that.
 DEATH_SECONDS = 10.0
 
@@ -124,6 +131,58 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
 
+    def report_of(self, job: Job, *, retries_failed: bool) -> Report | None:
+        """Return the report of a job that an earlier sweep of this directory has finished. Return None for others."""
+        directory = cast(Path, job.directory)
+        if not (directory / "config.yaml").is_file():
+            return None
+        wait_for_dead(directory)
+        if not (directory / "report.json").is_file():
+            return None
+        try:
+            report = read_report(directory)
+        except RunError as error:
+            print(f"{error}. Job {job.number} goes on from its last checkpoint", file=sys.stderr)
+            return None
+        if report.status == "interrupted" or (report.status == "failed" and retries_failed):
+            return None
+        return replace(report, directory=str(directory))  # the sweep may have been moved
+
+    def begin(self, overrides: Sequence[str], search: Mapping[str, Any] | None) -> None:
+        """Write what the sweep is started with.
+
+        Args:
+            overrides: Overrides of the command.
+            search: What the proposals of a search depend on. None for a grid.
+
+        Raises:
+            ConfigError: The sweep of this directory was another one.
+        """
+        before = self.settings()
+        if before is not None:
+            self.refuse_lost()
+            known = before["search"]
+            if (known is None) != (search is None):
+                got = f"{'a grid' if search is None else 'a search'}, where a sweep of the other kind was"
+                raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
+            other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
+            if other:
+                # The record of the search would mix the results of different jobs.
+                what, typed = OF_SEARCH.get(other[0], f"another {other[0]}"), " ".join(before["overrides"])
+                got = f"{what} than {self.directory} was begun with: {typed}"
+                expected = "the same search, of more trials if you like"
+                raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+            search = None if search is None else {**known, **search}
+        self._keep_settings({"overrides": list(overrides), "search": search})
+
+    def kept(self, key: str, value: Any) -> Any:
+        """Return a value of the search as it was when the search began, on whatever machine it resumes."""
+        settings = dict(self.settings() or {"search": {}})
+        if key not in settings["search"]:
+            settings["search"][key] = value
+            self._keep_settings(settings)
+        return settings["search"][key]
+
     def settings(self) -> Mapping[str, Any] | None:
         """What the sweep was started with; None where nothing was written."""
         path = self.directory / SETTINGS
@@ -139,8 +198,7 @@ class Ledger:
             raise _damaged(path, error) from error
         return cast(Mapping[str, Any], found)
 
-    def keep_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write what the sweep is started with."""
+    def _keep_settings(self, settings: Mapping[str, Any]) -> None:
         write_whole(self.directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 

@@ -87,8 +87,12 @@ class Space:
     def has_intervals(self) -> bool:
         return any(axis.is_interval for axis in self.axes)
 
+    def axis(self, name: str) -> Axis | None:
+        """Return the axis of a key. Return None if the key is not swept."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
     def overrides(self, values: Combination) -> list[str]:
-        """The overrides of a job; values: by key, of the axes that are there."""
+        """Return the overrides of a job. values: The values of its axes by key."""
         return [*self.fixed, *(f"{axis.key}={values[axis.key]}" for axis in self.axes if axis.key in values)]
 
     def is_there(self, axis: Axis, values: Combination) -> bool:
@@ -110,6 +114,23 @@ class Space:
         texts = first.texts if self.is_there(first, values) else (None,)
         for text in texts:
             yield from self._combined(rest, values if text is None else {**values, first.key: text})
+
+    def corners(self) -> list[Combination]:
+        """Return combinations that have every value of each list, and both ends of each interval and range."""
+        found: dict[tuple[tuple[str, str], ...], Combination] = {}
+        ordered = self.by_condition()
+        for varied in self.axes:
+            for text in varied.ends():
+                values: dict[str, str] = {}
+                for axis in ordered:
+                    if axis is varied:
+                        values[axis.key] = text
+                    elif self.is_there(axis, values):
+                        # A value that the condition of the varied axis needs.
+                        needed = (varied.when or {}).get(axis.name, ())
+                        values[axis.key] = next((one for one in axis.ends() if one in needed), axis.ends()[0])
+                found.setdefault(tuple(values.items()), values)
+        return list(found.values())
 
     def by_condition(self) -> list[Axis]:
         """The axes, each behind those that it depends on."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR
 from exp.config.plain_tree import are_same, is_node, leaves
 from exp.config.reading import UNKNOWN, Values
+from exp.launch.launcher import last_checkpoint
 from exp.spelling import show
+from exp.sweeps.jobs import Job
 
 Plain = Mapping[str, Any]
 
@@ -100,6 +103,35 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> Groups:
         else:
             stacked += [tuple(places[first::count]) for first in range(count)]
     return Groups(stacked=tuple(stacked), reasons=reasons)
+
+
+def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
+    """Return the jobs in lists, one for each process, and print why jobs run alone.
+
+    Args:
+        jobs: Checked jobs. Jobs that have ended count, so that a resumed sweep makes the same stacks.
+        is_left: Whether a job has not ended.
+        slots: Number of processes that run at a time.
+    """
+    whole = [job for job in jobs if job.error is None]
+    left = {job.number for job in whole if is_left(job)}
+    found = groups([job.plain for job in whole], most=math.ceil(len(whole) / slots))
+    reasons = Counter(reason for place, reason in found.reasons.items() if whole[place].number in left)
+    for reason, count in reasons.items():
+        print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
+    stacked = []
+    for places in found.stacked:
+        members = [whole[place] for place in places if whole[place].number in left and not _began_alone(whole[place])]
+        if members:
+            stacked.append([replace(job, is_stacked=True) for job in members])
+    together = {job.number for members in stacked for job in members}
+    return [*stacked, *([job] for job in jobs if job.number not in together)]
+
+
+def _began_alone(job: Job) -> bool:
+    """Return whether an earlier sweep has trained a job in its own process."""
+    directory = cast(Path, job.directory)
+    return job.is_known and last_checkpoint(directory) is not None and not is_member(directory)
 
 
 def is_member(directory: Path) -> bool:

@@ -28,16 +28,11 @@ class ExpSweeper(Sweeper):
         """params: read where the sweep reads the command line, exp.config.hydra_adapter.swept_texts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from hydra.core.plugins import Plugins
-
         from exp.sweeps.sweep import Sweep
 
         if not isinstance(task_function, Sweep):
             raise TypeError("hydra/sweeper=exp names the jobs of `python -m exp.train -m` alone")
         self.sweep_of_exp = task_function
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
 
     def sweep(self, arguments: List[str]) -> Any:  # noqa: UP006
-        return self.sweep_of_exp.go_over_space(self.launcher)
+        return self.sweep_of_exp.go_over_space()

@@ -1,0 +1,198 @@
+"""Run the jobs of a queue, several at a time, until none is left or the sweep has to end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from exp.errors import ExpError, Interrupted
+from exp.launch.supervision import collected_signals
+from exp.run_report import Report
+from exp.sweeps.executor import Executor, Unstacked, Work
+from exp.sweeps.job_queue import Queue
+from exp.sweeps.jobs import Job
+from exp.sweeps.ledger import Entry, Ledger, clear_unfrozen, identity_of
+from exp.sweeps.progress_table import Progress
+from exp.sweeps.results import NOT_STARTED, Row
+from exp.sweeps.sweep_settings import SweepSettings
+from exp.sweeps.sweep_view import SweepView
+
+WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """A running job: when it started, and the number of its process."""
+
+    job: Job
+    started: float
+    process: int
+
+
+class SweepRunner:
+    """Runs the jobs of a sweep.
+
+    Args:
+        directory: Directory of the sweep.
+        settings: Its settings.
+        executor: Runs the jobs.
+        ledger: Records the jobs that start.
+        view: Shows their results.
+    """
+
+    def __init__(
+        self, directory: Path, settings: SweepSettings, *, executor: Executor, ledger: Ledger, view: SweepView
+    ) -> None:
+        self._directory, self._settings, self._executor = directory, settings, executor
+        self._ledger, self._view = ledger, view
+        self._running: dict[int, _Running] = {}
+        self._processes = itertools.count()
+        # Directories that this sweep gave to jobs.
+        self._taken: set[Path] = set()
+        # Number of signals that the jobs were sent.
+        self._passed_on = 0
+
+    def run(self, queue: Queue) -> None:
+        """Start jobs while there is room, until none is left or the sweep has to end.
+
+        Raises:
+            Interrupted: A signal came. All running jobs have ended.
+        """
+        self._passed_on = 0
+        with contextlib.closing(Progress(total=queue.total)) as progress, collected_signals() as received:
+            try:
+                self._work_off(queue, progress, received)
+            except Exception:
+                # The sweep itself has failed, as on a full disk. Running jobs save their state and end.
+                self._end_all(received)
+                raise
+        if received:
+            interrupted = Interrupted(signum=received[0], checkpoint=str(self._directory))
+            interrupted.command = self._settings.resume_command(os.path.relpath(self._directory))
+            raise interrupted
+
+    def _work_off(self, queue: Queue, progress: Progress, received: Sequence[int]) -> None:
+        begun = time.monotonic()
+        while True:
+            while not received and self._has_room and not self._why_it_ends(begun):
+                if not self._start_next(queue, progress, received):
+                    break
+            if not self._running:
+                break
+            for job, outcome, seconds in self._ends(received):
+                if isinstance(outcome, Unstacked):
+                    progress.say_once(f"side by side: {outcome}")
+                    queue.again(job)
+                else:
+                    row = self._view.row_of(job, outcome, seconds=seconds)
+                    self._view.end_session(job, row)
+                    self._record(row, queue, progress)
+            progress.refresh()
+        for job in queue.rest():
+            self._view.record(self._row_without_run(job) or self._view.row_of(job, None))
+        self._view.write()
+        done = sum(row.status != NOT_STARTED for row in self._view.rows.values())
+        if not received and (why := self._why_it_ends(begun)) and done < queue.total:
+            self._view.ended_early = f"{why}: {done} of {queue.total} jobs were run"
+
+    @property
+    def _has_room(self) -> bool:
+        return len({one.process for one in self._running.values()}) < self._executor.slots
+
+    def _why_it_ends(self, begun: float) -> str:
+        """Return why no more jobs start. Return "" if they start."""
+        most, timeout = self._settings.values["max_failures"], self._settings.values["timeout"]
+        if most is not None and sum(row.status == "failed" for row in self._view.rows.values()) >= most:
+            return f"ended by sweep.max_failures={most}"
+        return "" if time.monotonic() - begun < self._settings.seconds else f"ended by sweep.timeout={timeout}"
+
+    def _start_next(self, queue: Queue, progress: Progress, received: Sequence[int]) -> bool:
+        """Start the next jobs of the queue, or record those that need not run. Return whether there was a job."""
+        try:
+            jobs = queue.next()
+        except Interrupted:  # a signal came while a proposal was checked
+            return False
+        left = []
+        for job in jobs:
+            if (row := self._row_without_run(job)) is None:
+                left.append(job)
+            else:
+                self._record(row, queue, progress)
+        if left and not received:
+            left = [self._placed(job) for job in left]
+            with contextlib.suppress(Interrupted):  # a signal came while the executor looked up what a job needs
+                self._start(left)
+        for job in left:
+            if job.number in self._running:
+                progress.begin(job.number, swept=job.swept, directory=cast(Path, job.directory))
+            else:
+                queue.again(job)
+        return bool(jobs)
+
+    def _start(self, jobs: Sequence[Job]) -> None:
+        """Start jobs that one process runs."""
+        started, process, entries = time.perf_counter(), next(self._processes), []
+        for job in jobs:
+            directory = cast(Path, job.directory)
+            if job.is_known:
+                clear_unfrozen(directory)
+            else:
+                shown = os.path.relpath(directory, self._directory)
+                entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=shown))
+        self._ledger.write(entries)
+        configs = tuple(config for job in jobs if (config := job.config) is not None)
+        numbers, is_stack = tuple(job.number for job in jobs), any(job.is_stacked for job in jobs)
+        self._executor.start(Work(jobs=numbers, configs=configs, is_stack=is_stack))
+        self._running |= {job.number: _Running(job=job, started=started, process=process) for job in jobs}
+
+    def _placed(self, job: Job) -> Job:
+        """Return a new job with another directory if hydra.sweep.subdir gives it that of an earlier job."""
+        if job.is_known:
+            return job
+        wanted = cast(Path, job.directory)
+        names = itertools.chain([wanted.name], (f"{wanted.name}-{count}" for count in itertools.count(2)))
+        free = next(path for path in map(wanted.with_name, names) if path not in self._taken and not path.exists())
+        self._taken.add(free)
+        return replace(job, directory=free)
+
+    def _row_without_run(self, job: Job) -> Row | None:
+        """Return the row of a job that cannot run or need not run. Return None for any other job."""
+        if job.error is not None:
+            return self._view.row_of(job, job.error)
+        if not job.is_known or job.number in self._view.rows:
+            return None
+        report = self._ledger.report_of(job, retries_failed=self._settings.values["retry_failed"])
+        return None if report is None else self._view.row_of(job, report, seconds=report.wall_seconds)
+
+    def is_left(self, job: Job) -> bool:
+        """Return whether a job has not ended in an earlier sweep of this directory."""
+        return self._row_without_run(job) is None
+
+    def _record(self, row: Row, queue: Queue, progress: Progress) -> None:
+        self._view.record(row)
+        queue.end(row)
+        progress.end(row, best=self._view.best)
+
+    def _ends(self, received: Sequence[int]) -> Iterator[tuple[Job, Report | ExpError, float]]:
+        """Wait until a job ends or a moment passes. Yield each job that has ended, its outcome and its seconds."""
+        for signum in received[self._passed_on :]:
+            self._executor.end(signum)
+            self._passed_on += 1
+        for end in self._executor.ends(WAIT_SECONDS):
+            one = self._running.pop(end.job)
+            yield one.job, end.outcome, time.perf_counter() - one.started
+
+    def _end_all(self, received: Sequence[int]) -> None:
+        """End all running jobs as a signal does, and wait for them. A further signal kills them."""
+        if self._running and not self._passed_on:
+            self._executor.end(signal.SIGTERM)
+        while self._running:
+            for job, outcome, seconds in self._ends(received):
+                self._view.rows[job.number] = self._view.row_of(job, outcome, seconds=seconds)

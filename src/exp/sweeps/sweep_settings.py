@@ -1,0 +1,216 @@
+"""The settings of a sweep, read once before its jobs, and the errors of settings that do not fit what is swept."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from exp.check.stages import located, refuse_nodes
+from exp.config.compose import Composition, shared_config
+from exp.config.groups import COMMAND_LINE
+from exp.config.hydra_adapter import hydra_config, parse_override, task_overrides
+from exp.errors import ConfigError, Fault
+from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
+from exp.sweeps.jobs import is_of_sweep
+from exp.sweeps.results import FOLD, NONE
+from exp.sweeps.search import DEFAULT_TRIALS
+from exp.sweeps.space import Axis, Space, sizes, space_of
+
+MAX_JOBS = 10_000
+# The keys that a sweep reads before it looks at any job.
+READ_FIRST = ("sweep", "seed", "monitor", "mode")
+# The launchers whose jobs an Executor of exp runs.
+OUR_LAUNCHERS = "hydra_plugins.exp."
+# Overrides that say nothing about which jobs a sweep has.
+OF_RESUME = ("sweep.resume=", "sweep.retry_failed=")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """The settings of a sweep.
+
+    Attributes:
+        values: The node `sweep` of the config.
+        overrides: The overrides of the command, without those that resume a sweep.
+        monitor: Tag that the jobs compare. None compares nothing.
+        mode: Direction of the monitored tag.
+        seed: Seed of the search, and of shuffled values.
+        space: The swept keys and their values.
+    """
+
+    values: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    monitor: str | None
+    mode: Mode
+    seed: int
+    space: Space
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a sampler draws the values. Otherwise all values are combined in a grid."""
+        sampler = self.values["sampler"]
+        return sampler != "grid" and (sampler != "auto" or self.space.has_intervals)
+
+    @property
+    def sampler(self) -> Sampler:
+        sampler = self.values["sampler"]
+        return "tpe" if sampler == "auto" else cast(Sampler, sampler)
+
+    @property
+    def trials(self) -> int:
+        return self.values["trials"] or DEFAULT_TRIALS
+
+    @property
+    def seconds(self) -> float:
+        """Time after which no more jobs start, in seconds."""
+        timeout = self.values["timeout"]
+        return math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
+
+    @property
+    def repeat_over(self) -> str | None:
+        """The key whose values are repeats: that of sweep.repeat_over, or the folds of the data if they are swept."""
+        over = self.values["repeat_over"]
+        if over is None and self.values["pruner"] == "none" and self.space.axis(FOLD) is not None:
+            return FOLD
+        return None if over == NONE else over
+
+    @property
+    def repeated(self) -> Axis | None:
+        return None if self.repeat_over is None else self.space.axis(self.repeat_over)
+
+    @property
+    def drawn(self) -> Space:
+        """The space without the repeated axis."""
+        return replace(self.space, axes=tuple(axis for axis in self.space.axes if axis is not self.repeated))
+
+    @property
+    def objectives(self) -> Mapping[str, Mode]:
+        """The tags that a search compares, with their directions."""
+        if named := searched_tags(self.values["monitor"], mode=self.mode):
+            return named
+        return {} if self.monitor is None else {self.monitor: self.mode}
+
+    def resume_command(self, directory: str) -> str:
+        """Return the command that resumes the sweep of a directory."""
+        return shlex.join(["python", "-m", "exp.train", "-m", *self.overrides, f"sweep.resume={directory}"])
+
+    def faults(self) -> Iterator[Fault]:
+        """Yield an error for each setting that does not fit what is swept."""
+        if self.repeat_over is not None and self.repeated is None:
+            got, expected = f"{self.repeat_over}, which is not swept", "a swept key, such as seed=0,1,2"
+            yield Fault(key="sweep.repeat_over", got=got, expected=expected)
+        yield from self._search_faults() if self.is_search else self._grid_faults()
+
+    def _grid_faults(self) -> Iterator[Fault]:
+        interval = next((axis for axis in self.space.axes if axis.is_interval), None)
+        if interval is not None:
+            got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
+            yield Fault(key="sweep.sampler", got=got, expected=expected)
+        cure = "Write sweep.sampler=random, or another, to draw from lists, too"
+        for name, none in (("trials", None), ("pruner", "none")):
+            if (value := self.values[name]) != none:
+                expected = f"{'null' if none is None else none}: only a search has {name if none is None else 'one'}"
+                yield Fault(key=f"sweep.{name}", got=f"{value}, of a grid", expected=expected, cure=cure)
+
+    def _search_faults(self) -> Iterator[Fault]:
+        if self.repeated is not None and self.repeated.is_interval:
+            yield Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2")
+        objectives, pruner = self.objectives, self.values["pruner"]
+        if not objectives:
+            expected, cure = "the tag that a search compares", "Write monitor=loss/val"
+            yield Fault(key="monitor", got="null", expected=expected, cure=cure)
+        if self.sampler == "cmaes" and len(objectives) > 1:
+            got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
+            yield Fault(key="sweep.sampler", got=got, expected=expected)
+        if pruner != "none" and self.repeat_over is not None:
+            got, expected = f"{pruner} beside sweep.repeat_over", "one of the two: a mean has no steps"
+            yield Fault(key="sweep.pruner", got=got, expected=expected)
+        if pruner != "none" and objectives and dict(objectives) != {self.monitor: self.mode}:
+            tag, mode = next(iter(objectives.items()))
+            got = f"{pruner} beside sweep.monitor={','.join(objectives)}, and jobs report {self.monitor}"
+            cure = f"Write monitor={tag} mode={mode} instead of sweep.monitor"
+            yield Fault(key="sweep.pruner", got=got, expected="one tag to compare", cure=cure)
+
+
+def read_settings(master: Composition) -> SweepSettings:
+    """Return the settings of a sweep.
+
+    Raises:
+        ConfigError: The values of a key cannot be swept.
+    """
+    config, seed = master.config, int(master.config.seed)
+    return SweepSettings(
+        values=cast(dict[str, Any], OmegaConf.to_container(config.sweep, resolve=True)),
+        overrides=tuple(text for text in task_overrides(config) if not text.lstrip("+").startswith(OF_RESUME)),
+        monitor=config.monitor,
+        mode=config.mode,
+        seed=seed,
+        space=space_of(config, master.loader, seed=seed),
+    )
+
+
+def refuse(faults: Iterable[Fault]) -> None:
+    """Raise ConfigError if there are errors."""
+    if found := list(faults):
+        raise ConfigError(found)
+
+
+def refuse_settings(master: Composition) -> None:
+    """Raise ConfigError for settings of the sweep itself that no sweep can have, before any of them is read."""
+    lines = [parse_override(text) for text in filter(is_of_sweep, task_overrides(master.config))]
+    faults = [
+        Fault(key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE)
+        for line in lines
+        if line.is_sweep_override()
+    ]
+    for line in lines:
+        if line.key_or_group == "sweep.trial" and not line.is_sweep_override() and line.value() is not None:
+            text = line.get_value_string()
+            cure, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
+            faults.append(Fault(key="sweep.trial", got=text, expected=expected, cure=cure, source=COMMAND_LINE))
+    launcher = str(master.config.hydra.launcher["_target_"])
+    if not launcher.startswith(OUR_LAUNCHERS):
+        cure = "Leave it out: several jobs run at a time, as sweep.jobs says"
+        faults.append(Fault(key="hydra/launcher", got=launcher, expected="exp, slurm or ray", cure=cure))
+    refuse(faults)
+    config = shared_config(master)
+    refuse_nodes(config, READ_FIRST)
+    if config.sweep.retry_failed and config.sweep.resume is None:
+        got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
+        fault = Fault(key="sweep.retry_failed", got=got, expected=expected, cure="Add sweep.resume=auto")
+        raise ConfigError(located(config, [fault]))
+
+
+def refuse_size(master: Composition) -> None:
+    """Raise ConfigError for a sweep without a job, and for one with too many jobs, before they are listed."""
+    counts = sizes(master.config, master.loader)
+    if counts is None:
+        return
+    faults = [no_job(key) for key, count in counts.items() if count == 0]
+    jobs = math.prod(counts.values())
+    key = max(counts, key=lambda key: counts[key], default="")
+    if jobs > MAX_JOBS and master.config.sweep.sampler in ("auto", "grid"):
+        got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
+        cure = "Take fewer values, or draw some of them: sweep.sampler=random sweep.trials=100"
+        faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", cure=cure))
+    elif jobs > MAX_JOBS and counts[key] > MAX_JOBS:
+        got, cure = f"{counts[key]:,} values", f"Draw from all numbers between two: {key}=interval(0,1000000)"
+        faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} at most", cure=cure))
+    refuse(faults)
+
+
+def no_job(key: str) -> Fault:
+    """Return the error of a key without a value."""
+    return Fault(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
+
+
+def wanted_directory(master: Composition) -> Path:
+    """Return the directory of a new sweep."""
+    with hydra_config(master.config):
+        return Path(master.config.hydra.sweep.dir)

@@ -1,0 +1,159 @@
+"""What a sweep shows of its jobs: the rows of its table, the lines at its end, and the HParams page of TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from exp.config.compose import recorded
+from exp.config.freeze import chosen_values, compared_tags
+from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.run_report import Report
+from exp.sweeps.jobs import Job
+from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
+from exp.sweeps.sweep_settings import SweepSettings
+from exp.tensorboard.hparams import declaration, declare, write_bad_end
+
+TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
+# A table of more rows is written at most every two seconds, and in at most a twentieth of the time.
+TABLE_ROWS, TABLE_SECONDS, TABLE_PAUSES = 50, 2.0, 20
+
+
+class SweepView:
+    """Shows the results of a sweep.
+
+    Args:
+        directory: Directory of the sweep.
+        settings: Its settings.
+
+    Attributes:
+        rows: Rows of the table by job.
+        ended_early: Why the settings of the sweep ended it before all jobs were run. Empty if they did not.
+    """
+
+    def __init__(self, directory: Path, settings: SweepSettings) -> None:
+        self._directory, self._settings = directory, settings
+        self.rows: dict[int, Row] = {}
+        self.ended_early = ""
+        self._written, self._write_seconds = -math.inf, 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all jobs ended as they should."""
+        return all(row.status in FINISHED for row in self.rows.values())
+
+    @property
+    def best(self) -> Row | None:
+        return best_row(list(self.rows.values()))
+
+    def row_of(self, job: Job, outcome: Report | ExpError | None, *, seconds: float = 0.0) -> Row:
+        """Return the row of a job. outcome: None if the job was not started."""
+        monitor, mode = self._settings.monitor, self._settings.mode
+        if job.plain:
+            monitor, mode = job.plain["monitor"], job.plain["mode"]
+        shown = "" if job.directory is None or outcome is None else os.path.relpath(job.directory, self._directory)
+        row = Row(
+            job=job.number,
+            swept=job.swept,
+            status=NOT_STARTED,
+            value=math.nan,
+            monitor=monitor,
+            mode=mode,
+            seconds=seconds,
+            directory=shown,
+        )
+        if outcome is None:
+            return row
+        if isinstance(outcome, ExpError):
+            status = "interrupted" if isinstance(outcome, Interrupted) else "failed"
+            return replace(row, status=status, error=_first_line(outcome))
+        error = outcome.error["message"].strip().splitlines() if outcome.error else []
+        return replace(
+            row,
+            status=outcome.status,
+            value=outcome.monitored if outcome.status in FINISHED else math.nan,
+            step=None if outcome.best is None else outcome.best["step"],
+            metrics={**outcome.metrics, **outcome.best_metrics},
+            peak_memory_mib=outcome.peak_memory_mib,
+            directory=os.path.relpath(outcome.directory, self._directory),
+            error=error[0] if error else "",
+        )
+
+    def record(self, row: Row) -> None:
+        """Add a row and write the table, as often as its size allows."""
+        self.rows[row.job] = row
+        pause = max(TABLE_SECONDS, TABLE_PAUSES * self._write_seconds)
+        if time.monotonic() - self._written > pause or len(self.rows) < TABLE_ROWS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the table if it has rows."""
+        started = time.monotonic()
+        if self.rows:
+            write_table(self._directory, self._sorted_rows, repeat_over=self._settings.repeat_over)
+        self._written = time.monotonic()
+        self._write_seconds = self._written - started
+
+    def print(self, last_words: Sequence[str]) -> None:
+        """Print the table, why the sweep ended early, and further lines."""
+        print()
+        print_table(self._directory, self._sorted_rows, repeat_over=self._settings.repeat_over)
+        for line in (self.ended_early, *last_words):
+            if line:
+                print(line)
+
+    @property
+    def _sorted_rows(self) -> list[Row]:
+        return [self.rows[number] for number in sorted(self.rows)]
+
+    def declare(self, jobs: Sequence[Job]) -> None:
+        """Write the swept keys and the compared tags for TensorBoard, once.
+
+        jobs: Jobs of the first batch. Of a search, the ends of its space.
+        """
+        space = self._settings.space
+        if self.rows or not space.axes or not any(map(_has_tensorboard, jobs)):
+            return
+        domains = {axis.name: domain for axis in space.axes if (domain := axis.domain()) is not None}
+        values: dict[str, list[object]] = {}
+        tags: list[str] = []
+        seen = set[tuple[str, str]]()
+        for job in jobs:
+            # Of ten thousand jobs only those with a value that no job before has.
+            if job.packed is None or seen >= job.swept.items():
+                continue
+            seen |= job.swept.items()
+            for key, value in chosen_values(job.plain, recorded(job.overrides)).items():
+                values.setdefault(key, []).append(value)
+            tags += compared_tags(job.plain, is_trial=self._settings.is_search)
+        try:
+            declare(self._directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
+        except RunError as error:
+            print(error, file=sys.stderr)
+
+    def end_session(self, job: Job, row: Row) -> None:
+        """Write the end of a job for TensorBoard if its own process could not write it."""
+        if row.status in FINISHED or not row.directory or not _has_tensorboard(job):
+            return
+        params, tags = chosen_values(job.plain, recorded(job.overrides)), compared_tags(job.plain)
+        try:
+            write_bad_end(self._directory / row.directory, params, tags, status=row.status)
+        except RunError as error:
+            print(error, file=sys.stderr)
+
+
+def _has_tensorboard(job: Job) -> bool:
+    return job.packed is not None and any(one["_target_"] == TENSORBOARD for one in job.plain["logger"].values())
+
+
+def _first_line(error: ExpError) -> str:
+    if isinstance(error, ConfigError):
+        return "; ".join(str(fault) for fault in error.faults)
+    # Without the command that resumes the run, for which a table has no room.
+    lines = str(error.args[0]).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -4,9 +4,9 @@ AdamW over four parameters: 40 us a step through `optimizer.step()`, 15 us here,
 step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor time without it (six pairs).
 
 Private names of torch (seen in 2.13, and tested): `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`,
-which Adam, AdamW and SGD with fused=True call with these arguments, behind `torch._foreach_add_` of the counts of
-steps; `_opt_called`, where a schedule notes that the optimizer went first, and `_wrapped_by_lr_sched`, its mark on
-`step`; `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
+which Adam, AdamW and SGD with fused=True call with these arguments, after they have counted the step; `_opt_called`,
+where a schedule notes that the optimizer went first, and `_wrapped_by_lr_sched`, its mark on `step`;
+`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
 `_global_optimizer_post_hooks`; `_profiler_enabled` of torch.autograd. `load_state_dict` replaces `optimizer.state`.
 """
 
@@ -24,79 +24,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Group = dict[str, Any]
-# On the host torch makes a tensor of a plain 1 anew for each parameter: four counts take 7 us so, and 3 with this.
-ONE = torch.ones(())
-# Of a group, its parameters, their gradients and their state; the counts of steps are counted already.
+# A kernel takes a group, its parameters, their gradients and their state, whose steps are counted already.
 Kernel = Callable[[Group, list[Tensor], list[Tensor], tuple[list[Tensor], ...]], None]
-
-
-class DirectStep:
-    """Called, it makes a step of an optimizer, bit for bit the one of `optimizer.step()`.
-
-    Where that has more to do than its kernel (the first step, a parameter without a gradient, hooks of the optimizer, a
-    profiler that looks for its steps), it is what is called. Nobody else changes the optimizer between two calls, but
-    for its gradients and the settings of its groups.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._is_known = is_known(optimizer)
-        self._kernel = _kernel_of(optimizer)
-        self._state: Mapping[Tensor, object] | None = None
-        self._groups: list[tuple[Group, list[Tensor], tuple[list[Tensor], ...]]] = []
-        if self._is_known:
-            self._collect()
-
-    def __call__(self) -> None:
-        optimizer = self.optimizer
-        gradients = self._gradients() if self._is_known and optimizer.state is self._state else None
-        if gradients is None:
-            optimizer.step()
-            if self._is_known:
-                self._collect()
-            return
-        # A schedule on this optimizer asks, and warns where the optimizer does not go first.
-        vars(optimizer)["_opt_called"] = True
-        with torch.no_grad():
-            for (group, parameters, state), own in zip(self._groups, gradients, strict=True):
-                if self._kernel is _adam:
-                    _count(state[2])
-                self._kernel(group, parameters, own, state)
-
-    def _gradients(self) -> list[list[Tensor]] | None:
-        """Of each group; None where `optimizer.step()` has to see to it."""
-        optimizer = self.optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return None
-        # Held: the device may skip the step (precision/scaler.py).
-        if "found_inf" in vars(optimizer):
-            return None
-        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
-            return None
-        if len(optimizer.param_groups) != len(self._groups):
-            return None
-        found = []
-        for (group, parameters, _), now in zip(self._groups, optimizer.param_groups, strict=True):
-            if group is not now or len(group["params"]) != len(parameters):
-                return None
-            own = []
-            for parameter in parameters:
-                if (gradient := parameter.grad) is None:
-                    return None
-                own.append(gradient)
-            found.append(own)
-        return found
-
-    def _collect(self) -> None:
-        optimizer = self.optimizer
-        self._groups, self._state = [], None
-        for group in optimizer.param_groups:
-            parameters: list[Tensor] = list(group["params"])
-            state = _state_of(optimizer, group)
-            if state is None:
-                return  # a parameter that had no gradient yet
-            self._groups.append((group, parameters, state))
-        self._state = optimizer.state
 
 
 @dataclass(frozen=True)
@@ -114,77 +43,123 @@ class DirectSteps:
     """Called, it makes a step of each of several optimizers, bit for bit the ones of `optimizer.step()`.
 
     Their counts of steps are one tensor, which is counted at once: torch counts each by itself, 4 us a parameter.
-    Nobody else steps these optimizers, or gives them hooks. One that is not known makes its step itself.
+    Nobody else gives these optimizers hooks. An optimizer that is not known makes its step itself, as do all at first.
 
     parameters: of each optimizer, in the order in which their gradients are given.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
         self._optimizers, self._parameters = list(optimizers), [list(one) for one in parameters]
-        # Of each optimizer; None of one that steps itself.
-        self._calls: list[list[_Call] | None] = []
+        # Of each optimizer; empty of one that steps itself. None before the first step.
+        self._calls: list[list[_Call]] | None = None
         self._counts: Tensor | None = None
 
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """gradients: of each optimizer's parameters."""
-        if self._counts is not None and self._calls:
+        calls = self._calls
+        if calls is None:
+            calls = [[] for _ in self._optimizers]
+        elif self._counts is not None:
             self._counts.add_(1)
-        calls = self._calls or [None] * len(self._optimizers)
-        with torch.no_grad():
-            for place, (optimizer, known, own) in enumerate(zip(self._optimizers, calls, gradients, strict=True)):
-                if known is None:
-                    _step(optimizer, self._parameters[place], own)
-                    continue
-                vars(optimizer)["_opt_called"] = True
+        for place, (optimizer, known, own) in enumerate(zip(self._optimizers, calls, gradients, strict=True)):
+            if not known:
+                for parameter, gradient in zip(self._parameters[place], own, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                continue
+            # A schedule on this optimizer asks, and warns if the optimizer does not go first.
+            vars(optimizer)["_opt_called"] = True
+            with torch.no_grad():
                 for call in known:
                     call.kernel(call.group, call.parameters, [own[place] for place in call.places], call.state)
-        if not self._calls:
-            self._calls = list(map(self._calls_of, self._optimizers, self._parameters))
-            self._count_together()
+        if self._calls is None:
+            self.collect()
 
-    def _calls_of(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call] | None:
-        if not is_known(optimizer):
-            return None
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        found = []
-        for group in optimizer.param_groups:
-            state = _state_of(optimizer, group)
-            if state is None:
-                return None
-            own = [places[id(parameter)] for parameter in group["params"]]
-            found.append(_Call(_kernel_of(optimizer), group, list(group["params"]), state, own))
-        return found
+    def collect(self) -> bool:
+        """Look up the state of each optimizer, and let the counts of all parameters be views of one tensor.
 
-    def _count_together(self) -> None:
-        """Let the counts of all parameters be views of one tensor; of SGD there are none."""
+        Returns:
+            Whether all of them are stepped by their kernels from now on.
+        """
+        self._calls = list(map(_calls_of, self._optimizers, self._parameters))
         held = [
             (optimizer.state[parameter], call.state[2], number)
             for optimizer, calls in zip(self._optimizers, self._calls, strict=True)
-            for call in calls or ()
+            for call in calls
             if call.kernel is _adam
             for number, parameter in enumerate(call.parameters)
         ]
         self._counts = torch.stack([state["step"] for state, _, _ in held]) if held else None
         for (state, counts, number), view in zip(held, [] if self._counts is None else self._counts, strict=True):
             state["step"] = counts[number] = view
+        return all(self._calls)
 
 
-def _step(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
+class DirectStep:
+    """Called, it makes a step of an optimizer, bit for bit the one of `optimizer.step()`.
+
+    If that has more to do than its kernel (the first step, a parameter without a gradient, a loss scale, a hook, a
+    profiler), `optimizer.step()` is called. Nobody else changes the optimizer between two calls, except its gradients
+    and the settings of its groups.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._is_known = is_known(optimizer)
+        self._groups = len(optimizer.param_groups)
+        self._parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
+        self._steps = DirectSteps([optimizer], [self._parameters])
+        # The optimizer's state whose tensors are collected.
+        self._state: Mapping[Tensor, object] | None = None
+        self._collect()
+
+    def __call__(self) -> None:
+        gradients = self._gradients()
+        if gradients is not None:
+            self._steps([gradients])
+        else:
+            self.optimizer.step()
+            self._collect()
+
+    def _collect(self) -> None:
+        self._state = self.optimizer.state if self._is_known and self._steps.collect() else None
+
+    def _gradients(self) -> list[Tensor] | None:
+        """Return the gradients of all parameters; None if `optimizer.step()` has more to do."""
+        optimizer = self.optimizer
+        if optimizer.state is not self._state or len(optimizer.param_groups) != self._groups:
+            return None
+        # With found_inf the device may skip the step (precision/scaler.py).
+        if (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or "found_inf" in vars(optimizer)
+        ):
+            return None
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
+            return None
+        found = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                return None
+            found.append(parameter.grad)
+        return found
 
 
-def _count(counts: list[Tensor]) -> None:
-    """Add 1 to the counts of steps, which are on the host unless they are on the parameters' device."""
-    if counts[0].is_cpu:
-        torch._foreach_add_(counts, ONE, alpha=1.0)
-    else:
-        torch._foreach_add_(counts, 1)
-
-
-def _kernel_of(optimizer: Optimizer) -> Kernel:
-    return _sgd if type(optimizer) is SGD else _adam
+def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]:
+    """Return the calls that are the optimizer's step; nothing if it steps itself."""
+    if not is_known(optimizer):
+        return []
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    found = []
+    for group in optimizer.param_groups:
+        state = _state_of(optimizer, group)
+        if state is None:
+            return []
+        own = [places[id(parameter)] for parameter in group["params"]]
+        kernel = _sgd if type(optimizer) is SGD else _adam
+        found.append(_Call(kernel, group, list(group["params"]), state, own))
+    return found
 
 
 def _state_of(optimizer: Optimizer, group: Group) -> tuple[list[Tensor], ...] | None:

@@ -127,7 +127,7 @@ def rows_of(capsys, *command: str) -> tuple[int, dict[str, str]]:
         ("own_derivatives.Scale", "factor=2.5", "--input", "2x2"),
         ("own_derivatives.Net", "width=4"),
         ("own_derivatives.looked_up", "--input", "4:5", "--input", "5x2"),
-        ("exp.functions.elementary.Linear", "bias=null", "--input", "4x3", "--input", "2x3"),
+        ("exp.extras.gallery.custom_functions.Linear", "bias=null", "--input", "4x3", "--input", "2x3"),
         ("exp.models.containers.SequentialModel", "layers.a._target_=torch.nn.Linear", "layers.a.out_features=2"),
         ("torch.nn.GELU", "--input", ""),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from exp.functions.gradient_layers import GradientReversal
 from exp.functions.identities import (
     clip_gradient_by_norm,
     clip_gradient_by_value,
@@ -17,7 +18,6 @@ from exp.functions.identities import (
     scale_gradient,
 )
 from exp.models.containers import ModuleDictModel, SequentialModel
-from exp.models.layers import GradientReversal
 
 pytestmark = pytest.mark.numeric
 

@@ -19,9 +19,9 @@ from exp.errors import RunError
 from exp.extras.research.clip_module import ClipModule
 from exp.extras.research.gradient_reversal import GradientReversal
 from exp.extras.research.scale_gradient import ScaleGradient
+from exp.functions.gradient_layers import GradientReversal as Layer
 from exp.functions.identities import gradient_reversal
 from exp.models.containers import SequentialModel
-from exp.models.layers import GradientReversal as Layer
 
 pytestmark = pytest.mark.numeric
 

@@ -28,13 +28,14 @@ REMOVED: Mapping[str, Any] = {
     "runtime.warm": "auto",
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
-# Modules that moved, by their names in earlier versions.
+# Modules and classes that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {
     "exp.data.domains": "exp.extras.gallery.domains",
     "exp.data.hf": "exp.extras.hf.hf",
     "exp.data.letter_names": "exp.extras.gallery.letter_names",
     "exp.engine.range_test": "exp.extras.finders.range_test",
     "exp.engine.size_trial": "exp.extras.finders.size_trial",
+    "exp.functions.elementary": "exp.extras.gallery.custom_functions",
     "exp.hooks.clip_module": "exp.extras.research.clip_module",
     "exp.hooks.dtypes": "exp.extras.debugging.dtypes",
     "exp.hooks.features": "exp.extras.research.features",
@@ -48,6 +49,10 @@ MOVED: Mapping[str, str] = {
     "exp.loggers.mlflow_store": "exp.extras.mlflow.mlflow_store",
     "exp.loggers.wandb_run": "exp.extras.wandb.wandb_run",
     "exp.models.ensemble": "exp.extras.gallery.ensemble",
+    "exp.models.layers.GradientReversal": "exp.functions.gradient_layers.GradientReversal",
+    "exp.models.layers.Linear": "exp.extras.gallery.custom_functions.LinearLayer",
+    "exp.models.layers.MulConstant": "exp.extras.gallery.custom_functions.MulConstantLayer",
+    "exp.models.layers.StraightThrough": "exp.extras.gallery.custom_functions.StraightThroughLayer",
     "exp.models.scalar_tensor": "exp.extras.gallery.scalar_tensor",
     "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
@@ -112,12 +117,13 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
 def current_target(dotted: str) -> str:
     """Return the name that a class or function has in this version."""
     module, _, name = dotted.rpartition(".")
-    return f"{MOVED[module]}.{name}" if module in MOVED else dotted
+    return MOVED[dotted] if dotted in MOVED else f"{MOVED[module]}.{name}" if module in MOVED else dotted
 
 
 def _earlier_target(dotted: str) -> str:
     module, _, name = dotted.rpartition(".")
-    return next((f"{before}.{name}" for before, now in MOVED.items() if now == module), dotted)
+    earlier = {now: before for before, now in MOVED.items()}
+    return earlier[dotted] if dotted in earlier else f"{earlier[module]}.{name}" if module in earlier else dotted
 
 
 def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:

@@ -14,7 +14,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from exp.errors import ConfigError, RunError
-from exp.models import layers
 from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.shared_types import INPUT, DataSpec
 
@@ -33,7 +32,6 @@ def _noting(lazy: type[nn.Module]) -> type[nn.Module]:
 # The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Linear: (nn.LazyLinear, "in_features"),
-    layers.Linear: (layers.LazyLinear, "in_features"),
     nn.Conv1d: (nn.LazyConv1d, "in_channels"),
     nn.Conv2d: (nn.LazyConv2d, "in_channels"),
     nn.Conv3d: (nn.LazyConv3d, "in_channels"),

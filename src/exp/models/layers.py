@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from exp.errors import ConfigError, Fault
-from exp.functions import elementary
-from exp.functions.identities import gradient_reversal
 from exp.models.initialisation import Scheme, fill
 
 Shape = Sequence[Annotated[int, Ge(0)]]
@@ -39,80 +36,6 @@ class Parameter(nn.Module):
     def forward(self) -> Tensor:
         """The parameter, of the shape given."""
         return self.value
-
-
-class GradientReversal(nn.Module):
-    """The gradient reversal of functions/identities.py as a layer: what is before it unlearns what is behind it.
-
-    weight: the factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495; 0 or more.
-    """
-
-    def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x itself, `[...]`."""
-        return gradient_reversal(x, self.weight)
-
-
-class Exp(nn.Module):
-    """e to the power of each number, by functions/elementary.py, whose backward is its result."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The powers, `[...]` as x."""
-        return elementary.exp(x)
-
-
-class Cube(nn.Module):
-    """The third power of each number, by functions/elementary.py."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The powers, `[...]` as x."""
-        return elementary.cube(x)
-
-
-class MulConstant(nn.Module):
-    """Each number times a constant, which does not learn, by functions/elementary.py."""
-
-    def __init__(self, *, constant: float) -> None:
-        super().__init__()
-        self.constant = constant
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The products, `[...]` as x."""
-        return elementary.mul_constant(x, self.constant)
-
-
-class Linear(nn.Linear):
-    """torch.nn.Linear with the backward of functions/elementary.py; the same parameters, and the same bits forward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """`[..., out_features]` of `[..., in_features]`."""
-        return elementary.linear(input, self.weight, self.bias)
-
-
-class LazyLinear(nn.LazyLinear):
-    """A Linear of this module whose in_features are those of its first input."""
-
-    cls_to_become = Linear
-
-    forward = Linear.forward
-
-
-class StraightThrough(nn.Module):
-    """A step forward, the identity backward, by functions/elementary.py: rounding and signs that a network learns by.
-
-    limit: beyond it, on both sides of 0, no gradient passes; 1 with `sign` is the layer of binarized networks.
-    """
-
-    def __init__(self, *, step: elementary.Step = "round", limit: Annotated[float, Gt(0)] = math.inf) -> None:
-        super().__init__()
-        self.step, self.limit = step, limit
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The steps, `[...]` as x."""
-        return elementary.straight_through(x, self.step, self.limit)
 
 
 class Noise(nn.Module):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class GradientReversal(GradientTransform):
     """Reverses the gradient at modules, with the weight of the paper's schedule on request.
 
-    Ganin and Lempitsky 2015, arXiv:1409.7495. It does the same as the layer exp.models.layers.GradientReversal before
+    Ganin and Lempitsky 2015, arXiv:1409.7495. It does the same as the layer of exp.functions.gradient_layers before
     each module.
 
     Args:

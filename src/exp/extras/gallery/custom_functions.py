@@ -1,7 +1,7 @@
 """Functions with a backward of their own: Exp, Cube, MulConstant, Linear, and StraightThrough, whose forward is a step.
 
 Each can be differentiated again, torch.func may transform it (a vmap rule is generated), and torch.compile traces it.
-In a forward program they are called by a name of `functions`, in a model they are layers of exp.models.layers. Written
+In a forward program they are called by a name of `functions`, in a model they are the layers below. Written
 as https://docs.pytorch.org/docs/stable/notes/extending.html has its examples: what `forward` computes is kept by
 `setup_context`, and `backward` is made of operators that autograd knows.
 """
@@ -9,10 +9,11 @@ as https://docs.pytorch.org/docs/stable/notes/extending.html has its examples: w
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
-from torch import Tensor
+from annotated_types import Gt
+from torch import Tensor, nn
 
 from exp.functions.identities import applied
 
@@ -168,3 +169,38 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
         return applied(Linear, x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+class MulConstantLayer(nn.Module):
+    """Each number times a constant, which does not learn."""
+
+    def __init__(self, *, constant: float) -> None:
+        super().__init__()
+        self.constant = constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The products, `[...]` as x."""
+        return mul_constant(x, self.constant)
+
+
+class LinearLayer(nn.Linear):
+    """torch.nn.Linear with the backward above; the same parameters, and the same bits forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., out_features]` of `[..., in_features]`."""
+        return linear(input, self.weight, self.bias)
+
+
+class StraightThroughLayer(nn.Module):
+    """A step forward, the identity backward: rounding and signs that a network learns by.
+
+    limit: beyond it, on both sides of 0, no gradient passes; 1 with `sign` is the layer of binarized networks.
+    """
+
+    def __init__(self, *, step: Step = "round", limit: Annotated[float, Gt(0)] = math.inf) -> None:
+        super().__init__()
+        self.step, self.limit = step, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The steps, `[...]` as x."""
+        return straight_through(x, self.step, self.limit)

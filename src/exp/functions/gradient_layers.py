@@ -1,0 +1,25 @@
+"""Layers whose backward is not the derivative of their forward, for `layers` of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from exp.functions.identities import gradient_reversal
+
+
+class GradientReversal(nn.Module):
+    """The gradient reversal of functions/identities.py as a layer: layers before it unlearn what layers after it learn.
+
+    weight: the factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495; 0 or more.
+    """
+
+    def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x itself, `[...]`."""
+        return gradient_reversal(x, self.weight)

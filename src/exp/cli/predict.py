@@ -18,7 +18,7 @@ HELP = """Predict with the weights that a run saved.
 
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
   input=PATH       .csv, .parquet, .jsonl, .npz or .npy; of a run on pictures a folder, a picture or a CSV of paths
-  output=FILE      .npz, .csv, .jsonl or .parquet
+  output=FILE      .npz, .csv or .jsonl
   keep=[COLUMN]    columns of the input that the output begins with, such as keep=[id,name]
   weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
   security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
@@ -47,7 +47,7 @@ def _command(argv: Sequence[str]) -> int:
     keys = {
         "run": RUN,
         "input": "a file or a folder of samples",
-        "output": "a file in .npz, .csv, .jsonl or .parquet",
+        "output": "a file in .npz, .csv or .jsonl",
         "keep": COLUMNS,
         "weights": WEIGHTS,
     }
@@ -64,12 +64,11 @@ def _command(argv: Sequence[str]) -> int:
         from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)
+    refuse_names(keep)
     with outliving_output():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         run.refuse_own_file(output, weights=arguments.values["weights"])
         weights, overrides = arguments.values["weights"], arguments.overrides
-        if keep:
-            refuse_names(keep, output, run=run, weights=weights)
         found = predict(run, given, weights=weights, overrides=overrides, keep=keep, is_shown=True)
         write_predictions(found, output)
         print(f"{len(found)} samples of {given} predicted: {output}")

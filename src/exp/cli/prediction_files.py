@@ -1,10 +1,11 @@
-"""Write predictions as a file: .npz of arrays, or a row a sample in .csv, .jsonl, .parquet."""
+"""Writes predictions as a file: arrays in .npz, or one row per sample in .csv and .jsonl."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,67 +13,58 @@ from typing import Any
 import numpy as np
 
 from exp.data.arrays import archive_of
-from exp.data.unlabelled import UnlabelledImages
-from exp.errors import ConfigError, Fault, MissingExtraError, RunError
+from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
 from exp.saved_runs.answers import Reading
-from exp.saved_runs.prediction import Predictions, is_of, readings_at, stated_classes, unlabelled_node
-from exp.saved_runs.run_files import RunFiles, is_same_file
+from exp.saved_runs.prediction import Predictions
+from exp.saved_runs.run_files import is_same_file
 
-FORMATS = (".npz", ".csv", ".jsonl", ".parquet")
+FORMATS = (".npz", ".csv", ".jsonl")
+# Names of answers, which columns that are kept may not have.
+ANSWERS = re.compile(r"(.+\.)?(file|class|classes|prediction(_\d+)?|probability(_.+)?|probabilities)")
 
 
 def refuse_place(path: Path, *, given: Path) -> None:
-    """Look before the work whether predictions can be written there. given: the file or folder of samples.
+    """Raise ConfigError, before the work, if predictions cannot be written to a file.
 
-    Raises: ConfigError.
+    Args:
+        path: The file.
+        given: The file or folder of samples.
     """
+    cure = None
     if path.suffix not in FORMATS:
-        raise ConfigError([Fault(key="output", got=str(path), expected=f"a file in {', '.join(FORMATS)}")])
-    if not path.absolute().parent.is_dir():
-        got, cure = f"{path}, whose folder is not there", f"mkdir -p {path.parent}"
-        raise ConfigError([Fault(key="output", got=got, expected="a file in a folder that is there", cure=cure)])
-    if path.is_dir():
-        raise ConfigError([Fault(key="output", got=f"{path}, a directory", expected="a file")])
-    if is_same_file(path, given):
-        got, cure = f"{path}, which is the input", f"Write output={path.with_stem(f'{path.stem}_answers')}"
-        raise ConfigError([Fault(key="output", got=got, expected="another file than input", cure=cure)])
-    if path.suffix == ".parquet":
-        _pyarrow(path)
+        got, expected = str(path), f"a file in {', '.join(FORMATS)}"
+    elif not path.absolute().parent.is_dir():
+        got, expected = f"{path}, whose folder is not there", "a file in a folder that is there"
+        cure = f"mkdir -p {path.parent}"
+    elif path.is_dir():
+        got, expected = f"{path}, a directory", "a file"
+    elif is_same_file(path, given):
+        got, expected = f"{path}, which is the input", "another file than input"
+        cure = f"Write output={path.with_stem(f'{path.stem}_answers')}"
+    else:
+        return
+    raise ConfigError([Fault(key="output", got=got, expected=expected, cure=cure)])
 
 
-def refuse_names(keep: Sequence[str], path: Path, *, run: RunFiles, weights: str | Path | None) -> None:
-    """Raise ConfigError before the work for columns to keep that have the name of an answer.
-
-    path: of the predictions. weights: as of RunFiles.network.
-    """
-    readings = readings_at(run.resolved.plain, run.path_of(weights), classes=stated_classes(run))
-    is_array = path.suffix == ".npz"
-    both = [name for name in keep if name == "file" and is_of(unlabelled_node(run, path), UnlabelledImages)]
-    both += [
-        name
-        for name in keep
-        for output, reading in readings.items()
-        if (is_array and name == output)
-        or (
-            name.startswith(start := _start(readings, output))
-            and reading.names_answer(name.removeprefix(start), is_array=is_array)
-        )
-    ]
-    if both:
-        raise ConfigError([_taken(both[0])])
+def refuse_names(keep: Sequence[str]) -> None:
+    """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
+    faults = [_taken(name) for name in keep if ANSWERS.fullmatch(name)]
+    if faults:
+        raise ConfigError(faults)
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:
-    """Write them in the place of what stood there.
+    """Write predictions, and replace an older file.
 
-    .npz has the network's outputs by name, and what they say: `class`, `probability`, `probabilities`, `prediction`,
-    `classes`. The others have a row a sample: the columns that are kept, `file` of a picture, `class` by name,
-    `probability`, one column `probability_<class>` each; `prediction`, or `prediction_0` and so on; of other outputs
-    their numbers. Where several outputs are read, each of these names begins with the target's, `species.class`.
+    .npz has the network's outputs by name, and the answers `class`, `probability`, `probabilities`, `prediction` and
+    `classes`. The others have one row per sample: the columns that are kept, the `file` of a picture, `class` by name,
+    `probability`, one column `probability_<class>` each; `prediction`, or `prediction_0` and so on; and the numbers of
+    other outputs. If several outputs are read, each of these names begins with its target, `species.class`.
 
-    Raises: RunError if it cannot be written, or an array has no place in a row; ConfigError if a column that is kept
-        has the name of an answer.
+    Raises:
+        RunError: The file cannot be written, or an array does not fit into a row.
+        ConfigError: A column that is kept has the name of an answer.
     """
     try:
         if path.suffix == ".npz":
@@ -80,10 +72,13 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
         elif path.suffix == ".jsonl":
             lines = (json.dumps(row, ensure_ascii=False) for row in rows_of(predictions, is_flat=False))
             write_whole(path, "\n".join(lines) + "\n")
-        elif path.suffix == ".csv":
-            _write_csv(list(rows_of(predictions, is_flat=True)), path)
         else:
-            _write_parquet(list(rows_of(predictions, is_flat=True)), path)
+            rows = list(rows_of(predictions, is_flat=True))
+            text = io.StringIO()
+            writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+            write_whole(path, text.getvalue())
     except OSError as error:
         raise RunError(f"{error.filename or path}: {error.strerror or error}") from error
 
@@ -180,27 +175,3 @@ def _named(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
 
 def _start(readings: Mapping[str, Reading], name: str) -> str:
     return "" if len(readings) == 1 else f"{readings[name].target}."
-
-
-def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
-
-
-def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    pyarrow, parquet = _pyarrow(path)
-    content = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), content)
-    write_whole(path, content.getvalue())
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtraError(feature=str(path), package="pyarrow", extra="parquet") from error
-    return pyarrow, parquet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,16 +74,6 @@ class Reading:
             "probability": best.values.numpy(),
             "probabilities": probabilities.numpy(),
         }
-
-    def names_answer(self, word: str, *, is_array: bool) -> bool:
-        """Return whether an answer has this name, in a file of arrays or else in a row."""
-        if self.kind in ("numbers", "yes_or_no"):
-            stem = "prediction" if self.kind == "numbers" else "probability"
-            return word == stem or (not is_array and re.fullmatch(rf"{stem}_\d+", word) is not None)
-        if is_array or word in ("class", "probability"):
-            return word in ("class", "probability", "probabilities", "classes")
-        start, _, name = word.partition("_")
-        return start == "probability" and (name.isdecimal() if self.names is None else name in self.names)
 
 
 def readings_of(

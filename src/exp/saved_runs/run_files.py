@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from exp.data.data import Data
 from exp.data.randomness import preserve_generators
 from exp.engine.checkpoint import CHECKPOINTS, CURRENT, State, read_checkpoint
 from exp.errors import ConfigError, Fault, RunError
-from exp.files import write_whole
 from exp.run_report import Report, read_report
 from exp.shared_types import DataSpec
 from exp.spelling import among
@@ -128,24 +125,21 @@ class RunFiles:
         return found
 
     def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
-        """Keep a command's output off what the run holds; its exports/ and names that are not there are free.
+        """Raise ConfigError for an output that replaces a file of the run, or that lies in its checkpoints/.
 
-        weights: those that the command reads, as of `network`.
-        Raises: ConfigError.
+        Args:
+            output: The output of a command.
+            weights: The checkpoint that the command reads, as in `network`.
         """
-        read = self.path_of(weights)
-        whose = None
-        if is_same_file(output, read):
+        whose, place = None, output.resolve()
+        if is_same_file(output, self.path_of(weights)):
             whose = "from which the weights are read"
-        elif self.directory is not None:
-            place, directory = output.parent.resolve() / output.name, self.directory.resolve()
-            # A link's target stays as it is, but what leads into the run is as much the run's.
-            for one in (place, output.resolve()):
-                inside = one.relative_to(directory).parts if one.is_relative_to(directory) else ()
-                is_kept = inside[:1] == (CHECKPOINTS,) or (one.exists() and inside[:1] != (EXPORTS,))
-                whose = f"a place of the run {self.directory}" if inside and is_kept else whose
+        elif self.directory is not None and place.is_relative_to(self.directory.resolve()):
+            first = place.relative_to(self.directory.resolve()).parts[:1]
+            if first == (CHECKPOINTS,) or (output.exists() and first != (EXPORTS,)):
+                whose = f"a place of the run {self.directory}"
         if whose is not None:
-            expected = f"another file: what a run holds is kept, and in its directory {EXPORTS}/ and new names are free"
+            expected = f"another file: in the directory of a run, {EXPORTS}/ and new names are free"
             raise ConfigError([Fault(key="output", got=f"{output}, {whose}", expected=expected, source="command line")])
 
     def _directory(self, wanted: str) -> Path:
@@ -208,13 +202,3 @@ class History(Mapping[str, Curve]):
             columns[tag] = np.full(len(steps), np.nan)
             columns[tag][np.searchsorted(steps, curve.steps)] = curve.values
         return columns
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write the table, with an empty field where a tag has no value. Raises: OSError."""
-        columns = self.table()
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        for row in zip(*(column.tolist() for column in columns.values()), strict=True):
-            writer.writerow("" if value != value else repr(value) for value in row)
-        write_whole(Path(path), text.getvalue())

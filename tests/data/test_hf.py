@@ -195,7 +195,7 @@ def test_unsupported_columns_are_refused():
         HuggingFace(source=made, inputs="sub", target="kind")
     numbers = table(range(3)).remove_columns("kind").add_column("kind", [0, 1, None])
     taken = Data(train=HuggingFace(**settings(source=numbers)), num_classes=2)
-    with pytest.raises(RunError, match=r"no value in kind of row 2"):
+    with pytest.raises(RunError, match=r"null in kind of row 2"):
         list(taken.loader("train"))
     unlabelled = table(range(4)).map(lambda row, place: {"kind": -1 if place == 3 else 0}, with_indices=True)
     with pytest.raises(RunError, match=r"row 3 .*of the class -1; expected one of the classes no, yes"):

@@ -197,7 +197,7 @@ LIST = {"path": "list.csv"}
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
         (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null beside data.dataset.mean; expected both"),
         (write_list("red/0.png,a\nred/1.png,a\n"), LIST, r"one class, a, in"),
-        (write_list("red/0.png,a\nred/7.png,b\n"), LIST, r"red/7.png, which is not there in line 3 of"),
+        (write_list("red/0.png,a\nred/7.png,b\n"), LIST, r"red/7.png, which is not there, in line 3 of"),
     ],
 )
 def test_errors_of_pictures(pets, spoil, settings, message):

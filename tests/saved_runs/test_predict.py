@@ -169,9 +169,7 @@ def test_arrays_in_each_format(digits, write_csv):
     np.save("digits.npy", inputs.numpy())
     write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(inputs.flatten(1).numpy().T)})
     Path("digits.jsonl").write_text("\n".join(json.dumps({"input": one.tolist()}) for one in inputs))
-    lines = [json.dumps(one.tolist()) for one in inputs]
-    Path("lists.jsonl").write_text("\n".join(lines))
-    files = ("digits.npz", "digits.npy", "digits.csv", "digits.jsonl", "lists.jsonl")
+    files = ("digits.npz", "digits.npy", "digits.csv", "digits.jsonl")
     for given in (*files, inputs, inputs.numpy(), {"input": inputs}):
         found = digits.predict(given)
         assert np.allclose(found.outputs["output"], expected, rtol=1e-4, atol=1e-5)
@@ -180,15 +178,6 @@ def test_arrays_in_each_format(digits, write_csv):
     with np.load("answers.npz") as file:
         assert np.allclose(file["output"], expected, rtol=1e-4, atol=1e-5)
         assert np.array_equal(file["class"], expected.argmax(1))
-    record = json.dumps({"input": inputs[0].tolist()})
-    for line, (first, second) in {
-        "line 2 of .* is an object; expected a list": (lines[0], record),
-        "line 2 of .* is a list; expected an object": (record, lines[0]),
-        "line 2 of .* is null; expected a list": (lines[0], "null"),
-    }.items():
-        Path("mixed.jsonl").write_text(f"{first}\n{second}\n")
-        with pytest.raises(ConfigError, match=line):
-            digits.predict("mixed.jsonl")
 
 
 def test_transforms_are_those_of_an_evaluation(trained):
@@ -268,11 +257,11 @@ def test_arrays_that_do_not_fit_are_refused(digits, write_csv):
     write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(large.reshape(2, 64).T)})
     for given, message in (
         (np.zeros((3, 5)), r"\[3, 5\]; expected \[N, \*\[1, 8, 8\]\]"),
-        (np.full((2, 1, 8, 8), math.nan), "not finite in sample 0"),
+        (np.full((2, 1, 8, 8), math.nan), "nan in sample 0, .* of input"),
         ({"image": np.zeros((2, 1, 8, 8)), "other": np.zeros(2)}, "no input"),
         (np.zeros((0, 1, 8, 8)), "without a sample"),
         (large, r"input: 1e\+300 in sample 1, entry \[0, 2, 3\] of input"),
-        ("digits.csv", r"1e\+300 in line 3 of .*, column p19; expected"),
+        ("digits.csv", r"1e\+300 in sample 1, entry \[0, 2, 3\] of input"),
     ):
         with pytest.raises(ConfigError, match=message):
             digits.predict(given)
@@ -280,7 +269,7 @@ def test_arrays_that_do_not_fit_are_refused(digits, write_csv):
         digits.predict(object())
     with pytest.raises(RunError, match="a list whose parts differ in length"):
         digits.predict([[1.0, 2.0], [3.0]])
-    Path("ragged.jsonl").write_text("[[1, 2], [3]]\n[[1]]\n")
+    Path("ragged.jsonl").write_text('{"input": [[1, 2], [3]]}\n{"input": [[1]]}\n')
     with pytest.raises(ConfigError, match="lists of different lengths"):
         digits.predict("ragged.jsonl")
 
@@ -327,31 +316,27 @@ def test_large_numbers_are_standardized_in_float64(trained, pets, write_csv):
 def test_series_and_records_that_overflow_are_refused(tmp_path):
     np.save(tmp_path / "series.npy", np.array([[0.0, 1.0], [1.0, 1e39], [2.0, 3.0]]))
     series = UnlabelledSeries(path=str(tmp_path / "series.npy"), length=2)
-    fit = {"columns": ["0", "1"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}
-    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a number that float32 holds"):
+    fit = {"columns": ["0", "1"], "means": torch.zeros(2), "deviations": torch.ones(2)}
+    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a finite number that float32"):
         series.prepare({"windows": fit})
     (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": 2}\n{"a": 3, "b": 1e39}\n')
     (tmp_path / "lists.jsonl").write_text('{"input": [1.0, 2.0]}\n{"input": [1e39, 1.0]}\n')
-    for name, place in (("rows", "in b of row 1"), ("lists", r"in input, entry \[0\], of row 1")):
+    for name in ("rows", "lists"):
         records = UnlabelledRecords(path=str(tmp_path / f"{name}.jsonl"))
         assert records[0].tolist() == [1.0, 2.0]
-        with pytest.raises(SampleError, match=place):
+        with pytest.raises(SampleError, match=r"a number in line 2 of .*.jsonl that is not finite in float32"):
             records[1]
-    (tmp_path / "index.csv").write_text(",a\n0,1.5\n")
-    with pytest.raises(ConfigError, match=r"the column '', such as the row numbers that pandas writes; expected the"):
-        UnlabelledRecords(path=str(tmp_path / "index.csv"))
 
 
 def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):
     """A line of numbers is a header only if training had these names, or none."""
-    refused = r"whose first line, 1\.5, 2\.5, holds numbers alone"
     rows = np.arange(3 * 64).reshape(3, 64) / 200
     body = "\n".join(",".join(map(str, row)) for row in rows)
     for names in (range(64), [f"p{number}" for number in range(64)]):
         Path("named.csv").write_text(",".join(map(str, names)) + "\n" + body)
         assert np.array_equal(digits.predict("named.csv").outputs["output"], digits.predict(rows).outputs["output"])
     Path("bare.csv").write_text(body)
-    with pytest.raises(ConfigError, match=r"holds numbers alone; expected a header there, the names of the columns"):
+    with pytest.raises(ConfigError, match=r"whose first line holds numbers; expected a header"):
         digits.predict("bare.csv")
 
     table = pets(120, seed=0)
@@ -361,18 +346,10 @@ def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):
     write_csv("new.csv", {"2021": table["weight"][:4], "2020": table["height"][:4], "7": np.zeros(4)})
     assert len(run.predict("new.csv")) == len(UnlabelledRecords(path="new.csv", inputs=["2020", "2021"])) == 4
     Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
-    series = UnlabelledSeries(path="bare.csv", length=1)
-    fit = {"columns": ["load", "heat"], "means": [0.0, 0.0], "deviations": [1.0, 1.0]}
-    for read in (
-        lambda: run.predict("bare.csv"),
-        lambda: UnlabelledRecords(path="bare.csv"),
-        lambda: series.prepare({"windows": fit}),
-    ):
-        with pytest.raises(ConfigError, match=refused):
-            read()
-    Path("twice.csv").write_text("0.0,0.0\n3.5,4.5\n")
-    with pytest.raises(ConfigError, match=r"twice; expected a name for each column\. Its first line is taken for"):
-        run.predict("twice.csv")
+    with pytest.raises(ConfigError, match="whose first line holds numbers; expected a header"):
+        UnlabelledRecords(path="bare.csv")
+    with pytest.raises(ConfigError, match=r"input: 2020; expected a column of .*bare.csv"):
+        run.predict("bare.csv")
 
     Path("pets.csv").write_text(Path("pets.csv").read_text().partition("\n")[2])
     run = trained(*data, "data.dataset.header=false", "data.dataset.target=2")

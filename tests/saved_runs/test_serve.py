@@ -282,7 +282,7 @@ def test_a_table_is_served_by_its_columns(trained, pets, write_csv):
         assert (inputs["built"]["dtype"], inputs["built"]["unit"]) == ("date", "ISO 8601, such as 2024-01-31")
         assert inputs["colour"]["words"] == ["blue", "green", "red"]
         for changed, reason in (
-            ({"height": ["tall"] * 3}, "'tall' in row 0 of the request, column height; expected a number"),
+            ({"height": ["tall"] * 3}, "'tall' in row 0 of the request, column height; expected a finite number"),
             ({"built": [19753] * 3}, "column built; expected a date in ISO 8601"),
             ({"height": [1.0]}, "3 (built), 1 (height), 3 (colour) samples"),
             ({"height": 1.0}, "height is a float; expected a list"),

@@ -15,9 +15,12 @@ DecimalSign = Literal[".", ","]
 
 @dataclass(frozen=True)
 class Missing:
-    """Texts that stand for a missing value, and the numbers that some of them are, in any spelling.
+    """Texts that stand for a missing value, and the numbers that some of the texts are, in any spelling.
 
-    decimal: the sign before the fractions of numbers, in these texts and in the file's.
+    Args:
+        texts: the texts.
+        numbers: the numbers.
+        decimal: the sign before the fraction of a number, here and in the file.
     """
 
     texts: frozenset[str]
@@ -27,9 +30,9 @@ class Missing:
     @classmethod
     def of(cls, values: Iterable[object], *, decimal: DecimalSign = ".") -> Missing:
         """Return the missing values of an option. An empty text is always one of them."""
-        texts = frozenset(["", *(text_of(value, decimal=decimal) or str(value) for value in values)])
-        numbers = (finite_number(text, decimal=decimal) for text in texts)
-        return cls(texts, frozenset(number for number in numbers if number is not None), decimal)
+        given = [value if isinstance(value, str) else str(text_of(value)).replace(".", decimal) for value in values]
+        numbers = (finite_number(text, decimal=decimal) for text in given)
+        return cls(frozenset(["", *given]), frozenset(number for number in numbers if number is not None), decimal)
 
     def __contains__(self, text: str) -> bool:
         if text in self.texts:
@@ -44,17 +47,18 @@ class WordCodes(dict[str, int]):
         point before the fraction.
     """
 
-    def __init__(self, missing: Missing | None = None) -> None:
+    def __init__(self, missing: Missing) -> None:
         super().__init__()
         self.words: list[str] = []
-        self._missing = missing or Missing.of(())
+        self._missing = missing
         self._codes: dict[Decimal | str, int] = {}
 
     def __missing__(self, text: str) -> int:
-        word = text.strip()
+        word, decimal = text.strip(), self._missing.decimal
         self[text] = -1
         if word not in self._missing:
-            word = with_point(word, decimal=self._missing.decimal)
+            if decimal != "." and finite_number(word, decimal=decimal) is not None:
+                word = word.replace(decimal, ".")
             self[text] = self._codes.setdefault(word_key(word), len(self.words))
             self.words += [word] * (self[text] == len(self.words))
         return self[text]
@@ -80,12 +84,6 @@ def finite_number(text: str, *, decimal: str = ".") -> float | None:
     return number if math.isfinite(number) else None
 
 
-def with_point(text: str, *, decimal: str) -> str:
-    """Return a text with a point before the fraction if it is a number."""
-    is_other = decimal != "." and finite_number(text, decimal=decimal) is not None
-    return text.replace(decimal, ".") if is_other else text
-
-
 def word_key(word: str) -> Decimal | str:
     """Return what is equal for spellings of one word: its number, so that 1 is 1.0, or itself.
 
@@ -96,10 +94,10 @@ def word_key(word: str) -> Decimal | str:
     return word if is_code or finite_number(word) is None else Decimal(word)
 
 
-def text_of(value: object, *, decimal: str = ".") -> str | None:
+def text_of(value: object) -> str | None:
     """Return a value of a typed format as a CSV file would have it, so that 3 and 3.0 are one word."""
     if value is None or value != value:
         return None
     if isinstance(value, float | np.floating):
-        return (str(int(value)) if float(value).is_integer() else str(value)).replace(".", decimal)
+        return str(int(value)) if float(value).is_integer() else str(value)
     return str(value).strip()

@@ -1,47 +1,67 @@
-"""Tables from CSV files."""
+"""Tables from CSV files, and from files of columns with types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Annotated
 
+import numpy as np
 from annotated_types import Len
 
 from exp.data.cells import DecimalSign
-from exp.data.columns import Name, SheetTable, Task
-from exp.data.csv_sheet import MISSING_VALUES, Dialect, read_sheet
+from exp.data.column_source import open_source
+from exp.data.csv_source import Dialect
 from exp.data.dataset_files import data_file
-from exp.data.tables import Encoding, Impute
+from exp.data.entries import TARGET
+from exp.data.faults import data_fault, refuse_unknown_columns
+from exp.data.source import NAMELESS, NO_ANSWER, NO_NAME, Columns, Name, Source, Task, refuse_labels
+from exp.data.tables import Encoding, Impute, Table, Words
+
+Targets = Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]
+IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
 
 
-class Csv(SheetTable):
+class Csv(Table):
     """A table from a CSV file, with a column to predict, or several.
 
-    A sample is what Table says. With several numbers to predict they are one target, float32 `[K]`; targets by name
-    become entries of these names, and a mapping.
+    A sample is as of Table. Several numbers to predict are one target, float32 `[K]`; targets by name become entries of
+    these names, and a sample is a mapping. Columns without a name, such as an index that pandas wrote, are left out.
 
-    path: relative to the current folder, or else to directory. delimiter: between values. decimal: before the fraction
-        of a number. header: the first line names the columns.
-    target: the column to predict, by its name, or its number from 0 where there is no header; a list of columns of
-        numbers; or a mapping of names to either, such as {kind: species, size: [length, width]}.
-    task: "classification", whose labels may be any words, or "regression"; with targets by name one for all, or one
-        each, {kind: classification, size: regression}.
-    categorical: columns of words. dates: columns of dates in ISO 8601, or {when: "%d.%m.%Y"}: a number of days each.
-    ignore: columns to leave out.
-    missing_values: texts that stand for a missing value, besides an empty one. impute: what to take for one, see Table;
-        None refuses them.
-    encoding: of words, "one_hot" or "index"; see Table. standardise: see Table.
+    A file that ends in .parquet, .jsonl or .npz has columns with types: whole numbers, floating ones, decimals and
+    booleans are numbers; dates and times are days since 1970, whether `dates` names them or not; nulls and nan are
+    missing.
 
-    Raises: ConfigError for a file or a column that is not there, and with its line for a value that is none of what its
-        column holds.
+    Args:
+        path: relative to the current folder, or else to directory.
+        target: the column to predict, by its name, or its number from 0 without a header; a list of columns of numbers;
+            or a mapping of names to either, such as {kind: species, size: [length, width]}.
+        task: "classification", whose labels may be any words, or "regression"; of targets by name one for all, or one
+            each, {kind: classification, size: regression}.
+        directory: the folder in which the path is looked for after the current one.
+        delimiter: the sign between values of a CSV file.
+        decimal: the sign before the fraction of a number that is a text.
+        header: whether the first line of a CSV file names the columns.
+        categorical: columns of words.
+        dates: columns of dates in ISO 8601, or {when: "%d.%m.%Y"}. A date is a number of days.
+        ignore: columns to leave out.
+        missing_values: texts that stand for a missing value, in addition to an empty one; None for the usual ones in a
+            CSV file, and for no others in a file of columns with types.
+        impute: the value of a missing one, see Table; None refuses missing values.
+        encoding: of words, "one_hot" or "index", see Table.
+        standardise: see Table.
+
+    Raises:
+        ConfigError: for a file or a column that is not there, and with its line for a value that does not fit its
+            column.
     """
 
     def __init__(
         self,
         *,
         path: str,
-        target: Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]],
+        target: Targets,
         task: Task | Mapping[str, Task] = "classification",
         directory: str = "data",
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
@@ -50,21 +70,109 @@ class Csv(SheetTable):
         categorical: Sequence[Name] = (),
         dates: Sequence[Name] | Mapping[str, str | None] = (),
         ignore: Sequence[Name] = (),
-        missing_values: Sequence[str | int | float] = MISSING_VALUES,
+        missing_values: Sequence[str | int | float] | None = None,
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         file = data_file(path, directory=directory)
+        self._open = partial(open_source, file, dialect, missing_values=missing_values)
+        source = self._open()
+        by_name = _by_name(target)
+        asked = {"categorical": categorical, "dates": dates, "ignore": ignore}
+        refuse_unknown_columns(file, source.names, {**asked, "target": list(chain.from_iterable(by_name.values()))})
+        place = {name: column for column, name in enumerate(source.names)}
+        answers = {name: [place[str(one)] for one in columns] for name, columns in by_name.items()}
+        tasks = _tasks(task, answers)
+        words = [place[str(name)] for name in categorical]
+        days = {place[str(name)]: form for name, form in date_forms(dates).items()}
+        left_out = {*(place[str(name)] for name in ignore), *chain.from_iterable(answers.values())}
+        known = {*words, *days, *left_out}
+        nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
+        features = [column for column in place.values() if column not in {*left_out, *nameless}]
+        if not features:
+            raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
+        figures, words = [one for one in features if one not in words], [one for one in features if one in words]
+        numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
+        classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
+        found = source.read(
+            numbers=[*figures, *numbers],
+            days=days,
+            words=[*words, *classes],
+            cures=dict.fromkeys(features if impute is None else (), IMPUTE)
+            | dict.fromkeys([*numbers, *classes], NO_ANSWER),
+        )
         super().__init__(
-            read=partial(read_sheet, file, dialect, missing_values=missing_values),
-            target=target,
-            task=task,
-            categorical=categorical,
-            dates=dates,
-            ignore=ignore,
+            columns=[source.names[column] for column in figures],
+            numbers=found.numbers[:, : len(figures)],
+            words={source.names[column]: found.words[column] for column in words},
+            targets=dict(_targets(source, found, answers, tasks, first=len(figures))),
+            standardise=standardise,
             impute=impute,
             encoding=encoding,
-            standardise=standardise,
         )
+        of_dates = [column for column in figures if column in days or source.is_date(column)]
+        self.dates = {source.names[column]: days.get(column) for column in of_dates}
+        self.notes = tuple(
+            f"the column {source.names[column] or NO_NAME} of {file} is left out of the input: pandas names an index so"
+            "; rename it to keep it"
+            for column in nameless
+        )
+
+    def column_texts(self, name: str, *, key: str) -> list[str | None]:
+        """Return a column that is no input, read from the file again; None for a missing value.
+
+        Raises: ConfigError at `key` for a column that is not there, or that is an input.
+        """
+        if name in (*self.columns, *self.words):
+            cure = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
+            raise data_fault(key, got=f"{name}, which is an input", expected="a column that is none", cure=cure)
+        source = self._open()
+        return source.texts(source.column(name, key=key))
+
+
+def date_forms(dates: Sequence[Name] | Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the format of each column of dates by its name; None for ISO 8601."""
+    return dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
+
+
+def _by_name(target: Targets) -> dict[str, list[Name]]:
+    given = target if isinstance(target, Mapping) else {TARGET: target}
+    return {name: [one] if isinstance(one, str | int) else list(one) for name, one in given.items()}
+
+
+def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
+    """Return the task of each target.
+
+    Raises: ConfigError for a target without a task or without a column, for a class of several columns, and for a task
+        of no target.
+    """
+    if isinstance(task, Mapping) and task.keys() != targets.keys():
+        got = ", ".join(task) or "nothing"
+        raise data_fault("dataset.task", got=got, expected=f"a task for each target, {', '.join(targets)}")
+    tasks = dict(task) if isinstance(task, Mapping) else dict.fromkeys(targets, task)
+    columns = list(chain.from_iterable(targets.values()))
+    if not all(targets.values()) or len({*columns}) < len(columns):
+        got = "no column" if not all(targets.values()) else "a column twice"
+        raise data_fault("dataset.target", got=got, expected="one to predict, or several, each once")
+    for name, several in targets.items():
+        if tasks[name] == "classification" and len(several) > 1:
+            got = f"{len(several)} columns in a classification"
+            cure = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
+            raise data_fault("dataset.target", got=got, expected="one column of classes", cure=cure)
+    return tasks
+
+
+def _targets(
+    source: Source, found: Columns, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], *, first: int
+) -> Iterator[tuple[str, np.ndarray | Words]]:
+    """Yield the values of each target. first: the place of the first number to predict."""
+    for name, columns in targets.items():
+        if tasks[name] == "regression":
+            yield name, found.numbers[:, first : first + len(columns)]
+            first += len(columns)
+        else:
+            labels = found.words[columns[0]]
+            refuse_labels(source, columns[0], labels)
+            yield name, labels

@@ -26,7 +26,7 @@ def data_fault(key: str, *, got: str, expected: str, cure: str | None = None, su
     return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, subject=subject)])
 
 
-def refuse_unknown_columns(file: Path, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
+def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
     """Raise ConfigError with an error for each column that a file does not have.
 
     names: of the file's columns. wanted: the names that each option of the data set gives.

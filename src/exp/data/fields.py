@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,34 +16,37 @@ from PIL.Image import Image
 from torch import Tensor
 
 from exp.data.cells import number_in
-from exp.data.columns import NAMELESS, NO_NAME, Task
-from exp.data.csv_sheet import MISSING_VALUES
+from exp.data.csv_source import MISSING_VALUES
 from exp.data.entries import TARGET
-from exp.data.faults import SampleError, data_fault, name_cure
+from exp.data.faults import SampleError, data_fault, name_cure, refuse_unknown_columns
 from exp.data.pictures import PictureForm
+from exp.data.source import NAMELESS, Task
 from exp.data.value_names import ValueNames
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, show
 
 # A column, several that are one row, or either by the name of the input that they become.
-Columns: TypeAlias = str | Sequence[str]
-Inputs: TypeAlias = Columns | Mapping[str, Columns]
+Names: TypeAlias = str | Sequence[str]
+Inputs: TypeAlias = Names | Mapping[str, Names]
 NumberDtype = Literal["float32", "float64", "int64", "bool"]
 # The dtypes of networks by NumPy's kind; whole numbers other than bytes are int64.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
-TEXT_CURE = (
-    "Leave the column out of data.dataset.inputs, or write its numbers there: data=tokens turns texts into tokens, and "
-    "data=csv encodes words"
+NUMBERS_CURE = (
+    "Fill in a missing value, or leave the record out; leave a column of texts out of data.dataset.inputs, or write "
+    "its numbers there: data=tokens turns texts into tokens, and data=csv encodes words"
 )
-CLASS_CURE = (
-    "Name the classes in their order, data.dataset.classes=[...]; numbers to predict go with "
-    "data.dataset.task=regression"
-)
+CLASS_CURE = "Name the classes in their order, data.dataset.classes=[...], or write data.dataset.task=regression"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One input. columns: of a record. is_row: they are single numbers, a row `[F]`. dtype: of the tensor."""
+    """One input.
+
+    Args:
+        columns: the columns of a record.
+        is_row: whether they are single numbers, a row `[F]`.
+        dtype: of the tensor.
+    """
 
     columns: tuple[str, ...]
     is_row: bool
@@ -53,7 +57,9 @@ class Field:
 class Row:
     """A record with the name of its place.
 
-    record: the values by column. place: the record in words.
+    Args:
+        record: the values by column.
+        place: the record in words.
     """
 
     record: Mapping[str, object]
@@ -71,19 +77,16 @@ class Row:
         # Not equal to itself: nan, as pandas and NumPy write a missing number.
         is_nan = is_single(value) and value != value
         if value is None or is_nan or (isinstance(value, str) and not value.strip()):
-            raise self._missing(column, key)
+            raise self.no_number(column, key)
         return value
 
     def number(self, column: str, key: str) -> int | float:
         """Return the number of a column. Raises: SampleError as value, and for another value."""
         value = self.value(column, key)
-        if isinstance(value, str) and value.strip() in MISSING_VALUES:
-            raise self._missing(column, key)
-        number = plain_number(value)
-        if number is None:
-            raise self._no_number(column, key)
-        if number != number:
-            raise self._missing(column, key)
+        is_missing = isinstance(value, str) and value.strip() in MISSING_VALUES
+        number = None if is_missing else plain_number(value)
+        if number is None or math.isnan(number):
+            raise self.no_number(column, key)
         return number
 
     def array(self, column: str, key: str) -> np.ndarray:
@@ -91,21 +94,17 @@ class Row:
         try:
             array = np.asarray(self.value(column, key))
         except ValueError:
-            raise self._no_number(column, key) from None
+            raise self.no_number(column, key) from None
         if array.dtype.kind not in DTYPES:
-            raise self._no_number(column, key)
+            raise self.no_number(column, key)
         return array
 
-    def _missing(self, column: str, key: str) -> SampleError:
-        got = f"no value in {column} of {self.place}"
-        return record_error(key, got, "one in every record", "Fill it in, or leave the record out")
-
-    def _no_number(self, column: str, key: str) -> SampleError:
+    def no_number(self, column: str, key: str) -> SampleError:
+        """Return the error of a value that is missing, or no number."""
         value = self.record[column]
-        told = show(value) if is_single(value) else f"a {type(value).__name__}"
-        return record_error(
-            key, f"{told} in {column} of {self.place}", "numbers, or lists of them of one length", TEXT_CURE
-        )
+        got = show(value) if value is None or is_single(value) else f"a {type(value).__name__}"
+        expected = "numbers, or lists of them of one length"
+        return record_error(key, f"{got} in {column} of {self.place}", expected, NUMBERS_CURE)
 
 
 class Fields:
@@ -115,22 +114,26 @@ class Fields:
     a row float32 `[F]`. Arrays keep their shape: floating numbers and bytes become float32, other whole numbers int64,
     booleans stay. Pictures become float32 `[C, H, W]`.
 
-    inputs: a column; several, which are one `input` if they hold single numbers, and otherwise inputs by their own
-        names; or a mapping of the inputs' names to columns. None for all except the target.
-    target: the column to predict; several are a row of numbers `[K]`; None if there is nothing to predict.
-    task: "classification", with targets that are class numbers or names of `classes`, or "regression", float32 `[K]`.
-    classes: the names of the classes, in the order of their numbers; None if targets are numbers.
-    dtypes: of inputs by name, for what the first record does not show, such as whole numbers that become float32.
-    scale: factor on bytes, 0.00392 for pixels between 0 and 1. picture: the form of pictures.
+    Args:
+        inputs: a column; several, which are one `input` if they hold single numbers, and otherwise inputs by their
+            names; or a mapping of the inputs' names to columns. None for all with a name except the target.
+        target: the column to predict; several are a row of numbers `[K]`; None if there is nothing to predict.
+        task: "classification", with targets that are class numbers or names of `classes`, or "regression", float32
+            `[K]`.
+        classes: the names of the classes, in the order of their numbers; None if targets are numbers.
+        dtypes: of inputs by name, for what the first record does not show, such as whole numbers that become float32.
+        scale: factor on bytes, 0.00392 for pixels between 0 and 1.
+        picture: the form of pictures.
 
-    Raises: ConfigError for names that are there twice, and for options that do not fit the task.
+    Raises:
+        ConfigError: for a class that is there twice, and for options that do not fit the task.
     """
 
     def __init__(
         self,
         *,
         inputs: Inputs | None,
-        target: Columns | None,
+        target: Names | None,
         task: Task = "regression",
         classes: Sequence[str] | None = None,
         dtypes: Mapping[str, NumberDtype] | None,
@@ -142,13 +145,12 @@ class Fields:
         self.classes = None if classes is None else tuple(map(str, classes))
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self.fields: dict[str, Field] = {}
-        if classes is not None and task == "regression":
-            raise data_fault("dataset.classes", got="names of classes beside task=regression", expected="null")
-        if twice := [name for name in self.classes or () if (self.classes or ()).count(name) > 1]:
-            raise data_fault("dataset.classes", got=f"{twice[0]} twice", expected="a name for each class")
+        if self.classes is not None and (task == "regression" or len({*self.classes}) < len(self.classes)):
+            got, expected = f"[{', '.join(self.classes)}] with task={task}", "different names, of a classification"
+            raise data_fault("dataset.classes", got=got, expected=expected)
         if task == "classification" and len(self.targets) > 1:
             got = f"{len(self.targets)} columns in a classification"
-            cure = "Columns of numbers to predict go with data.dataset.task=regression"
+            cure = "Write data.dataset.task=regression for columns of numbers to predict"
             raise data_fault("dataset.target", got=got, expected="one column of classes", cure=cure)
 
     @property
@@ -170,26 +172,17 @@ class Fields:
 
         Raises: ConfigError for a column that is not there.
         """
-        asked = {"target": list(self.targets)}
         if self.inputs is None:
-            others = [name for name in names if name not in self.targets]
+            others = [name for name in names if name not in self.targets and not NAMELESS.fullmatch(name)]
+            # json.label is a part of json.
             found = [name for name in others if name.partition(".")[0] not in {*names} - {name}]
-            if not found:
-                raise data_fault("dataset.inputs", got=f"{where} with the target alone", expected="an input, too")
-            if nameless := [name or NO_NAME for name in found if not name or NAMELESS.fullmatch(name)]:
-                got = f"null, and {where} has the column {nameless[0]}, such as the row numbers that pandas writes"
-                raise data_fault("dataset.inputs", got=got, expected="the columns to read, or names for all of them")
         else:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
             found = [name for columns in given for name in listed(columns)]
-            if not found:
-                raise data_fault("dataset.inputs", got="no column", expected="one, or null for all but the target")
-            asked = {"inputs": found, **asked}
-        for key, columns in asked.items():
-            for name in columns:
-                if name not in names:
-                    cure = name_cure(name, names)
-                    raise data_fault(f"dataset.{key}", got=name, expected=f"a column of {where}", cure=cure)
+        if not found:
+            expected = f"a column of {where} that is no target"
+            raise data_fault("dataset.inputs", got="no column", expected=expected)
+        refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 
     def settled(self, first: Mapping[str, object], *, where: str) -> Self:
@@ -229,12 +222,8 @@ class Fields:
     def _field(self, name: str, columns: tuple[str, ...], first: Row) -> Field:
         arrays = [column for column in columns if not is_single(first.record[column])]
         if arrays and len(columns) > 1:
-            raise data_fault(
-                f"dataset.inputs.{name}",
-                got=f"{len(columns)} columns, of which {arrays[0]} holds arrays",
-                expected="columns of single numbers, or one of arrays",
-                cure="Give a column of arrays a name of its own",
-            )
+            got = f"{len(columns)} columns, of which {arrays[0]} holds arrays"
+            raise data_fault(f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one of arrays")
         dtype = self.dtypes.get(name, torch.float32)
         if arrays and name not in self.dtypes and picture_of(first.record[columns[0]]) is None:
             array = first.array(columns[0], "inputs")
@@ -248,20 +237,15 @@ class Fields:
         found = picture_of(row.value(column, "inputs"))
         if found is None:
             return self._cast(name, row.array(column, "inputs"), field, row)
-        named, key = f"{column} of {row.place}", "data.dataset.inputs"
-        if isinstance(found, Image):
-            return self.picture.pixels(found, named=named, key=key).to(field.dtype)
-        return self.picture.read(found, named=named, key=key).to(field.dtype)
+        named = f"{column} of {row.place}"
+        return self.picture.read(found, named=named, key="data.dataset.inputs").to(field.dtype)
 
     def _cast(self, name: str, values: np.ndarray, field: Field, row: Row) -> Tensor:
-        if values.dtype.kind in "fc" and not field.dtype.is_floating_point and not field.dtype.is_complex:
-            whole = values.astype(np.int64) if np.isfinite(values).all() else None
-            if whole is None or (whole != values).any():
-                dtype = str(field.dtype).removeprefix("torch.")
-                raise record_error(f"dtypes.{name}", f"{dtype}, and numbers with a fraction in {row.place}", "float32")
-        factor = self.scale if values.dtype == np.uint8 else 1.0
-        tensor = torch.from_numpy(np.array(values, order="C")).to(field.dtype)
-        return tensor * factor if factor != 1.0 else tensor
+        tensor = torch.from_numpy(np.array(values, order="C"))
+        found = tensor.to(field.dtype)
+        if tensor.is_floating_point() and field.dtype == torch.int64 and not (found == tensor).all():
+            raise record_error(f"dtypes.{name}", f"int64, and numbers with a fraction in {row.place}", "float32")
+        return found * self.scale if values.dtype == np.uint8 and self.scale != 1.0 else found
 
     def _target(self, row: Row) -> Tensor:
         name = self.targets[0]
@@ -270,18 +254,16 @@ class Fields:
             if len(self.targets) > 1 or is_single(value):
                 return torch.tensor([row.number(one, "target") for one in self.targets], dtype=torch.float32)
             return torch.from_numpy(np.array(row.array(name, "target"), dtype=np.float32))
-        if self.classes is not None and is_single(value):
-            label = str(value)
-            if label in self.classes:
-                return torch.tensor(self.classes.index(label))
-            expected = f"one of the classes {among(self.classes, word=label)}"
-            raise record_error(
-                "target", f"{row.place} of the class {label}", expected, did_you_mean(label, self.classes)
-            )
         if not is_single(value):
             array = row.array(name, "target")
             if array.dtype.kind in "iub":
                 return torch.from_numpy(array.astype(np.int64))
+        elif self.classes is not None:
+            label = str(value)
+            if label in self.classes:
+                return torch.tensor(self.classes.index(label))
+            got, expected = f"{row.place} of the class {label}", f"one of the classes {among(self.classes, word=label)}"
+            raise record_error("target", got, expected, did_you_mean(label, self.classes))
         else:
             number = plain_number(value)
             if number is not None and float(number).is_integer():
@@ -312,7 +294,7 @@ def picture_of(value: object) -> Image | Path | io.BytesIO | None:
     return value if isinstance(value, Image | Path) else None
 
 
-def listed(columns: Columns) -> tuple[str, ...]:
+def listed(columns: Names) -> tuple[str, ...]:
     """Return one column, or several, as a tuple."""
     return (columns,) if isinstance(columns, str) else tuple(columns)
 

@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.columns import Name, Task, refuse_labels
-from exp.data.csv_sheet import read_sheet
+from exp.data.csv_source import CsvSource
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
@@ -33,6 +32,7 @@ from exp.data.pictures import (
     pair_of,
     stored_mode,
 )
+from exp.data.source import Name, Task, refuse_labels
 from exp.data.splits import PART_NAMES
 from exp.errors import ConfigError, Fault
 from exp.shared_types import Stage
@@ -156,8 +156,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         if self.listing is None:
             expected = "pictures that a CSV file lists"
             raise data_fault(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
-        sheet = read_sheet(self.listing, missing_values=())
-        return sheet.texts(sheet.column(name, key=key))
+        source = CsvSource(self.listing, missing_values=())
+        return source.texts(source.column(name, key=key))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -332,23 +332,24 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
 
     Raises: ConfigError for a picture that is not there, and where there are no two classes.
     """
-    sheet = read_sheet(file, missing_values=())
-    refuse_unknown_columns(file, sheet.names, {"picture": [picture], "target": [target]})
-    column, wanted = sheet.column(picture, key="dataset.picture"), sheet.column(target, key="dataset.target")
-    paths = sheet.words(column)
-    sheet.complete(column, paths, cure="Leave the row out")
-    files = [os.path.join(file.parent, str(text)) for text in paths.texts()]
+    source = CsvSource(file, missing_values=())
+    refuse_unknown_columns(file, source.names, {"picture": [picture], "target": [target]})
+    column, wanted = source.names.index(str(picture)), source.names.index(str(target))
+    is_class = task == "classification"
+    found = source.read(
+        numbers=() if is_class else [wanted],
+        words=[column, wanted] if is_class else [column],
+        cures=dict.fromkeys((column, wanted), "Leave the row out"),
+    )
+    files = [os.path.join(file.parent, str(text)) for text in found.words[column].texts()]
     for row, one in enumerate(files):
         if not os.path.isfile(one):
-            raise sheet.bad(
-                row, column, f"{one}, which is not there", "a picture", "Paths start at the CSV file's folder"
-            )
-    if task == "regression":
-        numbers = sheet.numbers(wanted)
-        sheet.complete(wanted, numbers, cure="Leave the row out")
-        return files, torch.from_numpy(numbers).float()[:, None], ()
-    labels = sheet.words(wanted)
-    refuse_labels(sheet, wanted, labels)
+            got = f"{one}, which is not there,"
+            raise source.bad(row, column, got, "a picture", "Paths start at the CSV file's folder")
+    if not is_class:
+        return files, torch.from_numpy(found.numbers).float(), ()
+    labels = found.words[wanted]
+    refuse_labels(source, wanted, labels)
     if len(labels.names) < 2:
         raise data_fault("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
     return files, torch.from_numpy(labels.codes), labels.names

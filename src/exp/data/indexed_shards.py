@@ -1,4 +1,4 @@
-"""Files of records by number: any of them is found by where some before it begins, and none of those is parsed."""
+"""Files of records by number: the index says where every 256th record begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ KEPT = 130
 
 @dataclass(frozen=True)
 class Index:
-    """Where every 256th record of a file begins, and how many it holds. state: of the file then, by `_state`."""
+    """The index of a file.
+
+    Args:
+        file: the file.
+        marks: where every 256th record begins.
+        length: the number of records.
+        state: size and time of the last change of the file.
+    """
 
     file: ShardFile
     marks: Sequence[Mark]
@@ -35,13 +42,13 @@ class Index:
 class IndexedShards(Dataset[object]):
     """The samples of some files by number.
 
-    Each file is read once when this is made, to find where records begin. Of a sample the 256 records around it are
-    passed over, and kept for those that come next.
+    Each file is read once when this is made, to find where records begin. For a sample the 256 records around it are
+    passed over, and kept for the next samples.
 
     block: an attribute, how many samples that follow each other are best read together.
     num_classes: an attribute, as many as there are names of classes; None where targets are numbers.
 
-    Raises: ConfigError for a file that breaks off, and for one whose records cannot be found by themselves.
+    Raises: ConfigError for a file that breaks off, and for a kind of file that is read in larger pieces.
     """
 
     block = STRETCH
@@ -63,7 +70,9 @@ class IndexedShards(Dataset[object]):
 
     def __getitem__(self, index: int) -> object:
         """Raises: SampleError where it cannot be read, with its file and its place there."""
-        record = self.record(index)
+        file = bisect_right(self._edges, index) - 1
+        number = index - self._edges[file]
+        record = self._stretch(file, number // STRETCH)[number % STRETCH]
         return self.fields.sample(record.columns(self.fields.columns), where=str(record))
 
     def __getstate__(self) -> dict[str, object]:
@@ -73,12 +82,6 @@ class IndexedShards(Dataset[object]):
     @property
     def value_names(self) -> ValueNames:
         return self.fields.value_names
-
-    def record(self, index: int) -> Record:
-        """The record of a sample."""
-        file = bisect_right(self._edges, index) - 1
-        number = index - self._edges[file]
-        return self._stretch(file, number // STRETCH)[number % STRETCH]
 
     def _stretch(self, file: int, place: int) -> list[Record]:
         key = (file, place)
@@ -101,12 +104,8 @@ def index_of(file: ShardFile) -> Index:
     Raises: SampleError for a file that breaks off; ConfigError for a kind of file that is read in larger pieces.
     """
     if not file.has_marks:
-        raise data_fault(
-            "dataset.index",
-            got=f"true, and {file.file}, which is read in larger pieces",
-            expected="files that end in .csv, .tsv, .jsonl or .tar",
-            cure="Write data.dataset.index=false; arrays in a folder of .npy files, data=npy, have an index",
-        )
+        got, expected = f"true, and {file.file}", "files that end in .csv, .tsv, .jsonl or .tar"
+        raise data_fault("dataset.index", got=got, expected=expected, cure="Write data.dataset.index=false")
     state, marks, length = _state(file), [BEGINNING], 0
     for record in file.records():
         length += 1
@@ -116,6 +115,5 @@ def index_of(file: ShardFile) -> Index:
 
 
 def _state(file: ShardFile) -> tuple[int, int]:
-    """Size and time of the last change of a file."""
     found = file.file.stat()
     return found.st_size, found.st_mtime_ns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from exp.data.faults import SampleError, data_fault
 from exp.errors import Fault
 
 Mode = Literal["L", "RGB"]
+Openable: TypeAlias = str | Path | BinaryIO
 # Those that a picture may stay in.
 KEPT = ("L", "RGB")
 # pillow's modes that hold 8 bits a channel, and may be converted.
@@ -60,20 +61,24 @@ class PictureForm:
             key, other = ("mean", "std") if mean is None else ("std", "mean")
             raise data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
 
-    def read(self, source: str | Path | BinaryIO, *, named: str, key: str = "data.dataset.path") -> Tensor:
-        """Return the picture in a file as a tensor.
+    def read(
+        self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "data.dataset.path"
+    ) -> Tensor:
+        """Return a picture as a tensor.
 
-        named: the file in words. key: of the config, at which errors are reported.
+        source: a file, or a picture that pillow has opened. named: the picture in words. key: of the config, at which
+        errors are reported.
         Raises: SampleError if the file cannot be read, has more than 8 bits a channel or is of a mode to convert.
         """
+        if isinstance(source, Image.Image):
+            return self._pixels(source, named=named, key=key)
         try:
             with Image.open(source) as opened:
-                return self.pixels(opened, named=named, key=key)
+                return self._pixels(opened, named=named, key=key)
         except UNREADABLE as error:
             raise SampleError(broken(named, error, key=key)) from error
 
-    def pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
-        """Return a picture that pillow has opened as a tensor. named, key: as of read. Raises: as read."""
+    def _pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
         mode = stored_mode(opened)
         opened.load()  # NumPy would make nothing of what breaks off, and say nothing
         # A camera that was not held upright says so in the file; of others pillow would make a copy.

@@ -1,7 +1,7 @@
-"""Read files of records one after another: CSV, lines of JSON, Parquet, .npz and .tar, of which no content is executed.
+"""Files of records: CSV, lines of JSON, Parquet, .npz and .tar, of which no content is executed.
 
-A record is cheap to pass over: of a line its text is held, of the others where its values are. Values are read, and
-parsed, by whoever makes a sample of the record.
+A record is cheap to pass over: a line holds its text, other records the place of their values. The maker of a sample
+reads and parses the values.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ import tarfile
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from exp.data.csv_sheet import rows_of
+from exp.data.csv_source import rows_of
 from exp.data.faults import SampleError, data_fault, require_extra
 from exp.errors import ConfigError, Fault
 
 NPY = ".npy"
 JSON = "json"
 BLOCK = tarfile.BLOCKSIZE
-# By the last ending of a name in a .tar, what its bytes are.
-PICTURES = ("png", "jpg", "jpeg", "bmp", "gif", "tif", "tiff", "webp", "ppm", "pgm")
-NUMBERS = ("cls", "cls2", "index", "inx", "id")
-TEXTS = ("txt", "text", "transcript")
-READ = (*PICTURES, *NUMBERS, *TEXTS, "npy", "json")
 
 
 # Not frozen, which takes as long as reading the record.
@@ -68,7 +64,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The place where a record begins. number: of the record. offset: bytes before it. line: lines before it."""
+    """The place where a record begins.
+
+    Args:
+        number: of the record.
+        offset: bytes before it.
+        line: lines before it.
+    """
 
     number: int = 0
     offset: int = 0
@@ -104,33 +106,26 @@ class ShardFile(ABC):
         """See Record.columns."""
 
     def names_of(self, record: Record) -> tuple[str, ...]:
-        """The columns that a record has."""
+        """Return the columns that a record has."""
         return tuple(self.values(record, None)) if self.names is None else self.names
 
     def damaged(self, number: int, reason: object) -> SampleError:
-        """The error of a file that cannot be read on. number: of the record at which it ends."""
-        told = str(reason).splitlines()
-        return SampleError(
-            Fault(
-                key="data.dataset.files",
-                got=f"{self.file}, which cannot be read at sample {number}: {told[0] if told else reason}",
-                expected="whole files",
-                cure="Replace the file, or leave it out",
-            )
-        )
+        """Return the error of a file that cannot be read on. number: of the record at which it ends."""
+        got = f"{self.file}, which cannot be read at sample {number}: {_first_line(reason)}"
+        cure = "Replace the file, or leave it out"
+        return SampleError(Fault(key="data.dataset.files", got=got, expected="whole files", cure=cure))
 
     def refused(self, reason: object, expected: str) -> ConfigError:
-        """The error of a file that is not what its name says, seen before anything is read of it."""
-        told = str(reason).splitlines()
-        return data_fault(
-            "dataset.files", got=f"{self.file} ({told[0] if told else type(reason).__name__})", expected=expected
-        )
+        """Return the error of a file of another format, seen before a record is read."""
+        return data_fault("dataset.files", got=f"{self.file} ({_first_line(reason)})", expected=expected)
 
 
 class CsvShard(ShardFile):
     """Rows of text below a line of names. A record holds its row, and the line on which it ends."""
 
-    def __init__(self, file: Path, *, delimiter: str) -> None:
+    names: tuple[str, ...]
+
+    def __init__(self, file: Path, *, delimiter: str = ",") -> None:
         super().__init__(file)
         self.delimiter = delimiter
         with file.open(newline="", encoding="utf-8-sig") as text:
@@ -139,16 +134,15 @@ class CsvShard(ShardFile):
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.refused(error, "CSV in UTF-8") from error
         if names is None:
-            raise data_fault("dataset.files", got=f"{file} without a line", expected="names of columns, and rows")
+            raise self.refused("without a line", "names of columns, and rows")
         self.names = tuple(name.strip() for name in names)
 
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
         number, line = start.number, start.line
         with self.file.open("rb") as raw:
             raw.seek(start.offset)
-            rows = rows_of(
-                (content.decode("utf-8" if number else "utf-8-sig") for content in raw), delimiter=self.delimiter
-            )
+            texts = (content.decode("utf-8" if number else "utf-8-sig") for content in raw)
+            rows = rows_of(texts, delimiter=self.delimiter)
             try:
                 if not start.offset:
                     next(rows, None)
@@ -161,7 +155,6 @@ class CsvShard(ShardFile):
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         row = record.held
-        assert self.names is not None
         if len(row) != len(self.names):
             raise self.damaged(record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line")
         return _chosen(dict(zip(self.names, row, strict=True)), wanted)
@@ -183,67 +176,86 @@ class JsonLines(ShardFile):
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         try:
             held = json.loads(record.held)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.damaged(record.number, f"line {record.line}: {error}") from error
         if not isinstance(held, dict):
             raise self.damaged(record.number, f"line {record.line} holds a {type(held).__name__}, and no mapping")
         return _chosen(held, wanted)
 
 
-class ParquetShard(ShardFile):
-    """Rows of columns with types. A record holds its row group, which is read whole where a sample of it is made."""
+class ChunkedFile(ShardFile):
+    """A file whose rows are read in larger pieces. A record holds its piece, which is read when a sample is made.
+
+    Args:
+        file: the file.
+        names: the columns.
+        pieces: the rows of each piece.
+        errors: the exceptions of a damaged piece.
+    """
 
     has_marks = False
 
-    def __init__(self, file: Path) -> None:
+    def __init__(
+        self, file: Path, *, names: Sequence[str], pieces: Sequence[int], errors: tuple[type[Exception], ...]
+    ) -> None:
         super().__init__(file)
+        self.names, self.length, self._pieces, self._errors = tuple(names), sum(pieces), tuple(pieces), errors
+
+    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+        numbers = count()
+        for piece, rows in enumerate(self._pieces):
+            read = functools.cache(functools.partial(self.read, piece))
+            for row in range(rows):
+                yield Record(self, next(numbers), (read, row))
+
+    def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
+        read, row = record.held
+        names = self.names or ()
+        try:
+            return {
+                name: arrow_value(read(name), row) for name in (names if wanted is None else wanted) if name in names
+            }
+        except self._errors as error:
+            raise self.damaged(record.number, error) from error
+
+    @abstractmethod
+    def read(self, piece: int, name: str) -> Any:
+        """Return a column of a piece, of NumPy or Arrow."""
+
+
+class ParquetShard(ChunkedFile):
+    """Rows of columns with types. A piece is a row group."""
+
+    def __init__(self, file: Path) -> None:
         require_extra("pyarrow", feature="data=stream of Parquet files", extra="parquet", key="dataset.files")
         from pyarrow import ArrowException, parquet
 
+        self.file = file
+        errors = (ArrowException, OSError)
         try:
             # The file itself: of a path pyarrow would make a data set, with columns out of the folders' names.
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
-        except (ArrowException, OSError) as error:
+        except errors as error:
             raise self.refused(error, "a whole Parquet file") from error
-        self.names = tuple(metadata.schema.to_arrow_schema().names)
-        self.length = metadata.num_rows
-        self._groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+        pieces = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        super().__init__(file, names=metadata.schema.to_arrow_schema().names, pieces=pieces, errors=errors)
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        number = 0
-        for group, rows in enumerate(self._groups):
-            chunk = functools.cache(functools.partial(self._read, group))
-            for row in range(rows):
-                yield Record(self, number, (chunk, row))
-                number += 1
-
-    def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        from pyarrow import ArrowException
-
-        chunk, row = record.held
-        try:
-            return {name: arrow_value(chunk(name), row) for name in _there(self.names, wanted)}
-        except (ArrowException, OSError) as error:
-            raise self.damaged(record.number, error) from error
-
-    def _read(self, group: int, name: str) -> Any:
-        """A column of a row group: an array of NumPy where it holds numbers alone, else one of Arrow."""
+    def read(self, piece: int, name: str) -> Any:
         from pyarrow import parquet, types
 
         with self.file.open("rb") as raw:
-            column = parquet.ParquetFile(raw).read_row_group(group, columns=[name]).column(0).combine_chunks()
+            column = parquet.ParquetFile(raw).read_row_group(piece, columns=[name]).column(0).combine_chunks()
         is_number = types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)
         return column.to_numpy(zero_copy_only=False) if is_number and not column.null_count else column
 
 
-class NpzShard(ShardFile):
-    """Arrays `[N, ...]` of one length by name. A record holds the arrays, which are read where a sample is made."""
-
-    has_marks = False
+class NpzShard(ChunkedFile):
+    """Arrays `[N, ...]` of one length by name. The only piece holds all rows."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file)
+        self.file = file
+        errors = (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile)
         try:
             with zipfile.ZipFile(file) as archive:
                 shapes = {
@@ -251,30 +263,16 @@ class NpzShard(ShardFile):
                     for name in archive.namelist()
                     if name.endswith(NPY)
                 }
-        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        except errors as error:
             raise self.refused(error, "a whole .npz of NumPy's") from error
-        self.names = tuple(shapes)
         lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
-        if len(set(lengths.values())) != 1 or None in lengths.values():
-            told = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is no array"
-            raise data_fault(
-                "dataset.files", got=f"{file}, where {told}", expected="as many samples in each array of a file"
-            )
-        self.length = next(iter(lengths.values()))
+        length = next(iter(lengths.values()), None)
+        if length is None or len(set(lengths.values())) > 1:
+            told = ", ".join(f"{name} has {one}" for name, one in lengths.items()) or "there is no array"
+            raise self.refused(told, "as many samples in each array of a file")
+        super().__init__(file, names=list(shapes), pieces=[length], errors=errors)
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        assert self.length is not None
-        chunk = functools.cache(self._read)
-        for row in range(self.length):
-            yield Record(self, row, chunk)
-
-    def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        try:
-            return {name: record.held(name)[record.number] for name in _there(self.names, wanted)}
-        except (ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-            raise self.damaged(record.number, error) from error
-
-    def _read(self, name: str) -> np.ndarray:
+    def read(self, piece: int, name: str) -> np.ndarray:
         with self.file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             held: np.ndarray = archive[name]
             return held
@@ -290,11 +288,10 @@ class TarShard(ShardFile):
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         with file.open("rb") as raw:
-            raw.seek(0, os.SEEK_END)
-            size = raw.tell()
+            size = raw.seek(0, os.SEEK_END)
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
-                # Without it nobody knows whether something is missing.
+                # A file without an end may have lost records.
                 raise self.refused("it has no end, which is a block of zeros", "a whole .tar that is not compressed")
 
     def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
@@ -316,7 +313,7 @@ class TarShard(ShardFile):
             yield Record(self, number, (opened, held))
 
     def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
-        """Folder, name, ending, where it begins and how many bytes it has, and where its header does, of each file."""
+        """Yield folder, name, ending, the offset and the size of the content, and the header's offset of each file."""
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 vars(archive)["members"].clear()  # it would keep them all; types do not know of them
@@ -334,19 +331,17 @@ class TarShard(ShardFile):
 
     def names_of(self, record: Record) -> tuple[str, ...]:
         _, held = record.held
-        if JSON not in held:
-            return tuple(held)
-        found = self.values(record, [JSON])[JSON]
+        found = self._read(JSON, record) if JSON in held else None
         return (*held, *(f"{JSON}.{name}" for name in (found if isinstance(found, dict) else ())))
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         _, held = record.held
-        found = {name: self._read(name, record) for name in _there(tuple(held), wanted)}
-        for name in wanted or ():
-            whole, _, part = name.partition(".")
-            if whole == JSON and part and name not in held and JSON in held:
-                mapping = self._read(JSON, record)
-                found |= {name: mapping[part]} if isinstance(mapping, dict) and part in mapping else {}
+        found = {name: self._read(name, record) for name in (held if wanted is None else wanted) if name in held}
+        parts = [name for name in wanted or () if name not in held and name.startswith(f"{JSON}.")]
+        whole = self._read(JSON, record) if parts and JSON in held else None
+        for name in parts:
+            part = name.removeprefix(f"{JSON}.")
+            found |= {name: whole[part]} if isinstance(whole, dict) and part in whole else {}
         return found
 
     def _read(self, name: str, record: Record) -> object:
@@ -356,31 +351,14 @@ class TarShard(ShardFile):
         content = os.pread(opened.raw.fileno(), size, offset)
         if len(content) < size:
             raise self.damaged(record.number, f"{name} breaks off")
-        return self._decoded(name, content, record)
-
-    def _decoded(self, name: str, content: bytes, record: Record) -> object:
         kind = name.rpartition(".")[2]
-        if kind in PICTURES:
-            return content
+        if kind not in DECODERS:
+            expected, cure = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
+            raise SampleError(Fault(key="data.dataset.inputs", got=f"{name} of {record}", expected=expected, cure=cure))
         try:
-            if kind == "npy":
-                return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-            if kind == "json":
-                return json.loads(content)
-            if kind in TEXTS:
-                return content.decode()
-            if kind in NUMBERS:
-                return int(content)
+            return DECODERS[kind](content)
         except (ValueError, EOFError) as error:
             raise self.damaged(record.number, f"its {name}: {error}") from error
-        raise SampleError(
-            Fault(
-                key="data.dataset.inputs",
-                got=f"{name} of {record}",
-                expected=f"a file that ends in one of {', '.join(READ)}",
-                cure="Name those that are read in data.dataset.inputs",
-            )
-        )
 
 
 class OpenFile:
@@ -393,8 +371,23 @@ class OpenFile:
         self.raw.close()
 
 
+def _decoded_array(content: bytes) -> object:
+    return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+
+
+PICTURES = ("png", "jpg", "jpeg", "bmp", "gif", "tif", "tiff", "webp", "ppm", "pgm")
+# By the last ending of a name in a .tar, the function that reads its bytes.
+DECODERS: Mapping[str, Callable[[bytes], object]] = {
+    **dict.fromkeys(PICTURES, bytes),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    "npy": _decoded_array,
+    JSON: json.loads,
+}
+
+
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    """The shape of an array of an .npz, without reading it."""
+    """Return the shape of an array of an .npz, without reading it."""
     with archive.open(name) as raw:
         version = np.lib.format.read_magic(raw)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -405,7 +398,7 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
 
 
 def arrow_value(column: Any, row: int) -> object:
-    """One value of a column, of Arrow's or NumPy's, as NumPy or Python has it."""
+    """Return one value of a column of Arrow or NumPy, as NumPy or Python has it."""
     if isinstance(column, np.ndarray):
         return column[row]
     scalar = column[row]
@@ -416,10 +409,9 @@ def arrow_value(column: Any, row: int) -> object:
     return scalar.as_py()
 
 
-def _there(names: Sequence[str] | None, wanted: Sequence[str] | None) -> list[str]:
-    assert names is not None
-    return list(names) if wanted is None else [name for name in wanted if name in names]
-
-
 def _chosen(held: Mapping[str, object], wanted: Sequence[str] | None) -> dict[str, object]:
     return dict(held) if wanted is None else {name: held[name] for name in wanted if name in held}
+
+
+def _first_line(reason: object) -> str:
+    return next(iter(str(reason).splitlines()), type(reason).__name__)

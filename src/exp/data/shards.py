@@ -1,4 +1,4 @@
-"""A data set that does not fit into memory: files of records, read one after another."""
+"""A data set that does not fit into memory: files of records, read one after another or by number."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 from annotated_types import Len
 from torch.utils.data import Dataset, IterableDataset
 
-from exp.data.columns import Task
 from exp.data.dataset_files import find_files
 from exp.data.faults import SampleError, data_fault
-from exp.data.fields import Columns, Fields, Inputs, NumberDtype
+from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.indexed_shards import IndexedShards
 from exp.data.pictures import Mode, PictureForm
 from exp.data.randomness import permutation, seed_for
 from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Record, ShardFile, TarShard
+from exp.data.source import Task
 from exp.data.splits import DEFAULT_SIZES, lengths
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
@@ -33,19 +33,33 @@ class Shards(Dataset[object]):
     `[N, ...]`) or .tar (files that follow each other with one name are a record, its columns their endings, as in
     WebDataset). All of them are of one kind.
 
-    files: a glob, or several, relative to the current folder, or else to directory: the files are divided among the
-        parts, by data.parts and parts_seed. Or a mapping of train, val and test to globs.
-    target, inputs, task, classes, dtypes, scale: see Fields. A text of a .csv that is a number is one.
-    index: whether the files are read once before the run to find where records begin. The parts then are data sets with
-        an index: samples are shuffled in blocks all over the files, a sampler can choose them, and a run goes on in the
-        middle of an epoch without reading what was before. For .csv, .tsv, .jsonl and .tar.
-    count: whether the records of files that do not say how many they hold (all but .parquet and .npz) are counted by
-        reading them once; otherwise nobody knows the length of an epoch.
-    delimiter: between the values of a .csv; of a .tsv it is a tab.
-    resize, crop, mode, mean, std, background: of pictures, see Images.
+    Args:
+        files: a glob, or several, relative to the current folder, or else to directory: the files are divided among the
+            splits, by data.parts and parts_seed. Or a mapping of train, val and test to globs.
+        target: see Fields.
+        directory: the folder in which files are looked for after the current one.
+        inputs: see Fields. A text of a .csv that is a number is one.
+        task: see Fields.
+        classes: see Fields.
+        dtypes: see Fields.
+        index: whether the files are read once before the run to find where records begin. The splits then have a
+            length and an index: samples are shuffled in blocks all over the files, a sampler can choose them, and a run
+            resumes in the middle of an epoch without reading what was before. For .csv, .tsv, .jsonl and .tar.
+        count: whether the records of files that do not state their number (all but .parquet and .npz) are counted by
+            reading them once; otherwise the length of an epoch is unknown.
+        delimiter: between the values of a .csv; of a .tsv it is a tab.
+        scale: see Fields.
+        resize: of pictures, see Images.
+        crop: see Images.
+        mode: see Images.
+        mean: see Images.
+        std: see Images.
+        background: see Images.
+        parts_seed: the seed that divides the files.
 
-    Raises: ConfigError for a file or a column that is not there, and a file that is damaged as far as its beginning,
-        and of .parquet, .npz and .tar its end, tell; where pyarrow is not installed and a file is .parquet.
+    Raises:
+        ConfigError: for a file or a column that is not there, and a file whose beginning is damaged, or whose end is,
+            of .parquet, .npz and .tar; for a .parquet without pyarrow.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledRecords"
@@ -54,7 +68,7 @@ class Shards(Dataset[object]):
         self,
         *,
         files: Patterns | Mapping[Stage, Patterns | None],
-        target: Columns | None,
+        target: Names | None,
         directory: str = "data",
         inputs: Inputs | None = None,
         task: Task = "classification",
@@ -72,8 +86,8 @@ class Shards(Dataset[object]):
         background: str = "white",
         parts_seed: int = 0,
     ) -> None:
-        self.count, self.index, self.parts_seed = count, index, parts_seed
-        self.fields = Fields(
+        self.index, self.count, self.parts_seed = index, count, parts_seed
+        fields = Fields(
             inputs=inputs,
             target=target,
             task=task,
@@ -90,18 +104,20 @@ class Shards(Dataset[object]):
             if patterns is not None:
                 key = "dataset.files" if stage is None else f"dataset.files.{stage}"
                 found = find_files(patterns, directory=directory, key=key)
-                self.files[stage] = [_opened(file, delimiter=delimiter) for file in found]
+                self.files[stage] = [open_shard(file, delimiter=delimiter) for file in found]
         opened = [file for several in self.files.values() for file in several]
-        if not opened:
-            raise data_fault("dataset.files", got="no file of any part", expected="a glob of files, {train: ...}")
-        _refuse_mixed(opened)
-        self._settle(opened)
+        if not opened or len(set(map(type, opened))) > 1:
+            one_each = {type(file): file for file in reversed(opened)}
+            got = " and ".join(str(file.file) for file in reversed(one_each.values())) or "no file of any part"
+            raise data_fault("dataset.files", got=got, expected="files of one kind")
+        self.fields = settled_fields(fields, opened)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream | IndexedShards]:
-        """A stream, or samples by number, for each part: of its own files, or of whole files that are chosen for it.
+        """Return a stream, or samples by number, for each split: of its files, or of whole files that are chosen.
 
-        sizes: of files without parts, fractions of them.
-        Raises: ConfigError for sizes beside files by part, for a number of samples, and for fewer files than parts.
+        sizes: of files without splits, fractions of them.
+        Raises: ConfigError for sizes in addition to files by split, for a number of samples, and for fewer files than
+            splits.
         """
         if None not in self.files:
             if dict(sizes) != dict(DEFAULT_SIZES):
@@ -126,20 +142,6 @@ class Shards(Dataset[object]):
             return IndexedShards(files=files, fields=self.fields)
         return ShardStream(files=files, fields=self.fields, count=self.count)
 
-    def _settle(self, files: Sequence[ShardFile]) -> None:
-        """Look at the columns of all files, as far as they are known, and at the first record."""
-        for file in files:
-            if file.names is not None:
-                self.fields.wanted(file.names, where=str(file.file))
-        try:
-            first = next((record for file in files for record in file.records()), None)
-            if first is None:
-                raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
-            wanted = self.fields.wanted(first.file.names_of(first), where=str(first))
-            self.fields = self.fields.settled(first.columns(wanted), where=str(first))
-        except SampleError as error:
-            raise ConfigError([error.fault]) from error
-
 
 class ShardStream(IterableDataset[object]):
     """The samples of some files, one after another.
@@ -152,12 +154,13 @@ class ShardStream(IterableDataset[object]):
     def __init__(self, *, files: Sequence[ShardFile], fields: Fields, count: bool) -> None:
         self.files, self.fields = tuple(files), fields
         self.num_classes = None if fields.classes is None else len(fields.classes)
-        self._length = _length(self.files, count=count)
+        known = [length for file in files if (length := _length(file, count=count)) is not None]
+        self._length = sum(known) if len(known) == len(files) else None
         if self._length == 0:
             raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Record]:
-        """The records of one epoch: file after file, in the order of their names or shuffled by (seed, epoch)."""
+        """Yield the records of one epoch: file after file, in the order of their names or shuffled by (seed, epoch)."""
         order = list(range(len(self.files)))
         if shuffle:
             order = permutation(seed=seed_for(seed, "shards"), epoch=epoch, length=len(self.files)).tolist()
@@ -165,7 +168,7 @@ class ShardStream(IterableDataset[object]):
             yield from self.files[place].records()
 
     def sample(self, record: Record) -> object:
-        """The sample of a record.
+        """Return the sample of a record.
 
         Raises: SampleError where it cannot be read, with its file and its place there.
         """
@@ -179,28 +182,14 @@ class ShardStream(IterableDataset[object]):
         return map(self.sample, self.records(seed=0, epoch=0, shuffle=False))
 
     def __len__(self) -> int:
-        """Raises: TypeError where nobody has counted the records."""
+        """Raises: TypeError if a file does not state its number of records."""
         if self._length is None:
-            raise TypeError("data=stream: these files do not say how many records they hold; data.dataset.count=true")
+            raise TypeError("data=stream: these files do not state their number of records; data.dataset.count=true")
         return self._length
 
 
-def _length(files: Sequence[ShardFile], *, count: bool) -> int | None:
-    total = 0
-    for file in files:
-        if file.length is not None:
-            total += file.length
-        elif not count:
-            return None
-        else:
-            try:
-                total += sum(1 for _ in file.records())
-            except SampleError as error:
-                raise ConfigError([error.fault]) from error
-    return total
-
-
-def _opened(file: Path, *, delimiter: str) -> ShardFile:
+def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
+    """Return a file of records. Raises: ConfigError for an unknown ending."""
     kind = file.suffix.lower()
     if kind in (".csv", ".tsv"):
         return CsvShard(file, delimiter="\t" if kind == ".tsv" else delimiter)
@@ -211,22 +200,33 @@ def _opened(file: Path, *, delimiter: str) -> ShardFile:
         ".tar": TarShard,
     }
     if kind not in kinds:
-        raise data_fault(
-            "dataset.files",
-            got=str(file),
-            expected=f"a file that ends in {', '.join(ENDINGS)}",
-            cure="Unpack what is compressed" if kind in (".gz", ".tgz", ".zst", ".bz2", ".xz") else None,
-        )
+        expected = f"a file that ends in {', '.join(ENDINGS)}, and is not compressed"
+        raise data_fault("dataset.files", got=str(file), expected=expected)
     return kinds[kind](file)
 
 
-def _refuse_mixed(files: Sequence[ShardFile]) -> None:
-    first, *others = files
-    for file in others:
-        if type(file) is not type(first):
-            raise data_fault(
-                "dataset.files",
-                got=f"{first.file} and {file.file}",
-                expected="files of one kind",
-                cure="Narrow the glob",
-            )
+def _length(file: ShardFile, *, count: bool) -> int | None:
+    if file.length is not None or not count:
+        return file.length
+    try:
+        return sum(1 for _ in file.records())
+    except SampleError as error:
+        raise ConfigError([error.fault]) from error
+
+
+def settled_fields(fields: Fields, files: Sequence[ShardFile]) -> Fields:
+    """Return the fields with the form of the first record.
+
+    Raises: ConfigError for a column that a file is known not to have, and for a first record that makes no sample.
+    """
+    for file in files:
+        if file.names is not None:
+            fields.wanted(file.names, where=str(file.file))
+    try:
+        first = next((record for file in files for record in file.records()), None)
+        if first is None:
+            raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
+        wanted = fields.wanted(first.file.names_of(first), where=str(first))
+        return fields.settled(first.columns(wanted), where=str(first))
+    except SampleError as error:
+        raise ConfigError([error.fault]) from error

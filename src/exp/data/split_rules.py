@@ -16,7 +16,6 @@ from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.randomness import seed_for
 from exp.data.sample_values import entry_of, targets_of, values_of
 from exp.data.splits import PART_NAMES, Choose, lengths
-from exp.data.tables import TableRows
 from exp.shared_types import STAGES, Stage
 from exp.spelling import among, did_you_mean, show
 
@@ -41,6 +40,14 @@ class NamedColumns(Protocol):
 
         Raises: ConfigError at `key` if there is no such column, or if it is an input.
         """
+
+
+@runtime_checkable
+class ClassNumbers(Protocol):
+    """A data set that has the class of each sample before it is prepared."""
+
+    def class_numbers(self, *, key: str) -> np.ndarray:
+        """Return the class of each sample, `[N]`. Raises: ConfigError at `key` for targets that are no classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +186,8 @@ class _Samples:
 
 
 def _classes(dataset: AnyDataset) -> Sequence[object]:
-    if isinstance(dataset, TableRows):
-        found = [values for name, values in dataset.each_target() if name in dataset.classes]
-        if len(found) != 1:
-            got = f"true, and a table with {len(found)} targets that are classes"
-            raise data_fault("split.stratify", got=got, expected="one such target, or false")
-        return list(found[0])
+    if isinstance(dataset, ClassNumbers):
+        return list(dataset.class_numbers(key="split.stratify"))
     targets = targets_of(dataset, stage="train", inputs=(), key="split.stratify")
     if any(isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point()) for one in targets[:1]):
         raise data_fault("split.stratify", got="true, and targets that are numbers", expected="classes, or false")

@@ -116,13 +116,28 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 
 
-def block_lengths(
-    sizes: Mapping[Name, int | float], length: int, *, block_size: int, unit: str = "samples"
-) -> dict[Name, int]:
-    """As `lengths`, of a text that is read in blocks: whole numbers count blocks, and the target of the last one's last
-    place is one further on."""
-    counted = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
-    return lengths(counted, length, unit=unit)
+def contiguous(
+    sizes: Mapping[Name, int | float], length: int, *, block_size: int | None = None, unit: str = "samples"
+) -> dict[Name, slice]:
+    """Return the place of each split in a text or a series of `length`, one after another.
+
+    Args:
+        sizes: fractions of the length, or whole numbers.
+        length: of the whole.
+        block_size: of a text, the size of the blocks that whole numbers count. The target of a block's last place is
+            the next one.
+        unit: what is divided, in the plural.
+
+    Raises:
+        ConfigError: as lengths.
+    """
+    if block_size is not None:
+        sizes = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
+    found, stop = dict[Name, slice](), 0
+    for name, count in lengths(sizes, length, unit=unit).items():
+        found[name] = slice(stop, stop + count)
+        stop += count
+    return found
 
 
 def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -17,7 +18,7 @@ from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
-from exp.data.splits import block_lengths
+from exp.data.splits import contiguous
 from exp.data.value_names import ValueNames
 from exp.shared_types import Stage
 
@@ -26,58 +27,20 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 FITTED = "characters"
 
 
-class Characters(Dataset[object]):
-    """A text that is not encoded yet.
+class Text(Dataset[object]):
+    """The text of some files, of which the characters of the training split are numbered.
 
-    codes: its code points, uint32 `[N]`. block_size: characters of a sample, T. vocabulary_size: see Text.
-    """
+    Args:
+        files: a file, a glob (`books/**/*.txt`), or several of them, relative to the current folder, or else to
+            directory; None is the top level of Python's standard library, 4.7 million characters that are on every
+            machine. They are joined in the order of their names.
+        directory: the folder in which files are looked for after the current one.
+        block_size: characters of a sample, T.
+        vocabulary_size: how many characters to know, the most frequent ones of training; None for all of them. All
+            others are one unknown character, which counts in addition.
 
-    def __init__(self, *, codes: np.ndarray, block_size: int, vocabulary_size: int | None) -> None:
-        self.codes, self.block_size, self.vocabulary_size = codes, block_size, vocabulary_size
-
-    def __len__(self) -> int:
-        """The number of blocks."""
-        return max(0, (len(self.codes) - 1) // self.block_size)
-
-    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Characters]:
-        """Splits into contiguous parts, in the order of the text, so that no character of one is seen in another.
-
-        sizes: fractions of the characters, or whole numbers of blocks.
-        """
-        counts = block_lengths(sizes, len(self.codes), block_size=self.block_size)
-        parts: dict[Stage, Characters] = {}
-        start = 0
-        for name, count in counts.items():
-            codes = self.codes[start : start + count]
-            parts[name] = Characters(codes=codes, block_size=self.block_size, vocabulary_size=self.vocabulary_size)
-            start += count
-        return parts
-
-    def fit(self) -> Fitted:
-        """The characters of this part that are known."""
-        return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
-
-    def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Encodes this part in the training part's vocabulary.
-
-        Raises: ConfigError where it is shorter than a block, and where the training part is no text.
-        """
-        vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
-        tokens = vocabulary.encode_codes(self.codes)
-        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
-
-
-class Text(Characters):
-    """The text of some files.
-
-    files: a file, a glob (`books/**/*.txt`), or several of them, relative to the current folder, or else to directory;
-        None is the top level of Python's own standard library, 4.7 million characters that are on every machine. They
-        are joined in the order of their names.
-    block_size: characters of a sample, T.
-    vocabulary_size: how many characters to know, the most frequent ones of the training part; None for all of them.
-        All others are one unknown character, which counts besides.
-
-    Raises: ConfigError where no file is found, or one is not UTF-8.
+    Raises:
+        ConfigError: for a pattern without a file, and for a file that is not UTF-8.
     """
 
     def __init__(
@@ -88,8 +51,35 @@ class Text(Characters):
         block_size: Annotated[int, Ge(1)] = 64,
         vocabulary_size: Annotated[int, Ge(1)] | None = None,
     ) -> None:
-        text = "".join(read_text(path) for path in find_files(files, directory=directory))
-        super().__init__(codes=code_points(text), block_size=block_size, vocabulary_size=vocabulary_size)
+        self.codes = code_points("".join(read_text(path) for path in find_files(files, directory=directory)))
+        self.block_size, self.vocabulary_size = block_size, vocabulary_size
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return max(0, (len(self.codes) - 1) // self.block_size)
+
+    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Text]:
+        """Return contiguous splits, in the order of the text, so that no character of one is seen in another.
+
+        sizes: fractions of the characters, or whole numbers of blocks.
+        """
+        parts = {name: copy.copy(self) for name in sizes}
+        for name, place in contiguous(sizes, len(self.codes), block_size=self.block_size).items():
+            parts[name].codes = self.codes[place]
+        return parts
+
+    def fit(self) -> Fitted:
+        """Return the characters of this text that are known."""
+        return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
+
+    def prepare(self, fitted: Fitted) -> TextBlocks:
+        """Return the blocks, encoded in the vocabulary of training.
+
+        Raises: ConfigError for a text that is shorter than a block, and if training is no text.
+        """
+        vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
+        tokens = vocabulary.encode_codes(self.codes)
+        return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
 
 
 class Vocabulary:

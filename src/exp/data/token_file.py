@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from exp.data.arrays import map_file
 from exp.data.dataset_files import data_file
 from exp.data.faults import data_fault, require_extra
-from exp.data.splits import block_lengths
+from exp.data.splits import contiguous
 from exp.data.text import Decoder, TextBlocks
 from exp.data.tokens import TokenVocabulary, read_tokenizer
 from exp.shared_types import Stage
@@ -51,101 +51,64 @@ class TokenFile(Dataset[object]):
         tokenizer: str | None = None,
         block_size: Annotated[int, Ge(1)] = 64,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.dtype = block_size, dtype
         self.vocabulary = _vocabulary(vocabulary_size, tokenizer, directory=directory)
-        self._file = MappedTokens(data_file(path, directory=directory), dtype=dtype)
+        self.file = data_file(path, directory=directory)
+        self._count = len(mapped_tokens(self.file, dtype))
 
     def __len__(self) -> int:
-        """The number of blocks."""
-        return max(0, (len(self._file) - 1) // self.block_size)
+        """Return the number of blocks."""
+        return max(0, (self._count - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, FileBlocks]:
-        """Splits into contiguous parts, so that no token of one is seen in another.
+        """Return contiguous splits, so that no token of one is seen in another.
 
         sizes: fractions of the tokens, or whole numbers of blocks.
         """
-        counts = block_lengths(sizes, len(self._file), block_size=self.block_size, unit="tokens")
-        parts: dict[Stage, FileBlocks] = {}
-        start = 0
-        for name, count in counts.items():
-            parts[name] = FileBlocks(
-                file=self._file,
-                start=start,
-                stop=start + count,
-                block_size=self.block_size,
-                vocabulary=self.vocabulary,
-            )
-            start += count
-        return parts
-
-
-class MappedTokens:
-    """The numbers of a file, read where they are looked at. dtype: of a file without a header.
-
-    Raises: ConfigError where it holds no whole numbers in a row, or half of one.
-    """
-
-    def __init__(self, file: Path, *, dtype: TokenDtype) -> None:
-        self.file, self.dtype = file, dtype
-        self.numbers = self._mapped()
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getstate__(self) -> dict[str, object]:
-        # A worker maps the file itself: pickled, the mapping is its whole content.
-        return {"file": self.file, "dtype": self.dtype}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        self.numbers = self._mapped()
-
-    def _mapped(self) -> Tensor:
-        key = "dataset.path"
-        kind = self.file.suffix.lower()
-        if kind not in (".npy", ".bin"):
-            raise data_fault(key, got=str(self.file), expected="a .npy, or a .bin of numbers and nothing else")
-        if kind == ".npy":
-            held = map_file(self.file)
-            if held.ndim != 1 or held.dtype.kind not in "iu" or not held.dtype.isnative:
-                got = f"{self.file} of shape {list(held.shape)} and {held.dtype.str}"
-                cure = "Write array.astype('uint16') into it" if not held.dtype.isnative else None
-                raise data_fault(
-                    key, got=got, expected="whole numbers in a row, [N], in this machine's order", cure=cure
-                )
-        else:
-            size, each = self.file.stat().st_size, np.dtype(self.dtype).itemsize
-            if size % each or not size:
-                raise data_fault(
-                    key,
-                    got=f"{self.file} of {size} bytes",
-                    expected=f"numbers of {each} bytes each, data.dataset.dtype={self.dtype}",
-                )
-            held = np.memmap(self.file, dtype=self.dtype, mode="r")
-        with warnings.catch_warnings():
-            # Nobody writes. Mapped for writing, a file larger than memory would be refused by the system.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(held)
+        places = contiguous(sizes, self._count, block_size=self.block_size, unit="tokens")
+        options: dict[str, Any] = {"block_size": self.block_size, "vocabulary": self.vocabulary}
+        return {
+            name: FileBlocks(file=self.file, dtype=self.dtype, place=place, **options) for name, place in places.items()
+        }
 
 
 class FileBlocks(TextBlocks):
-    """Blocks of the tokens from start to stop of a file."""
+    """Blocks of the tokens at a place of a file, which each process maps into memory."""
 
-    def __init__(self, *, file: MappedTokens, start: int, stop: int, block_size: int, vocabulary: Decoder) -> None:
-        self._file, self._start, self._stop = file, start, stop
-        super().__init__(tokens=file.numbers[start:stop], block_size=block_size, vocabulary=vocabulary)
+    def __init__(self, *, file: Path, dtype: TokenDtype, place: slice, block_size: int, vocabulary: Decoder) -> None:
+        self._file, self._dtype, self._place = file, dtype, place
+        super().__init__(tokens=mapped_tokens(file, dtype)[place], block_size=block_size, vocabulary=vocabulary)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A worker maps the file itself.
-        made = functools.partial(
-            FileBlocks,
-            file=self._file,
-            start=self._start,
-            stop=self._stop,
-            block_size=self.block_size,
-            vocabulary=self.vocabulary,
-        )
+        # Pickled, the mapping is its whole content.
+        options: dict[str, Any] = {"block_size": self.block_size, "vocabulary": self.vocabulary}
+        made = functools.partial(FileBlocks, file=self._file, dtype=self._dtype, place=self._place, **options)
         return made, ()
+
+
+def mapped_tokens(file: Path, dtype: TokenDtype) -> Tensor:
+    """Return the numbers of a file, read where they are looked at. dtype: of a file without a header.
+
+    Raises: ConfigError for a file that holds no whole numbers in a row, or half of one.
+    """
+    key, kind = "dataset.path", file.suffix.lower()
+    if kind not in (".npy", ".bin"):
+        raise data_fault(key, got=str(file), expected="a .npy, or a .bin of numbers and nothing else")
+    if kind == ".npy":
+        held = map_file(file)
+        if held.ndim != 1 or held.dtype.kind not in "iu" or not held.dtype.isnative:
+            got = f"{file} of shape {list(held.shape)} and {held.dtype.str}"
+            raise data_fault(key, got=got, expected="whole numbers in a row, [N], in this machine's order")
+    else:
+        size, each = file.stat().st_size, np.dtype(dtype).itemsize
+        if size % each or not size:
+            expected = f"numbers of {each} bytes each, data.dataset.dtype={dtype}"
+            raise data_fault(key, got=f"{file} of {size} bytes", expected=expected)
+        held = np.memmap(file, dtype=dtype, mode="r")
+    with warnings.catch_warnings():
+        # Mapped for writing, a file larger than memory would be refused by the system.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(held)
 
 
 class TokenNumbers:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from exp.data.dataset_files import data_file, find_files
 from exp.data.faults import data_fault, fitted_entry, require_extra
 from exp.data.in_memory import Fitted
-from exp.data.splits import lengths
+from exp.data.splits import contiguous
 from exp.data.text import TextBlocks, read_text
 from exp.shared_types import Stage
 
@@ -68,12 +68,9 @@ class Tokens(Dataset[object]):
             if isinstance(size, int):
                 expected = "a fraction: how many blocks there are, the tokenizer decides"
                 raise data_fault(f"parts.{name}", got=str(size), expected=expected)
-        parts: dict[Stage, Self] = {}
-        start = 0
-        for name, count in lengths({name: float(size) for name, size in sizes.items()}, len(self.text)).items():
-            parts[name] = copy.copy(self)
-            parts[name].text = self.text[start : start + count]
-            start += count
+        parts = {name: copy.copy(self) for name in sizes}
+        for name, place in contiguous({name: float(size) for name, size in sizes.items()}, len(self.text)).items():
+            parts[name].text = self.text[place]
         return parts
 
     def fit(self) -> Fitted:

@@ -1,13 +1,13 @@
-"""Samples without answers, out of files: what a trained network is to predict, prepared as its training data were.
+"""Samples without answers from files, for the predictions of a trained network, prepared as its training data were.
 
-A data set says in `unlabelled`, by the name of a class here, how files of its kind are read for that; of others the
-numbers are taken as the data set gives them (UnlabelledArrays).
+A data set names in `unlabelled` the class here that reads files of its kind. UnlabelledArrays reads the others' files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,47 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.cells import DecimalSign
-from exp.data.columns import Name, Sheet, feature_faults
-from exp.data.csv_sheet import MISSING_VALUES, Dialect, are_numbers, read_sheet
-from exp.data.faults import SampleError, data_fault, fitted_entry
-from exp.data.fields import Fields, Inputs, NumberDtype, listed, record_error
+from exp.data.cells import DecimalSign, finite_number
+from exp.data.column_source import open_source, read_columns
+from exp.data.csv_source import CsvSource, Dialect
+from exp.data.delimited import date_forms
+from exp.data.faults import SampleError, data_fault, fitted_entry, refuse_unknown_columns
+from exp.data.fields import Fields, Inputs, Names, NumberDtype, listed, record_error
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
-from exp.data.record_files import read_columns, sheet_of, sheet_of_columns
+from exp.data.shard_files import Record
+from exp.data.shards import open_shard
+from exp.data.source import Name, Source
 from exp.data.tables import FITTED, Encoding, Impute, Table
 from exp.data.windows import FITTED as WINDOWS
-from exp.errors import ConfigError, Fault, shortened
+from exp.data.windows import series_of
+from exp.errors import ConfigError
+from exp.nested import tensors_in
 from exp.shared_types import Stage
 
 INPUT = "input"
+HELD = f"a finite number that float32 holds, {torch.finfo(torch.float32).max:.3g} at most"
 
 
-class UnlabelledTable(Dataset[object]):
+class Unlabelled(Dataset[object]):
+    """A file whose samples are encoded by the figures of training."""
+
+    def fit(self) -> Fitted:
+        """Raise ConfigError: a checkpoint has the figures."""
+        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+
+
+class UnlabelledTable(Unlabelled):
     """The rows of a table, encoded as those of training. Columns that training did not have are not read.
 
-    path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. delimiter, decimal, header, missing_values,
-    dates, impute, encoding, standardise: as of Csv.
-    table: an attribute, the rows once they are prepared.
+    Args:
+        path: of a .csv, .parquet, .jsonl or .npz file, of columns by name. See Csv for the others.
 
-    Raises: ConfigError for a file that cannot be read.
+    table: an attribute, the rows after they are prepared.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
     """
 
     table: Table
@@ -53,14 +69,14 @@ class UnlabelledTable(Dataset[object]):
         delimiter: str = ",",
         decimal: DecimalSign = ".",
         header: bool = True,
-        missing_values: Sequence[str | int | float] = MISSING_VALUES,
+        missing_values: Sequence[str | int | float] | None = None,
         dates: Sequence[Name] | Mapping[str, str | None] = (),
         impute: Impute | None = None,
         encoding: Encoding = "one_hot",
         standardise: bool = True,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        self.sheet = sheet_of(Path(path), dialect, missing_values=missing_values)
+        self.source = open_source(Path(path), dialect, missing_values=missing_values)
         self.options: dict[str, Any] = {
             "dates": dates,
             "impute": impute,
@@ -68,13 +84,9 @@ class UnlabelledTable(Dataset[object]):
             "standardise": standardise,
         }
 
-    def fit(self) -> Fitted:
-        """Raises: ConfigError: only a training part tells anything."""
-        raise _no_training()
-
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Encode the rows by what the training part told. Raises: ConfigError as trained_columns."""
-        self.table = trained_columns(self.sheet, fitted_entry(fitted, FITTED, part=self), **self.options)
+        """Encode the rows by the figures of training. Raises: ConfigError as trained_table."""
+        self.table = trained_table(self.source, fitted_entry(fitted, FITTED, part=self), **self.options)
         return self.table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
@@ -82,8 +94,8 @@ class UnlabelledTable(Dataset[object]):
         return self.table.notes_in(fitted, stage="the input")
 
 
-def trained_columns(
-    sheet: Sheet,
+def trained_table(
+    source: Source,
     told: Mapping[str, Any],
     *,
     dates: Sequence[Name] | Mapping[str, str | None] = (),
@@ -91,61 +103,54 @@ def trained_columns(
     encoding: Encoding = "one_hot",
     standardise: bool = True,
 ) -> Table:
-    """Return the columns of a sheet that training had, as a table without targets.
+    """Return the columns of a source that training had, as a table without targets.
 
     Args:
-        sheet: the columns of a file.
-        told: what the training part told, see Table.fit.
-        dates: columns of dates, besides those of training, as of Csv.
+        source: the columns of a file.
+        told: the figures of training, see Table.fit.
+        dates: columns of dates, in addition to those of training, as of Csv.
         impute: as of Csv.
         encoding: as of Csv.
         standardise: as of Csv.
 
     Raises:
-        ConfigError: for a column of training that is not there, and for a value that is none of what its column held.
+        ConfigError: for a column of training that is not there, and for a value that does not fit its column.
     """
     numbers, words = list(told["numbers"]), list(told.get("words", ()))
-    if sheet.has_header:
-        refuse_numbers_as_names(sheet.file, sheet.names, known=[*numbers, *words])
-    forms = {**told.get("dates", {}), **(dates if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates)))}
-    faults, places = list[Fault](), dict[str, int]()
-    for name in (*numbers, *words):
-        try:
-            places[name] = sheet.column(name, key="dataset.path")
-        except ConfigError as error:
-            faults += error.faults
-    figures, others = ([places[name] for name in names if name in places] for names in (numbers, words))
-    days = {places[name]: form for name, form in forms.items() if name in places}
-    found = sheet.read(numbers=figures, days=days, words=others)
-    cure = "Training filled none in (data.dataset.impute=null): fill it in, too" if impute is None else None
-    faults += feature_faults(sheet, found, figures, others, cure=cure)
-    if faults:
-        raise ConfigError(faults)
+    refuse_unknown_columns(source.file, source.names, {"path": [*numbers, *words]})
+    place = {name: source.names.index(name) for name in (*numbers, *words)}
+    forms = {**told.get("dates", {}), **date_forms(dates)}
+    cure = "Training filled none in (data.dataset.impute=null): fill it in, too"
+    found = source.read(
+        numbers=[place[name] for name in numbers],
+        days={place[name]: form for name, form in forms.items() if name in place},
+        words=[place[name] for name in words],
+        cures=dict.fromkeys(place.values() if impute is None else (), cure),
+    )
     table = Table(
         columns=numbers,
         numbers=found.numbers,
-        words={name: found.words[places[name]] for name in words},
+        words={name: found.words[place[name]] for name in words},
         targets={},
         standardise=standardise,
         impute=impute,
         encoding=encoding,
     )
-    # In double, because a number beyond float32 may be standardised to one that is not. Numbers come before words.
-    encoded = table.encoded({FITTED: told}).get(INPUT)
-    place = None if encoded is None else first_beyond(encoded.numpy(), torch.float32)
-    if place is not None:
-        row, column = place[0], figures[place[1]]
-        raise sheet.bad(row, column, f"{found.numbers[row, place[1]]:g}", held(torch.float32))
+    if numbers:
+        # Encoded in double: a number beyond float32 may be standardised to one that is not.
+        encoded = table.encoded({FITTED: told})[INPUT][:, : len(numbers)]
+        refuse_overflow(encoded, source, numbers, found.numbers)
     return table
 
 
-class UnlabelledSeries(Dataset[object]):
+class UnlabelledSeries(Unlabelled):
     """All windows of a time series, input float32 `[T, C]`, standardised as in training; the last ends with the file.
 
-    path: of a .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time. columns, time, length, stride,
-    delimiter, decimal, header, standardise: as of Windows.
+    Args:
+        path: of a .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time. See Windows for the others.
 
-    Raises: ConfigError for a file that cannot be read.
+    Raises:
+        ConfigError: for a file that cannot be read.
     """
 
     def __init__(
@@ -155,61 +160,42 @@ class UnlabelledSeries(Dataset[object]):
         length: int = 24,
         stride: int = 1,
         columns: Sequence[Name] | None = None,
-        time: Name | None = None,
         delimiter: str = ",",
         decimal: DecimalSign = ".",
         header: bool = True,
         standardise: bool = True,
     ) -> None:
-        self.path, self.length, self.stride, self.standardise = path, length, stride, standardise
-        if Path(path).suffix == ".npy":
-            rows = np.asarray(read_columns(Path(path))[INPUT], np.float64)
-            rows = rows[:, None] if rows.ndim == 1 else rows
-            self.sheet: Sheet = sheet_of_columns(Path(path), {str(place): one for place, one in enumerate(rows.T)})
-        else:
-            self.sheet = sheet_of(Path(path), Dialect(delimiter=delimiter, decimal=decimal, header=header))
-        self.names = [name for name in self.sheet.names if name != str(time)]
-        self.names = self.names if columns is None else list(map(str, columns))
-
-    def fit(self) -> Fitted:
-        """Raises: ConfigError: only a training part tells anything."""
-        raise _no_training()
+        self.source = open_source(Path(path), Dialect(delimiter=delimiter, decimal=decimal, header=header))
+        self.length, self.stride, self.columns, self.standardise = length, stride, columns, standardise
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Raises: ConfigError for a column of training that is not there, and for fewer rows than a window has."""
-        told, sheet = fitted_entry(fitted, WINDOWS, part=self), self.sheet
+        told, source = fitted_entry(fitted, WINDOWS, part=self), self.source
         order: list[str] = told["columns"]
-        if sheet.has_header:
-            refuse_numbers_as_names(sheet.file, sheet.names, known=order)
-        columns = [sheet.column(name, key="dataset.path") for name in self.names if name in order]
-        found = sheet.read(numbers=columns)
-        rows = found.numbers.copy()
-        for place, column in enumerate(columns):
-            values = found.numbers[:, place]
-            if faults := sheet.faults(found, column, values, cure="Fill it in"):
-                raise ConfigError(faults)
-            if self.standardise:
-                trained = order.index(sheet.names[column])
-                rows[:, place] = (values - float(told["means"][trained])) / float(told["deviations"][trained])
-            beyond = first_beyond(rows[:, place], torch.float32)
-            if beyond is not None:
-                raise sheet.bad(beyond[0], column, f"{values[beyond[0]]:g}", held(torch.float32))
+        names = order if self.columns is None else list(map(str, self.columns))
+        refuse_unknown_columns(source.file, source.names, {"path": names})
+        values = series_of(source, names)
+        rows, places = torch.from_numpy(values), [order.index(name) for name in names]
+        if self.standardise:
+            rows = (rows - told["means"][places]) / told["deviations"][places]
+        refuse_overflow(rows, source, names, values)
         if len(rows) < self.length:
-            raise data_fault(
-                "dataset.path", got=f"{self.path} with {len(rows)} rows", expected=f"a window of {self.length} at least"
-            )
-        windows = torch.from_numpy(rows).unfold(0, self.length, self.stride)
+            got = f"{source.file} with {len(rows)} rows"
+            raise data_fault("dataset.path", got=got, expected=f"a window of {self.length} at least")
+        windows = rows.unfold(0, self.length, self.stride)
         return Tensors(entries={INPUT: windows.movedim(-1, 1).float().contiguous()})
 
 
 class UnlabelledImages(Dataset[Tensor]):
-    """Pictures float32 `[C, H, W]`, brought to what those of training were.
+    """Pictures float32 `[C, H, W]`, brought to the form of those of training.
 
-    path: a picture; a folder, of which all pictures at any depth are taken, by name; or a CSV file with a column of
-        paths, which start at its own folder. picture: that column. resize, crop, mode, mean, std,
-        background: as of Images.
+    Args:
+        path: a picture; a folder, of which all pictures at any depth are taken, by name; or a CSV file with a column of
+            paths, which start at its own folder.
+        picture: the column of paths. See Images for the others.
 
-    Raises: ConfigError where there is no picture, or one of those that are looked at before cannot be opened.
+    Raises:
+        ConfigError: without a picture, and for one of the first that cannot be opened.
     """
 
     def __init__(
@@ -230,7 +216,7 @@ class UnlabelledImages(Dataset[Tensor]):
             try:
                 with Image.open(file):
                     pass
-            except (*UNREADABLE, FileNotFoundError) as error:
+            except UNREADABLE as error:
                 raise ConfigError([broken(str(file), error)]) from error
 
     def __len__(self) -> int:
@@ -241,12 +227,14 @@ class UnlabelledImages(Dataset[Tensor]):
 
 
 class UnlabelledRecords(Dataset[object]):
-    """Samples out of records, by the columns that training read.
+    """Samples from records, by the columns that training read.
 
-    path: of a .csv, .parquet, .jsonl or .npz file. target: columns of the answers, not read where they are there.
-    inputs, dtypes, scale: as of Fields. resize, crop, mode, mean, std, background: of pictures, as of Images.
+    Args:
+        path: of a file of records, see Shards.
+        target: columns of the answers, which are not read. See Shards for the others.
 
-    Raises: ConfigError for a file or a column that is not there, and for a record that makes no sample.
+    Raises:
+        ConfigError: for a file or a column that is not there, and for a first record that makes no sample.
     """
 
     def __init__(
@@ -254,8 +242,9 @@ class UnlabelledRecords(Dataset[object]):
         *,
         path: str,
         inputs: Inputs | None = None,
-        target: str | Sequence[str] | None = None,
+        target: Names | None = None,
         dtypes: Mapping[str, NumberDtype] | None = None,
+        delimiter: str = ",",
         scale: float = 1.0,
         resize: int | Sequence[int] | None = None,
         crop: int | Sequence[int] | None = None,
@@ -264,70 +253,67 @@ class UnlabelledRecords(Dataset[object]):
         std: Sequence[float] | None = None,
         background: str = "white",
     ) -> None:
-        self.path, columns = path, read_columns(Path(path))
-        if inputs is None:  # else they are looked for by their names
-            refuse_numbers_as_names(Path(path), list(columns))
+        self.file = open_shard(Path(path), delimiter=delimiter)
+        picture = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
+        fields = Fields(inputs=inputs, target=None, dtypes=dtypes, scale=scale, picture=picture)
         answers = () if target is None else listed(target)
-        columns = {name: values for name, values in columns.items() if name not in answers}
-        self.length = len(next(iter(columns.values()))) if columns else 0
-        fields = Fields(
-            inputs=inputs,
-            target=None,
-            dtypes=dtypes,
-            scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
-        )
-        self.columns = {name: columns[name] for name in fields.wanted(list(columns), where=path)}
         try:
-            self.fields = fields.settled(self._record(0), where=f"row 0 of {path}")
+            if not self._records:
+                raise data_fault("dataset.path", got=f"{path} without a sample", expected="at least one")
+            first = self._records[0]
+            names = [name for name in self.file.names_of(first) if name not in answers]
+            if inputs is None:
+                _refuse_first_sample(self.file.file, names)
+            columns = first.columns(fields.wanted(names, where=path))
+            self.fields = fields.settled(columns, where=str(first))
         except SampleError as error:
             raise ConfigError([error.fault]) from error
 
+    @cached_property
+    def _records(self) -> list[Record]:
+        return list(self.file.records())
+
+    def __getstate__(self) -> dict[str, object]:
+        # A worker opens the file itself.
+        return {name: value for name, value in vars(self).items() if name != "_records"}
+
     def __len__(self) -> int:
-        return self.length
+        return len(self._records)
 
     def __getitem__(self, index: int) -> object:
-        where = f"row {index} of {self.path}"
-        sample = self.fields.sample(self._record(index), where=where)
-        entries: Mapping[str, Any] = sample if isinstance(sample, Mapping) else {INPUT: sample}
-        for name, value in entries.items():
-            columns = self.fields.fields[name].columns
-            if value.is_floating_point() and not value.isfinite().all():
-                entry = (~value.isfinite()).nonzero()[0].tolist()
-                place = columns[entry[0]] if self.fields.fields[name].is_row else f"{columns[0]}, entry {entry},"
-                got = f"a number that is not finite in {str(value.dtype).removeprefix('torch.')}, in {place} of {where}"
-                raise record_error("path", got, held(value.dtype))
+        record = self._records[index]
+        sample = self.fields.sample(record.columns(self.fields.columns), where=str(record))
+        if not all(value.isfinite().all() for value in tensors_in(sample)):
+            raise record_error("path", f"a number in {record} that is not finite in float32", HELD)
         return sample
-
-    def _record(self, index: int) -> dict[str, object]:
-        return {name: values[index] for name, values in self.columns.items()}
 
 
 class UnlabelledArrays(Tensors):
     """Arrays `[N, ...]` by the name of the input, as the run's data set gives them, before transforms.
 
-    Floating numbers and bytes become float32, or what the network is fed; other whole numbers int64.
+    Floating numbers and bytes become float32, or the dtype of the network's input; other whole numbers int64.
 
-    path: of an .npz or .npy file of arrays; of a .jsonl file of records, lists under the names of the inputs; or of a
-        .csv or .parquet file, whose columns of numbers are the values of one input, one after the other.
-    inputs: of the network, {input: {shape: [1, 8, 8], dtype: float32}}. is_final: whether samples go to the network as
-        they are, and have that shape; else transforms make it.
-    scale: factor on floating inputs and bytes.
+    Args:
+        path: of an .npz or .npy file of arrays; of a .jsonl file of records, lists under the names of the inputs; or of
+            a .csv or .parquet file, whose columns of numbers are the values of one input, one after the other.
+        inputs: of the network, {input: {shape: [1, 8, 8], dtype: float32}}.
+        is_final: whether samples have the shape of the network's input; otherwise transforms make it.
+        scale: factor on floating inputs and bytes.
 
-    Raises: ConfigError for a file that cannot be read, and for arrays of other names or shapes.
+    Raises:
+        ConfigError: for a file that cannot be read, and for arrays of other names or shapes.
     """
 
     def __init__(
         self, *, path: str, inputs: Mapping[str, Mapping[str, Any]], is_final: bool = True, scale: float = 1.0
     ) -> None:
         file, only = Path(path), next(iter(inputs)) if len(inputs) == 1 else None
-        columns = {} if only and file.suffix == ".csv" else read_columns(file)
+        columns = {} if only and file.suffix == ".csv" else dict(read_columns(file))
         if only and (file.suffix == ".csv" or (file.suffix == ".parquet" and len(columns) > 1)):
-            columns = {only: _rows(file, inputs=inputs, is_final=is_final)}
+            columns = {only: _rows(file, shape=inputs[only]["shape"])}
         elif only and len(columns) == 1:
             columns = {only: next(iter(columns.values()))}
-        missing = [name for name in inputs if name not in columns]
-        if missing:
+        if missing := [name for name in inputs if name not in columns]:
             raise data_fault(
                 "dataset.path",
                 got=f"{path} with {', '.join(columns)}, and no {', '.join(missing)}",
@@ -337,55 +323,22 @@ class UnlabelledArrays(Tensors):
             name: _tensor(columns[name], spec, named=f"{name} of {path}", is_final=is_final, scale=scale)
             for name, spec in inputs.items()
         }
-        if len({len(value) for value in entries.values()}) > 1:
-            told = ", ".join(f"{name} has {len(value)}" for name, value in entries.items())
-            raise data_fault("dataset.path", got=f"{path}, where {told}", expected="as many samples in each")
         super().__init__(entries=entries)
 
 
-def refuse_numbers_as_names(file: Path, names: Sequence[str], *, known: Sequence[str] | None = None) -> None:
-    """Keep the first sample of a .csv file without a header from being taken for the names of its columns.
-
-    known: the columns of training, which may be called by numbers; None where nobody reads the names, of which
-        0, 1, 2 and so on are some all the same.
-    Raises: ConfigError.
-    """
-    own = [str(number) for number in range(len(names))] if known is None else known
-    is_named = list(names) == own if known is None else not {*own} - {*names}
-    if file.suffix == ".csv" and are_numbers(names) and not is_named:
-        raise data_fault(
-            "dataset.path",
-            got=f"{file}, whose first line, {shortened(', '.join(names), most=60)}, holds numbers alone",
-            expected="a header there, the names of the columns, and the samples below it",
-            cure="Write one above it; a run that was trained with data.dataset.header=false needs none",
-        )
-
-
-def first_beyond(values: np.ndarray, dtype: torch.dtype) -> tuple[int, ...] | None:
-    """Where the first number is that a dtype does not hold; None where it holds all. values: finite numbers."""
-    if dtype.is_floating_point:
-        is_held = torch.from_numpy(np.array(values, order="C")).to(dtype).isfinite().numpy()
-    elif values.dtype.kind in "fiu" and dtype != torch.bool:
-        bounds = torch.iinfo(dtype)
-        is_held = (values >= bounds.min) & (values <= bounds.max)
-    else:
-        return None
-    return None if is_held.all() else tuple(np.argwhere(~is_held)[0].tolist())
-
-
-def held(dtype: torch.dtype) -> str:
-    """In words, the numbers that a dtype holds."""
-    name = str(dtype).removeprefix("torch.")
-    if dtype.is_floating_point:
-        return f"a number that {name} holds, {torch.finfo(dtype).max:.3g} at most"
-    return f"a number that {name} holds, {torch.iinfo(dtype).min} to {torch.iinfo(dtype).max}"
+def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], values: np.ndarray) -> None:
+    """Raise ConfigError for the first value `[N, C]` of named columns that float32 does not hold when it is encoded."""
+    wrong = (~encoded.float().isfinite()).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise source.bad(row, source.names.index(names[column]), f"{values[row, column]:g}", HELD)
 
 
 def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
-    """The pictures of UnlabelledImages in their order. Raises: ConfigError where there is none."""
+    """Return the pictures of UnlabelledImages in their order. Raises: ConfigError without a picture."""
     if place.suffix.lower() == ".csv":
-        sheet = read_sheet(place)
-        return [place.parent / str(text) for text in sheet.texts(sheet.column(picture, key="dataset.path"))]
+        source = CsvSource(place)
+        return [place.parent / str(text) for text in source.texts(source.column(picture, key="dataset.path"))]
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:
@@ -393,31 +346,23 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     return found
 
 
-def _rows(path: Path, *, inputs: Mapping[str, Mapping[str, Any]], is_final: bool) -> np.ndarray:
-    """The columns of numbers as float64 `[N, F]`."""
-    sheet = sheet_of(path)
-    refuse_numbers_as_names(path, sheet.names)
-    (name,) = inputs
-    size = math.prod(length for length in inputs[name]["shape"] if length is not None)
-    if len(sheet.names) != size:
-        raise data_fault(
-            "dataset.path",
-            got=f"{path} with {len(sheet.names)} columns",
-            expected=f"{size} of numbers, the values of {name} {list(inputs[name]['shape'])} one after the other",
-        )
-    found = sheet.read(numbers=range(size))
-    if faults := list(feature_faults(sheet, found, range(size), (), cure="Fill it in")):
-        raise ConfigError(faults)
-    dtype = getattr(torch, inputs[name]["dtype"]) if is_final else torch.float32
-    beyond = first_beyond(found.numbers, dtype)
-    if beyond is not None:
-        row, column = beyond
-        raise sheet.bad(row, column, f"{found.numbers[row, column]:g}", held(dtype))
-    return found.numbers
+def _rows(file: Path, *, shape: Sequence[int | None]) -> np.ndarray:
+    """Return the columns of numbers as float64 `[N, F]`, the values of one input of a shape."""
+    source = open_source(file)
+    size = math.prod(length for length in shape if length is not None)
+    _refuse_first_sample(file, source.names)
+    if len(source.names) != size:
+        expected = f"{size} of numbers, the values of an input {list(shape)} one after the other"
+        raise data_fault("dataset.path", got=f"{file} with {len(source.names)} columns", expected=expected)
+    return series_of(source, source.names)
 
 
-def _no_training() -> ConfigError:
-    return data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+def _refuse_first_sample(file: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for a .csv file without a header, whose first sample would be the names of the columns."""
+    are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
+    if are_numbers and list(names) != [str(number) for number in range(len(names))]:
+        cure = "Write the names of the columns above it"
+        raise data_fault("dataset.path", got=f"{file}, whose first line holds numbers", expected="a header", cure=cure)
 
 
 def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool, scale: float) -> Tensor:
@@ -426,33 +371,28 @@ def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool,
     except ValueError as error:
         got = f"{named}, lists of different lengths"
         raise data_fault("dataset.path", got=got, expected="samples of one shape, [N, ...]") from error
-    if array.dtype.kind not in "fiub" or not array.ndim:
+    if array.dtype.kind not in "fiub":
         raise data_fault("dataset.path", got=f"{named}, which is no array of numbers", expected="numbers [N, ...]")
-    if not len(array):
-        raise data_fault("dataset.path", got=f"{named}, without a sample", expected="at least one")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        row = int((~np.isfinite(array)).reshape(len(array), -1).any(1).argmax())
-        raise data_fault("dataset.path", got=f"{named}, not finite in sample {row}", expected="finite numbers")
-    dtype = getattr(torch, spec["dtype"])
+    is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
+    dtype = getattr(torch, spec["dtype"]) if is_final else torch.float32 if is_scaled else torch.int64
     if is_final:
         array = _shaped(array, tuple(spec["shape"]), named=named)
-        if array.dtype.kind == "f" and not dtype.is_floating_point and (array != np.trunc(array)).any():
-            raise data_fault("dataset.path", got=f"{named}, with fractions", expected=f"whole numbers, {spec['dtype']}")
-    is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
-    if not is_final:
-        dtype = torch.float32 if is_scaled else torch.int64
-    factor = scale if is_scaled else 1.0
-    place = first_beyond(array, dtype) or (first_beyond(array * factor, dtype) if factor != 1.0 else None)
-    tensor = torch.from_numpy(np.array(array, order="C")).to(dtype)
-    if place is not None:
-        entry = f", entry {list(place[1:])}" if place[1:] else ""
-        got = f"{array[place]:g} in sample {place[0]}{entry} of {named}"
-        raise data_fault("dataset.path", got=got, expected=held(dtype))
-    return tensor * factor if factor != 1.0 else tensor
+    given = torch.from_numpy(np.array(array.astype(np.int64) if array.dtype.kind == "u" else array, order="C"))
+    tensor = given.to(dtype)
+    tensor = tensor * scale if is_scaled and scale != 1.0 else tensor
+    wrong = ~tensor.isfinite()
+    if not dtype.is_floating_point and dtype != torch.bool:
+        wrong |= tensor != given
+    if wrong.any():
+        sample, *entry = wrong.nonzero()[0].tolist()
+        got = f"{given[(sample, *entry)]:g} in sample {sample}{f', entry {entry}' if entry else ''} of {named}"
+        expected = HELD if dtype == torch.float32 else f"a number that {spec['dtype']} holds"
+        raise data_fault("dataset.path", got=got, expected=expected)
+    return tensor
 
 
 def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
-    """As samples of the shape; rows of numbers are brought to it."""
+    """Return samples of the shape; rows of numbers are brought to it."""
     known = [size for size in shape if size is not None]
     if len(known) == len(shape) and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(known):
         return array.reshape(len(array), *known)

@@ -1,10 +1,10 @@
-"""Time series: windows of rows, and the rows behind them to predict."""
+"""Time series: windows of rows, and the rows after them to predict."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated
 
 import numpy as np
@@ -13,142 +13,48 @@ from annotated_types import Ge, Len
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.arrays import map_file
 from exp.data.cells import DecimalSign
-from exp.data.columns import Name, row_numbers
-from exp.data.csv_sheet import Dialect, read_sheet
+from exp.data.column_source import open_source
+from exp.data.csv_source import Dialect
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Entries, Fitted
-from exp.data.splits import lengths
+from exp.data.source import NAMELESS, Name, Source
+from exp.data.splits import contiguous
 from exp.data.tables import moments
 from exp.data.value_names import SCALES, ValueNames
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError
 from exp.shared_types import Stage
 
 FITTED = "windows"
 
 
-class Series(Dataset[object]):
-    """Rows in the order of time, float64 `[N, C]`, that are not standardised yet. See Windows."""
-
-    notes: Sequence[str] = ()
-    _plain: WindowedRows | None = None
-
-    def __init__(
-        self,
-        *,
-        values: np.ndarray,
-        columns: Sequence[str],
-        inputs: Sequence[str],
-        targets: Sequence[str] | str,
-        length: int,
-        horizon: int,
-        stride: int,
-        standardise: bool,
-    ) -> None:
-        self.values, self.columns, self.inputs, self.targets = values, tuple(columns), tuple(inputs), targets
-        self.length, self.horizon, self.stride, self.standardise = length, horizon, stride, standardise
-
-    def __len__(self) -> int:
-        """The number of windows."""
-        return max(0, (len(self.values) - self.length - self.horizon) // self.stride + 1)
-
-    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Series]:
-        """Splits into contiguous parts in the order of time, so that no window reaches into another part.
-
-        sizes: fractions of the rows, or whole numbers of windows.
-        """
-        whole = self.length + self.horizon - self.stride
-        counts = lengths(
-            {name: size * self.stride + whole if isinstance(size, int) else size for name, size in sizes.items()},
-            len(self.values),
-        )
-        parts: dict[Stage, Series] = {}
-        start = 0
-        for name, count in counts.items():
-            parts[name] = self._of(self.values[start : start + count])
-            start += count
-        return parts
-
-    def fit(self) -> Fitted:
-        """Mean and deviation of each column in this part's rows."""
-        means, deviations = moments(self.values)
-        found = {"columns": list(self.columns), "means": means, "deviations": deviations}
-        if self.standardise:
-            is_one = isinstance(self.targets, str)
-            places = _places([self.targets] if isinstance(self.targets, str) else self.targets, self.columns)
-            scale = [means[places], deviations[places]]
-            found[SCALES] = {TARGET: [part[0] for part in scale] if is_one else scale}
-        return {FITTED: found}
-
-    def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """Return what to say of the file, a line each."""
-        return self.notes
-
-    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return windows that are not standardised."""
-        if self._plain is None:
-            part = copy.copy(self)
-            part.standardise = False
-            self._plain = part.prepare(fitted)
-        return dict(zip(("input", TARGET), self._plain.gather(indices), strict=True))
-
-    def prepare(self, fitted: Fitted) -> WindowedRows:
-        """Standardises the rows by the training part.
-
-        Raises: ConfigError where this part is shorter than a window, or has other columns.
-        """
-        told = fitted_entry(fitted, FITTED, part=self)
-        if list(self.columns) != told["columns"]:
-            got, theirs = f"a part with the columns {list(self.columns)}", told["columns"]
-            cure = f'"data.dataset.columns={theirs}" reads them, nameless ones, too'
-            raise data_fault("", got=got, expected=f"training's, {theirs}", cure=cure)
-        if not len(self):
-            raise data_fault(
-                "dataset.length",
-                got=f"{self.length} with a horizon of {self.horizon}, and a part of {len(self.values)} rows",
-                expected=f"{len(self.values)} at most together",
-                cure="Shorten the window, or make the part larger in data.parts",
-            )
-        rows = torch.from_numpy(self.values)
-        if self.standardise:
-            rows = (rows - told["means"]) / told["deviations"]
-        targets = rows[:, _places([self.targets] if isinstance(self.targets, str) else self.targets, self.columns)]
-        return WindowedRows(
-            rows=rows[:, _places(self.inputs, self.columns)].float(),
-            targets=(targets[:, 0] if isinstance(self.targets, str) else targets).float(),
-            length=self.length,
-            horizon=self.horizon,
-            stride=self.stride,
-            value_names=ValueNames(
-                columns={"input": self.inputs} | ({} if isinstance(self.targets, str) else {TARGET: self.targets})
-            ),
-        )
-
-    def _of(self, values: np.ndarray) -> Series:
-        part = copy.copy(self)
-        part.values = values
-        return part
-
-
-class Windows(Series):
-    """A time series from a CSV file or a .npy array, a row a time step, cut into windows.
+class Windows(Dataset[object]):
+    """A time series from a file, cut into windows.
 
     A sample is (input, target): input float32 `[T, C]`, T rows; target float32 `[horizon]`, the target column in the
-    rows behind them, or `[horizon, K]` for a list of columns. The parts follow each other in time.
+    rows after them, or `[horizon, K]` for a list of columns. The splits follow each other in time. Columns without a
+    name, such as an index that pandas wrote, are left out.
 
-    path: a file that ends in .npy, `[N]` or `[N, C]`, else CSV. Relative to the current folder, or else to directory.
-    length: rows of an input, T. horizon: rows to predict. stride: rows from the beginning of one window to the next.
-    targets: the column to predict, or several, by name, or by number from 0 where columns have no names.
-    columns: those that the network sees, in order; None for all. A target need not be among them.
-    time: a column of dates or numbers, which must grow from row to row; it is left out of the input.
-    delimiter, decimal, header: of a CSV file; see Csv.
-    standardise: whether each column has the mean 0 and the deviation 1 in the training part, targets too.
+    Args:
+        path: a file in .csv, .parquet, .jsonl, .npz or .npy, `[N]` or `[N, C]`. Relative to the current folder, or else
+            to directory.
+        targets: the column to predict, or several, by name, or by number from 0 in a file without names.
+        directory: the folder in which the path is looked for after the current one.
+        length: rows of an input, T.
+        horizon: rows to predict.
+        stride: rows from the beginning of one window to the next.
+        columns: those that the network sees, in order; None for all. A target need not be among them.
+        time: a column of dates or numbers, which must grow from row to row; it is left out of the input.
+        delimiter: see Csv.
+        decimal: see Csv.
+        header: see Csv.
+        standardise: whether each column has mean 0 and deviation 1 in the training split, targets too.
 
-    Raises: ConfigError for a file or a column that is not there, a value that is no finite number, and rows that are
-        not in the order of time.
+    Raises:
+        ConfigError: for a file or a column that is not there, a value that is no finite number, and rows that are not
+            in the order of time.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledSeries"
@@ -170,44 +76,98 @@ class Windows(Series):
         standardise: bool = True,
     ) -> None:
         file = data_file(path, directory=directory)
+        source = open_source(file, Dialect(delimiter=delimiter, decimal=decimal, header=header))
+        self.is_one = isinstance(targets, str | int)
+        self.targets = (str(targets),) if isinstance(targets, str | int) else tuple(map(str, targets))
         moment = [] if time is None else [str(time)]
-        dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        is_array = file.suffix == ".npy"
-        wanted = [targets] if isinstance(targets, str | int) else list(targets)
-        named = [*moment, *map(str, [*wanted, *(columns or ())])]
-        names, read, notes = _npy_columns(file) if is_array else _csv_columns(file, dialect, *moment, named=named)
-        if not wanted:
+        named = list(map(str, columns or ()))
+        refuse_unknown_columns(file, source.names, {"columns": named, "targets": self.targets, "time": moment})
+        if not self.targets:
             raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
-        inputs = [name for name in names if name not in moment] if columns is None else [str(name) for name in columns]
-        refuse_unknown_columns(file, names, {"columns": inputs, "targets": wanted, "time": moment})
+        nameless = [name for name in source.names if name not in self.targets and NAMELESS.fullmatch(name)]
+        others = [name for name in source.names if name not in (*moment, *nameless)]
+        self.inputs = tuple(others if columns is None else named)
         if moment:
-            _require_order(file, moment[0], read)
-        kept = list(dict.fromkeys([*inputs, *map(str, wanted)]))
-        super().__init__(
-            values=_values(kept, read),
-            columns=kept,
-            inputs=inputs,
-            targets=str(targets) if isinstance(targets, str | int) else [str(name) for name in wanted],
-            length=length,
-            horizon=horizon,
-            stride=stride,
-            standardise=standardise,
+            _require_order(source, moment[0])
+        self.columns = tuple(dict.fromkeys([*self.inputs, *self.targets]))
+        self.values = series_of(source, self.columns)
+        self.length, self.horizon, self.stride, self.standardise = length, horizon, stride, standardise
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return max(0, (len(self.values) - self.length - self.horizon) // self.stride + 1)
+
+    def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Windows]:
+        """Return contiguous splits in the order of time, so that no window reaches into another split.
+
+        sizes: fractions of the rows, or whole numbers of windows.
+        """
+        whole = self.length + self.horizon - self.stride
+        rows = {name: size * self.stride + whole if isinstance(size, int) else size for name, size in sizes.items()}
+        parts = {name: copy.copy(self) for name in sizes}
+        for name, place in contiguous(rows, len(self.values)).items():
+            parts[name].values = self.values[place]
+        return parts
+
+    def fit(self) -> Fitted:
+        """Return mean and deviation of each column in these rows."""
+        means, deviations = moments(self.values)
+        found = {"columns": list(self.columns), "means": means, "deviations": deviations}
+        if self.standardise:
+            places = self._places(self.targets)
+            found[SCALES] = {TARGET: [part[places[0] if self.is_one else places] for part in (means, deviations)]}
+        return {FITTED: found}
+
+    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
+        """Return windows that are not standardised."""
+        return dict(zip(("input", TARGET), self._plain.gather(indices), strict=True))
+
+    def prepare(self, fitted: Fitted) -> WindowedRows:
+        """Return the windows, standardised by the training split.
+
+        Raises: ConfigError for fewer rows than a window has, and for other columns than those of training.
+        """
+        told = fitted_entry(fitted, FITTED, part=self)
+        if list(self.columns) != told["columns"]:
+            got, theirs = f"a part with the columns {list(self.columns)}", told["columns"]
+            raise data_fault(
+                "", got=got, expected=f"training's, {theirs}", cure=f'Write "data.dataset.columns={theirs}"'
+            )
+        if not len(self):
+            raise data_fault(
+                "dataset.length",
+                got=f"{self.length} with a horizon of {self.horizon}, and a part of {len(self.values)} rows",
+                expected=f"{len(self.values)} at most together",
+                cure="Shorten the window, or make the part larger in data.parts",
+            )
+        rows = torch.from_numpy(self.values)
+        return self._windows((rows - told["means"]) / told["deviations"] if self.standardise else rows)
+
+    @cached_property
+    def _plain(self) -> WindowedRows:
+        return self._windows(torch.from_numpy(self.values))
+
+    def _windows(self, rows: Tensor) -> WindowedRows:
+        targets = rows[:, self._places(self.targets)].float()
+        columns = {"input": self.inputs} if self.is_one else {"input": self.inputs, TARGET: self.targets}
+        return WindowedRows(
+            rows=rows[:, self._places(self.inputs)].float(),
+            targets=targets[:, 0] if self.is_one else targets,
+            length=self.length,
+            horizon=self.horizon,
+            stride=self.stride,
+            value_names=ValueNames(columns=columns),
         )
-        self.notes = notes
+
+    def _places(self, names: Sequence[str]) -> list[int]:
+        return [self.columns.index(name) for name in names]
 
 
 class WindowedRows(Dataset[Entries]):
-    """Windows of rows `[N, C]`, and of the targets behind them, `[N]` or `[N, K]`. See Windows."""
+    """Windows of rows `[N, C]`, and of the targets after them, `[N]` or `[N, K]`. See Windows."""
 
     def __init__(
-        self,
-        *,
-        rows: Tensor,
-        targets: Tensor,
-        length: int,
-        horizon: int,
-        stride: int,
-        value_names: ValueNames | None = None,
+        self, *, rows: Tensor, targets: Tensor, length: int, horizon: int, stride: int, value_names: ValueNames
     ) -> None:
         self.value_names = value_names
         # Views, in which the rows of a window are the last axis.
@@ -222,77 +182,30 @@ class WindowedRows(Dataset[Entries]):
         return rows[0], targets[0]
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows at indices and their targets."""
         rows, targets = (part.index_select(0, indices) for part in (self._rows, self._targets))
         return rows.transpose(1, 2).contiguous(), targets.transpose(1, targets.dim() - 1).contiguous()
 
 
-def _csv_columns(
-    file: Path, dialect: Dialect, time: str | None = None, *, named: Collection[str]
-) -> tuple[Sequence[str], Callable[[str], np.ndarray], Sequence[str]]:
-    """Return the names of a file's columns, the function that reads one, and notes.
-
-    time: a column that may hold dates. named: columns that the config names.
-    """
-    sheet = read_sheet(file, dialect)
-    found = sheet.read(numbers=range(len(sheet.names)))
-
-    def read(name: str) -> np.ndarray:
-        column = sheet.column(name, key="dataset.columns")
-        values = found.numbers[:, column]
-        if column in found.faults:
-            if name != time:
-                raise found.faults[column]
-            values = sheet.numbers(column, {column: None})
-        sheet.complete(column, values, cure="Fill it in before, as only you know how the series goes there")
-        return values
-
-    index = row_numbers(sheet, named=[column for column, name in enumerate(sheet.names) if name in named])
-    names = [name for column, name in enumerate(sheet.names) if column not in index]
-    return names, read, [sheet.left_out(column) for column in index]
+def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
+    """Return columns of numbers, float64 `[N, C]`. Raises: ConfigError for a value that is missing or no number."""
+    places = [source.column(name, key="dataset.path") for name in names]
+    cure = "Fill it in before, as only you know how the series goes there"
+    return source.read(numbers=places, cures=dict.fromkeys(places, cure)).numbers
 
 
-def _npy_columns(file: Path) -> tuple[Sequence[str], Callable[[str], np.ndarray], Sequence[str]]:
-    held = map_file(file)
-    table = np.asarray(held, dtype=np.float64).reshape(len(held), -1) if held.ndim in (1, 2) else None
-    if table is None:
-        raise data_fault("dataset.path", got=f"{file} of shape {list(held.shape)}", expected="rows, [N] or [N, C]")
-
-    def read(name: str) -> np.ndarray:
-        values: np.ndarray = table[:, int(name)]
-        bad = np.flatnonzero(~np.isfinite(values))
-        if bad.size:
-            got = f"{values[bad[0]]} in row {bad[0]} of {file}, column {name}"
-            raise data_fault("dataset.path", got=got, expected="a finite number")
-        return values
-
-    return [str(number) for number in range(table.shape[1])], read, []
-
-
-def _require_order(file: Path, name: str, read: Callable[[str], np.ndarray]) -> None:
-    moments = read(name)
-    wrong = np.flatnonzero(np.diff(moments) <= 0)
+def _require_order(source: Source, name: str) -> None:
+    column = source.column(name, key="dataset.time")
+    cures = {column: "Fill it in"}
+    try:
+        instants = source.read(numbers=[column], cures=cures).numbers
+    except ConfigError:
+        instants = source.read(numbers=[column], days={column: None}, cures=cures).numbers
+    wrong = np.flatnonzero(np.diff(instants[:, 0]) <= 0)
     if wrong.size:
         raise data_fault(
             "dataset.time",
-            got=f"{name} of {file}, which does not grow from row {wrong[0]} to row {wrong[0] + 1}",
+            got=f"{name} of {source.file}, which does not grow from row {wrong[0]} to row {wrong[0] + 1}",
             expected="rows in the order of time, each later than the one before",
             cure="Sort the file, or leave data.dataset.time out where rows are in order without it",
         )
-
-
-def _values(names: Sequence[str], read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Columns, float64 `[N, C]`; the faults of all of them together."""
-    found: list[np.ndarray] = []
-    faults: list[Fault] = []
-    for name in names:
-        try:
-            found.append(read(name))
-        except ConfigError as error:
-            faults += error.faults
-    if faults:
-        raise ConfigError(faults)
-    return np.stack(found, 1)
-
-
-def _places(names: Sequence[str], columns: Sequence[str]) -> list[int]:
-    return [columns.index(name) for name in names]

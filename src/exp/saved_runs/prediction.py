@@ -20,8 +20,8 @@ from exp.config.module_key import brings_data
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
 from exp.data.arrays import archive_of
-from exp.data.csv_sheet import Dialect
-from exp.data.record_files import raw_columns
+from exp.data.column_source import raw_columns
+from exp.data.csv_source import Dialect
 from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import read_shares

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from exp.config.module_key import brings_data
+from exp.data.column_source import ColumnSource
 from exp.data.in_memory import Fitted
-from exp.data.record_files import sheet_of_columns
 from exp.data.tables import FITTED, Table
-from exp.data.unlabelled import trained_columns
+from exp.data.unlabelled import trained_table
 from exp.extras.export.preprocessing import TRANSFORMS
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.run_files import RunFiles
@@ -46,7 +46,7 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
 class ServedTable:
     """The columns that a network's inputs are made of.
 
-    fitted: what training has seen. options: of trained_columns. is_raw: whether the network itself standardises.
+    fitted: what training has seen. options: of trained_table. is_raw: whether the network itself standardises.
     """
 
     fitted: Fitted
@@ -77,9 +77,9 @@ class ServedTable:
         """
         given = {name: columns[name] for name in self.columns}
         options = dict(self.options)
-        decimal, missing = options.pop("decimal", "."), options.pop("missing_values", ())
-        sheet = sheet_of_columns(Path("the request"), given, missing_values=missing, decimal=decimal)
-        table = trained_columns(sheet, self.fitted[FITTED], **options)
+        decimal, missing = options.pop("decimal", "."), options.pop("missing_values", None) or ()
+        source = ColumnSource(file=Path("the request"), columns=given, missing_values=missing, decimal=decimal)
+        table = trained_table(source, self.fitted[FITTED], **options)
         entries: Any = table.prepare(self.fitted).entries
         if self.is_raw:
             entries = table.in_own_units(torch.arange(len(table)), self.fitted)

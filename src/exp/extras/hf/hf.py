@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.columns import Task
 from exp.data.dataset_files import data_folder, find_files
 from exp.data.faults import SampleError, data_fault, fitted_entry, name_cure, require_extra
-from exp.data.fields import Columns, Fields, Inputs, NumberDtype
+from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.in_memory import Fitted
 from exp.data.pictures import Mode, PictureForm
 from exp.data.shard_files import arrow_value
+from exp.data.source import Task
 from exp.data.splits import PART_NAMES, random_splits
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
@@ -66,7 +66,7 @@ class HuggingFace(Dataset[object]):
         files: Files | Mapping[Stage, Files | None] | None = None,
         source: Any = None,
         split: str | None = None,
-        target: Columns | None,
+        target: Names | None,
         directory: str = "data",
         inputs: Inputs | None = None,
         task: Task = "classification",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,9 +50,10 @@ def own(write: Any) -> None:
     write("conf/model/mine.yaml", "# A network of the user: model=mine\n_target_: mine.Killed\n")
 
 
-def trials_in(place: Path) -> tuple[Path, dict[str, Any]]:
+def trials_in(place: Path) -> tuple[Path, dict[int, bool]]:
     (directory,) = place.glob("outputs/train/find_batch/*/*")
-    return directory, json.loads((directory / "batch.json").read_text())
+    rows = csv.DictReader((directory / "batch.csv").read_text().splitlines())
+    return directory, {int(row["size"]): row["fits"] == "True" for row in rows}
 
 
 @pytest.mark.parametrize("name", ["Killed", "Full"])
@@ -60,12 +61,12 @@ def test_the_search_continues_below_a_size_without_memory(name: str, commands, p
     words = [*SHORT, f"model._target_=mine.{name}", "data.batch_size=400", "--memory", "20GiB", "--steps", "3"]
     done = commands.run(*words, module="exp.find_batch", cwd=place)
     assert done.returncode == 0, done.stderr
-    directory, summary = trials_in(place)
+    directory, sizes = trials_in(place)
     assert (directory / "batch.csv").read_text().startswith("size,fits,peak,samples_per_second\n")
     assert not list(place.glob("outputs/**/*.ckpt"))
-    sizes = {one["size"]: one["fits"] for one in summary["trials"]}
     assert all(fits == (size <= 100) for size, fits in sizes.items())
-    assert list(sizes)[:3] == [400, 200, 100]
+    tried = [int(line.split()[0]) for line in done.stdout.splitlines()[1 : len(sizes) + 1]]
+    assert tried[:3] == [400, 200, 100]
     found = max(size for size, fits in sizes.items() if fits)
     assert min(size for size, fits in sizes.items() if not fits) <= found + step_of(found)
     assert done.stdout.count("out of memory\n") == sum(not fits for fits in sizes.values())
@@ -89,8 +90,8 @@ def test_a_search_without_a_size_exits_1(words: list[str], message: str, command
 ERRORS: Mapping[str, tuple[list[str], str]] = {
     "no limit on a CPU": ([], "--memory: no limit, on cpu; expected one"),
     "no unit": (["--memory", "2"], "--memory: '2'; expected a number and "),
-    "no samples": (["--memory", "1GiB", "--max", "0"], "--max: 0; expected 1 or more"),
-    "few steps": (["--memory", "1GiB", "--steps", "2"], "--steps: 2; expected 3 or more"),
+    "no samples": (["--memory", "1GiB", "--max", "0"], "--max: 0; expected a number above 0"),
+    "few steps": (["--memory", "1GiB", "--steps", "2"], "--steps: 2; expected a number above 2"),
 }
 
 
@@ -104,49 +105,38 @@ def test_a_wrong_command_is_refused_before_anything_is_written(name: str, comman
 
 
 class Modelled:
-    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b + bend b**2 bytes.
+    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b bytes.
 
-    measures: whether a trial that does not fit reports its bytes. room: the largest size for which the host has memory.
+    room: the largest size for which the host has memory.
     """
 
-    def __init__(
-        self, *, limit: int, base: int, each: float, bend: float = 0.0, measures: bool = True, room: int | None = None
-    ) -> None:
-        self.limit, self.base, self.each, self.bend, self.measures, self.room = limit, base, each, bend, measures, room
+    def __init__(self, *, limit: int, base: int, each: float, room: int | None = None) -> None:
+        self.limit, self.base, self.each, self.room = limit, base, each, room
         self.done: list[Trial] = []
 
     def __call__(self, size: int) -> Trial:
         assert size not in [one.size for one in self.done]
-        peak = int(self.base + self.each * size + self.bend * size**2)
-        fits = peak <= self.limit
-        trial = Trial(size=size, fits=fits, peak=peak if fits or self.measures else None, samples_per_second=1.0)
+        peak = int(self.base + self.each * size)
+        trial = Trial(size=size, fits=peak <= self.limit, peak=peak, samples_per_second=1.0)
         self.done.append(trial)
         return trial
 
-    def most_here(self, trial: Trial) -> int | None:
+    def room_for(self, trial: Trial) -> int | None:
         return self.room
 
 
-@pytest.mark.parametrize("measures", [True, False])
-@pytest.mark.parametrize("bend", [0.0, 0.02])
 @pytest.mark.parametrize("each", [1.0, 37.0, 5000.0])
 @pytest.mark.parametrize("start", [1, 64, 100_000])
-def test_few_trials_find_the_limit(start: int, each: float, bend: float, measures: bool) -> None:
-    trials = Modelled(limit=10**6, base=300_000, each=each, bend=bend, measures=measures)
+def test_few_trials_find_the_limit(start: int, each: float) -> None:
+    trials = Modelled(limit=10**6, base=300_000, each=each)
     found = search(trials, start=start, most=None)
     beyond = min(one.size for one in trials.done if not one.fits)
     assert found.fits
     assert found.size < beyond <= found.size + step_of(found.size)
-    # Doubling and halving from 1 to 700,000 would take 20 and 15 of them.
-    assert len(trials.done) <= 22
-    # Except for the first, no trial takes many times the limit.
-    assert all((one.peak or 0) <= 8 * trials.limit for one in trials.done if one.size != start and measures)
-
-
-def test_the_line_through_two_sizes_saves_trials() -> None:
-    trials = Modelled(limit=10**6, base=300_000, each=5000.0)
-    assert search(trials, start=16, most=None).size == 140
-    assert [one.size for one in trials.done] == [16, 32, 140, 147]
+    # 21 doublings from 1 to more than 700,000, and 5 halves.
+    assert len(trials.done) <= 26
+    # A search from below takes at most twice the limit.
+    assert start > 100 or all(one.peak <= 2 * trials.limit for one in trials.done)
 
 
 def test_the_search_ends_at_all_samples_one_sample_or_the_host() -> None:
@@ -164,5 +154,4 @@ def test_the_printed_command_passes_the_check(commands, place: Path) -> None:
     assert done.returncode == 0, done.stderr
     typed = shlex.split(done.stdout.splitlines()[-1])[3:]
     assert typed == [*words[:3], "data.batch_size=40"]
-    assert "; the largest of --max\n" in done.stdout
     assert check(typed) == 0

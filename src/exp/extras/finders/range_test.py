@@ -1,4 +1,4 @@
-"""The learning-rate range test: rates that rise from step to step, the loss of each step, and the rates to suggest.
+"""The learning-rate range test: rates that rise from step to step, the loss of each step, and the rate to suggest.
 
 Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, with exponential
 rates and a stop when the smoothed loss rises, as in fastai and in Lightning's lr_find.
@@ -11,7 +11,6 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,8 +23,7 @@ from exp.engine.recording import Recording
 from exp.errors import RunError
 from exp.files import write_whole
 from exp.hooks.figures import curves
-from exp.hooks.panels import Image, png
-from exp.loggers.run_logger import RunLogger
+from exp.hooks.panels import png
 from exp.output import tell_not_written
 from exp.shared_types import Batch
 from exp.strategies.whole_state import local
@@ -34,43 +32,29 @@ TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Of the smoothed loss, a running mean; fastai's and Lightning's.
 BETA = 0.98
 FEWEST_STEPS = 20
-# A loss diverges when it is above the first losses by so many of their standard deviations, and by this part of the
+# A loss diverges when it is above the first losses by so many of their standard deviations, and by this share of the
 # largest fall.
 DEVIATIONS, OF_FALL = 6, 0.25
-# No suggestion is above this part of the rate at which the loss diverged or the test ended: with a quarter of that
+# No suggestion is above this share of the rate at which the loss diverged or the test ended: with a quarter of that
 # rate a LeNet under SGD with momentum ends three epochs at chance.
 OF_LAST_RATE = 0.1
-# A fall of fewer standard deviations of the first losses is noise, one of a smaller part of the loss is rounding.
+# A fall of fewer standard deviations of the first losses is noise, one of a smaller share of the loss is rounding.
 NOISE, ROUNDING = 1.25, 1e-6
 End = Literal["steps", "loss_rose", "not_finite"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """Rates by three rules, from the losses before the first divergence, each a mean over neighboring steps.
-
-    Attributes:
-        halfway: The rate at which the loss has fallen by half of its largest fall.
-        steepest: The rate at which it falls fastest, over the logarithm of the rate.
-        tenth: A tenth of the rate with the lowest loss.
-    """
-
-    halfway: float
-    steepest: float
-    tenth: float
-
-
 class RangeTest(Callback):
-    """A callback that raises the learning rate at every optimizer step, and ends the training where the loss rises.
+    """A callback that raises the learning rate at every optimizer step, and ends the training when the loss rises.
 
-    All groups of the optimizer keep their ratios: each rate is multiplied by the same factor. A loss stands beside the
-    rate of its own step, so it was computed before that rate changed a weight. The weights are thrown away.
+    All groups of the optimizer keep their ratios. The loss of a step was computed before the rate of the step changed a
+    weight. The callback writes lr.csv, lr.json and lr.png into the run directory. trainer.log_every_n_steps must be 1:
+    Recording has the losses.
 
-    It writes lr.csv, lr.json and lr.png into the run directory and, beside loss/train, `range_test/smoothed_loss` and
-    the picture `range_test/loss` to the loggers. trainer.log_every_n_steps must be 1: Recording has the losses.
-
-    lowest, highest: rates, for what the optimizer's own rate, optimizer.lr, is in the config. steps: of the optimizer.
-    stop_factor: the test ends where the smoothed loss is above so many times its lowest value; None never ends it.
+    Args:
+        lowest: First value of optimizer.lr.
+        highest: Last value of optimizer.lr.
+        steps: Number of optimizer steps.
+        stop_factor: The test ends when the smoothed loss is so many times its lowest value. None never ends it.
     """
 
     def __init__(
@@ -91,7 +75,7 @@ class RangeTest(Callback):
         self._factors: list[tuple[dict[str, Any], float]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Such a loss ends the test, and is no fault of the run.
+        # A loss that is not finite ends the test, and is no error of the run.
         self._recording(trainer).leave_out_lost()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +85,7 @@ class RangeTest(Callback):
             raise RunError(f"optimizer.lr is {own:g}; expected above 0: the groups' rates are multiples of it")
         self._factors = [(group, float(group["lr"]) / own) for group in optimizer.param_groups]
         for group, _ in self._factors:
-            # By which the notes on the first steps know a warm-up, whose first updates are next to nothing.
+            # The notes on the first steps recognize a warm-up by this value.
             group.setdefault("initial_lr", group["lr"])
         self._set_rate()
 
@@ -110,19 +94,17 @@ class RangeTest(Callback):
     ) -> None:
         if trainer.global_step == len(self.losses):
             return  # a micro-batch before the last of its step
-        # That of the whole batch, over micro-batches and ranks, which is the same on all of them.
+        # The loss of the whole batch, over micro-batches and ranks, which is the same on all of them.
         loss = self._recording(trainer).latest["loss/train"]
         self.losses.append(loss)
         end = self._judged(loss)
-        for logger in trainer.loggers if trainer.is_global_zero else ():
-            logger.log_metrics({"range_test/smoothed_loss": self.smoothed[-1]}, len(self.losses))
         if end is not None:
             self.end = end
             trainer.should_stop = True
         elif len(self.losses) < len(self.rates):
             self._set_rate()
         if end == "not_finite":
-            # They may not be finite either, which would end the run with a fault; nobody reads them.
+            # Weights may not be finite either, which would end the run with an error. They are thrown away.
             with torch.no_grad():
                 for tensor in (*pl_module.parameters(), *pl_module.buffers()):
                     if tensor.is_floating_point():
@@ -135,18 +117,12 @@ class RangeTest(Callback):
         rates = self.rates[:done]
         found = suggestion(rates, self.losses)
         write_whole(directory / TABLE, table(rates, self.losses, self.smoothed))
-        rules = None if found is None else asdict(found)
-        summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": rules}
+        summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": found}
         write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        sheet = picture(rates, self.losses, found)
         try:
-            write_whole(directory / PICTURE, png(sheet))
-        except OSError as error:  # a picture is not worth the numbers
+            write_whole(directory / PICTURE, png(picture(rates, self.losses, found)))
+        except OSError as error:  # the numbers are more important than the picture
             tell_not_written(str(directory / PICTURE), error)
-        shown = Image.of(torch.from_numpy(sheet).permute(2, 0, 1))
-        for logger in trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.log_panels({"range_test/loss": shown}, done)
 
     def _set_rate(self) -> None:
         rate = self.rates[len(self.losses)]
@@ -154,7 +130,7 @@ class RangeTest(Callback):
             group["lr"] = rate * factor
 
     def _judged(self, loss: float) -> End | None:
-        """Add a loss to the smoothed ones. Returns: why the test ends with it."""
+        """Add a loss to the smoothed ones, and return the reason to end the test, or None."""
         if not math.isfinite(loss):
             self.smoothed.append(math.nan)
             return "not_finite"
@@ -162,7 +138,7 @@ class RangeTest(Callback):
         # The mean began with 0, which weighs BETA ** n after n losses.
         smoothed = self._mean / (1 - BETA ** len(self.losses))
         self.smoothed.append(smoothed)
-        # As four times the lowest loss, and right for losses below 0, too.
+        # Four times the lowest loss, in a form that holds for losses below 0, too.
         is_high = smoothed > self._lowest + (self.stop_factor - 1) * abs(self._lowest)
         self._lowest = min(self._lowest, smoothed)
         return "loss_rose" if is_high else None
@@ -172,12 +148,15 @@ class RangeTest(Callback):
 
 
 def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """From the lowest to the highest, each the same multiple of the one before."""
+    """Return rates from the lowest to the highest, each the same multiple of the one before."""
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 
-def suggestion(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | None:
-    """Return the rates that a test suggests; None if the loss did not fall by more than it varies at first."""
+def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Return the rate at which the loss has fallen by half of its largest fall before the first divergence.
+
+    Losses are means over neighboring steps. None if the loss did not fall by more than it varies at first.
+    """
     stop = steps_before_divergence(losses)
     first = np.array(losses[: _count_of_first(losses)])
     if stop <= len(first) or stop < FEWEST_STEPS // 2:
@@ -187,11 +166,8 @@ def suggestion(rates: Sequence[float], losses: Sequence[float]) -> Suggestion | 
     fall = start - means[low]
     if fall <= max(NOISE * first.std(ddof=1), ROUNDING * abs(start)):
         return None
-    slopes = np.gradient(means, np.log(rates[:stop]))
     above = np.flatnonzero(means[: low + 1] > start - fall / 2)
-    most = rates[min(stop, len(rates) - 1)] * OF_LAST_RATE
-    found = {"halfway": rates[int(above[-1])], "steepest": rates[int(slopes.argmin())], "tenth": rates[low] / 10}
-    return Suggestion(**{rule: min(float(rate), most) for rule, rate in found.items()})
+    return float(min(rates[int(above[-1])], rates[min(stop, len(rates) - 1)] * OF_LAST_RATE))
 
 
 def steps_before_divergence(losses: Sequence[float]) -> int:
@@ -216,7 +192,7 @@ def _count_of_first(losses: Sequence[float]) -> int:
 
 
 def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> str:
-    """The steps as CSV, the numbers in full."""
+    """Return the steps as CSV, with all digits."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("step", "lr", "loss", "smoothed_loss"))
@@ -224,7 +200,7 @@ def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[fl
     return file.getvalue()
 
 
-def picture(rates: Sequence[float], losses: Sequence[float], found: Suggestion | None) -> np.ndarray:
+def picture(rates: Sequence[float], losses: Sequence[float], found: float | None) -> np.ndarray:
     """Draw the losses, their means and the suggestion over the logarithm of the rate: uint8 `[H, W, 3]`."""
     stop = steps_before_divergence(losses)
     means = [*neighbor_means(losses[:stop]), *[math.nan] * (len(losses) - stop)]
@@ -233,9 +209,7 @@ def picture(rates: Sequence[float], losses: Sequence[float], found: Suggestion |
     ceiling = max(known) + (max(known) - min(known)) / 4
     shown = {"loss": [loss if loss <= ceiling else math.nan for loss in losses], "mean of neighbors": means}
     if found is not None:
-        place = int(np.searchsorted(rates, found.halfway, side="right")) - 1
-        shown[f"suggested {found.halfway:.3g}"] = [
-            mean if step == place else math.nan for step, mean in enumerate(means)
-        ]
+        place = int(np.searchsorted(rates, found, side="right")) - 1
+        shown[f"suggested {found:.3g}"] = [mean if step == place else math.nan for step, mean in enumerate(means)]
     powers = [math.log10(rate) for rate in rates]
     return curves(powers, shown, title="loss in the range test", along="learning rate, as a power of ten")

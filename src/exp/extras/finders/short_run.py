@@ -1,18 +1,18 @@
-"""The first steps of a decided run, as a run of their own: for the commands that look for one of its numbers.
+"""The first steps of a decided run, as a run of their own, for the commands that search for one of its numbers.
 
-Network, data and their order, objective, optimizer, precision and strategy are the run's. It validates, tests, keeps
-and goes on with nothing, and has no schedule.
+Network, data and their order, objective, optimizer, precision and strategy are the run's. It has no validation, test,
+checkpoint, resume and schedule.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.cli.command_line import key_of
-from exp.config.module_key import has_module, target_of
+from exp.config.module_key import has_module
 from exp.errors import ConfigError, Fault, Interrupted
 from exp.output import loading_torch
 
@@ -55,33 +55,66 @@ class Unfinished(Interrupted):
         return f"interrupted by signal {self.signum}; a test that did not end says nothing, and leaves no state"
 
 
-def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str], *, program: str
-) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """A command's own flags, and those of exp.train beside them; None where they were a question, which is answered.
+class Flag(NamedTuple):
+    """A flag of a finder: its name, the type of its value, its default, its help, and a bound that it exceeds."""
 
-    parser: of the command's own flags alone. program: such as exp.find_lr.
-    Raises: ConfigError.
+    name: str
+    kind: Callable[[str], Any]
+    default: Any
+    help: str
+    above: float | None = None
+
+
+def parse(
+    flags: Sequence[Flag], argv: Sequence[str], *, program: str, description: str
+) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    """Return the values of a command's own flags, and those of exp.train; None after a question, which is answered.
+
+    Args:
+        flags: Flags of the command.
+        argv: The command line.
+        program: Name of the command, such as exp.find_lr.
+        description: Text of its help.
+
+    Raises:
+        ConfigError: Errors of all flags.
     """
     from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.cli.train import refuse_ranks
 
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s [flags and overrides of exp.train]",
+    )
+    for flag in flags:
+        parser.add_argument(flag.name, type=flag.kind, default=flag.default, help=f"{flag.help}; {flag.default}")
     own, rest = parser.parse_known_args(argv)
+    faults = []
+    for flag in flags:
+        value = vars(own)[flag.name.lstrip("-").replace("-", "_")]
+        if value is not None and flag.above is not None and not value > flag.above:  # also a nan
+            faults.append(Fault(key=flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}"))
     arguments = parse_arguments(rest, program=f"python -m {program}")
+    if arguments.multirun:
+        fault = Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out, and call it once each")
+        faults.append(fault)
+    if faults:
+        raise ConfigError(faults)
     if is_question(arguments):
         answer_question(arguments)
         return own, None
-    if arguments.multirun:
-        fault = Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out, and call it once each")
-        raise ConfigError([fault])
     refuse_ranks(program)
     return own, arguments
 
 
 def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
-    """The run that exp.train would make of a command line, checked as it would be.
+    """Return the run that exp.train would make of a command line, with its checks.
 
-    Raises: ConfigError with every fault.
+    Raises:
+        ConfigError: All errors.
     """
     from exp.check.stages import compose, refuse_early
 
@@ -93,37 +126,33 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
         from exp.check.resolution import resolve
 
     decided = plan(resolve(config))
-    faults = list(_beginning_faults(decided.plain))
+    plain = decided.plain
+    faults = [
+        Fault(key=key, got=str(got), expected=expected)
+        for key, is_wrong, got, expected in (
+            ("module", has_module(plain), plain["module"], "null: the command shortens exp's own training"),
+            ("launch.nodes", plain["launch"]["nodes"] != 1, plain["launch"]["nodes"], "1: it starts its own ranks"),
+            ("train", plain["train"] is not True, "false", "true: it trains for some steps"),
+            ("resume", plain["resume"] is not None, plain["resume"], "null; weights.from=RUN_DIR begins with weights"),
+        )
+        if is_wrong
+    ]
     if faults:
         raise ConfigError(faults)
     return config, decided
 
 
-def _beginning_faults(plain: Mapping[str, Any]) -> Iterator[Fault]:
-    if has_module(plain):
-        yield Fault(
-            key="module",
-            got=f"{target_of(plain)}, whose steps, losses and optimizers are its own",
-            expected="null: it is exp's own training that is made short",
-            cure="Try values in runs of their own: python -m exp.train -m KEY=VALUE,VALUE",
-        )
-    if plain["launch"]["nodes"] != 1:
-        expected = "1: this command starts its ranks itself, and on one machine"
-        yield Fault(key="launch.nodes", got=str(plain["launch"]["nodes"]), expected=expected)
-    if plain["train"] is not True:
-        yield Fault(key="train", got="false", expected="true: it trains for some steps", cure="Leave train=false out")
-    if plain["resume"] is not None:
-        expected = "null: it begins where a run begins"
-        yield Fault(key="resume", got=str(plain["resume"]), expected=expected, cure="Or write weights.from=RUN_DIR")
-
-
 def shortened(
     config: DictConfig, decided: Plan, changes: Mapping[str, Any], *, room: str, overrides: Sequence[str]
 ) -> DictConfig:
-    """The config of the short run.
+    """Return the config of the short run.
 
-    changes: by dotted key, beside SHORT; those of `callbacks` join the run's own that it keeps.
-    room: of its directory, outputs/<name>/<room>/<date>/<time>; where the overrides name one, it is that.
+    Args:
+        config: Config of the run.
+        decided: Plan of the run.
+        changes: Values by dotted key, in addition to SHORT. Those of `callbacks` join the callbacks that are kept.
+        room: Folder of its directory, outputs/<name>/<room>/<date>/<time>, unless the overrides name a directory.
+        overrides: Overrides of the command line.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -149,7 +178,7 @@ def shortened(
 
 
 def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
-    """The names of the run's callbacks that change what its first steps do, and of the others."""
+    """Return the names of the run's callbacks that change its first steps, and of the others."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 
@@ -163,11 +192,16 @@ def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     return kept, [name for name in plain["callbacks"] if name not in kept]
 
 
+def shown_path(path: Path) -> Path:
+    """Return a path from the working directory, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
-    """Run it. fit: as exp.fit. Raises: as that; Unfinished after a signal."""
+    """Run it with exp.fit or the like. Raises: its errors; Unfinished after a signal."""
     try:
         return fit(config)
     except Interrupted as error:
         if error.checkpoint is not None:
-            Path(error.checkpoint).unlink(missing_ok=True)  # of weights that nobody goes on with
+            Path(error.checkpoint).unlink(missing_ok=True)  # nothing resumes from these weights
         raise Unfinished(signum=error.signum, checkpoint=None) from error

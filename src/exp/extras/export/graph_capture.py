@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from exp.data.randomness import preserve_generators
 from exp.errors import RunError, is_own_code, one_line, shortened
 from exp.extras.export.named_network import NamedNetwork
 from exp.models.compiler import FILE_PREFIX
@@ -63,16 +62,11 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
     with quiet(), torch.no_grad():
         try:
             network(**example)
-            program = torch.export.export(network, (), dict(example), dynamic_shapes=shapes, strict=False)
+            return torch.export.export(network, (), dict(example), dynamic_shapes=shapes, strict=False)
         except RunError:
             raise
         except Exception as error:  # torch.export and the user's code raise many classes
             raise _refusal(network, error, dimensions) from error
-    random = next((node for node in program.graph.nodes if _may_draw(node)), None)
-    # Dropout may draw too, but does not during evaluation.
-    if random is not None and _differs(network, example):
-        raise refused(network, random, "draws random numbers: the same input gives other outputs each time")
-    return program
 
 
 def refused(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
@@ -104,17 +98,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _may_draw(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _differs(network: NamedNetwork, example: Mapping[str, Tensor]) -> bool:
-    """Return whether two calls with the same input give different outputs."""
-    with preserve_generators(), torch.no_grad():
-        first, second = network(**example), network(**example)
-    return any(not torch.equal(value.nan_to_num(), second[name].nan_to_num()) for name, value in first.items())
 
 
 def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) -> ExportRefused:

@@ -223,7 +223,8 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
             if not np.allclose(found[name], value, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True):
                 raise RunError(
                     f"{named} gives other numbers than the network: {name} differs by {difference:.2e} for a batch of "
-                    f"{size}; expected {ABSOLUTE:g} + {RELATIVE:g} of the number at most. Nothing was written"
+                    f"{size}; expected {ABSOLUTE:g} + {RELATIVE:g} of the number at most. Nothing was written. A "
+                    "network that draws random numbers gives other outputs at each call"
                 )
             largest = max(largest, difference)
     return largest

@@ -1,4 +1,4 @@
-"""Encode the columns of a table that are at hand, as a request has them, by what the training of a run has seen."""
+"""Encodes the columns of a table in a request as the training of a run encoded its file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from exp.extras.export.preprocessing import TRANSFORMS
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.run_files import RunFiles
 
-# Of what training has seen of a table, what encodes its inputs; and of those what are tensors.
+# The statistics of the training split that encode inputs, and those of them that are tensors.
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
 
 
 def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
-    """Return what ServedTable is made of, in plain values, or None for a run whose inputs are not those of a table.
+    """Return the arguments of ServedTable in plain values; None if the inputs are not columns of a table.
 
-    is_raw: whether the network itself standardises its inputs.
+    Args:
+        run: The run.
+        is_raw: Whether the network itself standardizes its inputs.
     """
     if brings_data(run.resolved.plain):
         return None
@@ -44,9 +46,12 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTable:
-    """The columns that a network's inputs are made of.
+    """The columns of which a network's inputs are made.
 
-    fitted: what training has seen. options: of trained_table. is_raw: whether the network itself standardises.
+    Args:
+        fitted: The statistics of the training split.
+        options: The options of trained_table.
+        is_raw: Whether the network itself standardizes its inputs.
     """
 
     fitted: Fitted
@@ -55,7 +60,7 @@ class ServedTable:
 
     @classmethod
     def of(cls, form: Mapping[str, Any]) -> ServedTable:
-        """Return the table of a form that JSON has kept."""
+        """Return the table of a form that was read from JSON."""
         told = {
             name: torch.tensor(value, dtype=torch.float64) if name in TENSORS else value
             for name, value in form["told"].items()
@@ -70,10 +75,13 @@ class ServedTable:
         return [*told["numbers"], *told["words"]]
 
     def encode(self, columns: Mapping[str, Sequence[object]]) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
-        """Return the network's inputs by name, and how many rows have each word that training does not know, by column.
+        """Return the network's inputs by name, and by column how many rows have each word that training does not know.
 
-        columns: values of one length, numbers or texts, None for a missing one.
-        Raises: ConfigError as exp.predict does for a file of them.
+        Args:
+            columns: Values of one length: numbers or texts, None for a missing one.
+
+        Raises:
+            ConfigError: exp.predict refuses such columns in a file.
         """
         given = {name: columns[name] for name in self.columns}
         options = dict(self.options)
@@ -84,15 +92,3 @@ class ServedTable:
         if self.is_raw:
             entries = table.in_own_units(torch.arange(len(table)), self.fitted)
         return {name: value.numpy() for name, value in entries.items()}, table.unknown_words(self.fitted)
-
-    def described(self) -> list[dict[str, Any]]:
-        """Return each column as JSON: its name, its kind, the form of dates, and the words that training knows."""
-        told, found = self.fitted[FITTED], []
-        for name in self.columns:
-            one: dict[str, Any] = {"name": name, "shape": ["batch"], "dtype": "number"}
-            if name in told["words"]:
-                one |= {"dtype": "word", "words": [word for word in told["words"][name] if word]}
-            elif name in told["dates"]:
-                one |= {"dtype": "date", "unit": told["dates"][name] or "ISO 8601, such as 2024-01-31"}
-            found.append(one)
-        return found

@@ -159,7 +159,7 @@ class Service:
         inputs = [described(port, about) for port in self._model.inputs]
         found = {
             "run": about.run,
-            "inputs": self._table.described() if self._table else inputs,
+            "inputs": self._table.columns if self._table else inputs,
             "outputs": [described(port, about) for port in self._model.outputs],
         }
         return JSONResponse(found)

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,8 +182,7 @@ class Checkpointing(Callback):
         if self._is_restored:
             self._is_restored = False
             forget_restart(trainer)
-            self._bring_best(trainer)
-            self._bring_kept(trainer)
+            self._bring(trainer)
 
     def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """Write what is due before a batch, of an epoch's first one as the epoch starts. Every rank must call it."""
@@ -211,8 +210,7 @@ class Checkpointing(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_restored:  # at its end: there was nothing left to train
             self._is_restored = False
-            self._bring_best(trainer)
-            self._bring_kept(trainer)
+            self._bring(trainer)
             source = Path(str(trainer.ckpt_path))
             if self.is_saving_last and trainer.is_global_zero and not _is_same(source, self.last_path):
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -326,47 +324,27 @@ class Checkpointing(Callback):
             self._scored = self._validated
         self._validated = None
 
-    def _bring_kept(self, trainer: Trainer) -> None:
-        """Take along those that are kept, from beside the checkpoint; what is there no longer is no longer kept."""
-        if self.keep == 1:
-            return
+    def _bring(self, trainer: Trainer) -> None:
+        """Take along the best checkpoints that are next to the checkpoint of a run that resumes in another directory.
+
+        A best.ckpt of a later step, which is done again or was given up, is not the best of this run.
+        """
+        best, kept = self.best, self.kept if self.keep > 1 else []
         if trainer.is_global_zero:
             source = Path(str(trainer.ckpt_path))
-            for entry in list(self.kept):
+            if best is not None and not _copied(
+                source, self.best_path, best["step"] == trainer.global_step, _is_best(best)
+            ):
+                best = None
+            for entry in list(kept):
                 path = self._kept_path(entry["step"])
-                # Which a kill has kept from being copied.
-                beside = source if entry["step"] == trainer.global_step else source.parent / path.name
-                if path.is_file():
-                    continue
-                if beside.is_file():
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    copy_checkpoint(beside, path)
-                else:
-                    self.kept.remove(entry)
+                if not _copied(source, path, entry["step"] == trainer.global_step, Path.is_file):
+                    kept.remove(entry)
             self._prune(trainer)
-        self.kept = trainer.strategy.broadcast(self.kept)
-
-    def _bring_best(self, trainer: Trainer) -> None:
-        """Take along the best.ckpt that lay beside the checkpoint of a run that goes on in another directory.
-
-        One that was written behind that checkpoint, by steps that are done again or were given up, is not its best.
-        """
-        if self.best is None or not self.is_saving_best:
-            return
-        is_found = True
-        if trainer.is_global_zero:
-            beside = Path(str(trainer.ckpt_path)).parent / self.best_path.name
-            there = self.best_path if self.best_path.is_file() else beside
-            is_found = _best_step(there) == self.best["step"]
-            if not is_found and self.best["step"] == trainer.global_step:
-                # The run goes on from the best itself, which a kill has kept from being copied.
-                there, is_found = Path(str(trainer.ckpt_path)), True
-            if is_found and there != self.best_path:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                copy_checkpoint(there, self.best_path)
-        if not trainer.strategy.broadcast(is_found):
-            log.warning("the best.ckpt of step %d is not there: the best is sought anew from here", self.best["step"])
-            self.best = None
+        best, self.kept = trainer.strategy.broadcast((best, kept))
+        if best is None and self.best is not None:
+            log.warning("the best.ckpt of step %d is missing: the best is sought anew from here", self.best["step"])
+        self.best = best
 
     # --- what is in it ---
 
@@ -495,13 +473,35 @@ def _is_same(one: Path, other: Path) -> bool:
     return other.is_file() and one.samefile(other)
 
 
-def _best_step(path: Path) -> int | None:
-    """Return the step that a best.ckpt is of; None where there is none that can be read."""
-    try:
-        best = read_checkpoint(path)[BEST]
-    except (RunError, KeyError):
-        return None
-    return None if best is None else int(best["step"])
+def _is_best(best: Mapping[str, Any]) -> Callable[[Path], bool]:
+    """Return a function that says whether a file is the best.ckpt of a step."""
+
+    def is_it(path: Path) -> bool:
+        try:
+            found = read_checkpoint(path)[BEST]
+        except (RunError, KeyError):
+            return False
+        return found is not None and int(found["step"]) == best["step"]
+
+    return is_it
+
+
+def _copied(source: Path, path: Path, is_source: bool, is_it: Callable[[Path], bool]) -> bool:
+    """Copy one of the best checkpoints from next to `source`, unless it is at its path. Return whether it is.
+
+    is_source: whether it is `source` itself, which a kill has kept from being copied.
+    """
+    for there in (path, source.parent / path.name):
+        if is_it(there):
+            break
+    else:
+        there = source
+        if not is_source:
+            return False
+    if there != path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        copy_checkpoint(there, path)
+    return True
 
 
 def _io(trainer: Trainer) -> AtomicCheckpointIO:

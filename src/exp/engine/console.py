@@ -4,73 +4,77 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TextIO, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import StepRecording
-from exp.errors import Interrupted, words_of
-from exp.output import NotWritten, lost_streams, outliving_output, tell_not_written
+from exp.errors import Interrupted
+from exp.output import NotWritten, Outlived, lost_streams, outliving_output, tell_not_written
 from exp.redaction import redacted
 from exp.strategies.rank import Rank
 
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
-ADVICE = re.compile(r"does not have many workers|smaller than the logging interval|speed up the dataloader worker")
+ADVICE = ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker)"
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 
 
 @contextmanager
 def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, str]] | None = None) -> Iterator[Path]:
-    """Send what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
+    """Write what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
 
-    On the screen stay warnings and errors of exp's own, of rank 0. Everything is put back at the end.
+    Warnings and errors of exp stay on the screen of rank 0. Everything is put back at the end.
 
-    not_written: takes {what, error} of what the run goes on without: the screen, the log, a logger, a picture.
+    Args:
+        directory: Of the run.
+        rank: Of this process.
+        not_written: Takes {what, error} of what the run continues without: the screen, the log, a logger, a picture.
     """
-    entries = [] if not_written is None else not_written
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
-    file = _LogFile(path, entries)
-    file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    file.addFilter(is_of_the_run)
-    screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
-    collector = NotWritten(entries)
     root, own = logging.getLogger(), logging.getLogger("exp")
+    screen = _ScreenHandler(logging.WARNING if rank.is_first else logging.CRITICAL)
+    collector = NotWritten([] if not_written is None else not_written)
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
     level = own.level
-    try:
-        root.addHandler(file)
-        own.addHandler(screen)
-        own.addHandler(collector)
-        own.setLevel(logging.INFO)
-        for logger, _, _ in chatty:
-            logger.handlers, logger.propagate = [], True
-        logging.captureWarnings(True)
-        warnings.showwarning = partial(_show_warning, warnings.showwarning)
-        with outliving_output():
+    with path.open("a", encoding="utf-8", buffering=1) as text, warnings.catch_warnings(), outliving_output():
+        # A run does not fail for its log.
+        file = logging.StreamHandler(cast(TextIO, Outlived(text, path.name)))
+        file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        file.addFilter(is_of_the_run)
+        try:
+            root.addHandler(file)
+            own.addHandler(screen)
+            own.addHandler(collector)
+            own.setLevel(logging.INFO)
+            for logger, _, _ in chatty:
+                logger.handlers, logger.propagate = [], True
+            logging.captureWarnings(True)
+            # exp's check gives this advice, and Lightning's own code is not the user's.
+            warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", category=category, module="lightning")
             for stream in lost_streams():
                 assert stream.lost is not None
                 tell_not_written(stream.name, stream.lost)
             yield path
-    finally:
-        logging.captureWarnings(False)
-        for logger, handlers, propagate in chatty:
-            logger.handlers, logger.propagate = handlers, propagate
-        own.setLevel(level)
-        own.removeHandler(screen)
-        own.removeHandler(collector)
-        root.removeHandler(file)
-        file.close()
+        finally:
+            logging.captureWarnings(False)
+            for logger, handlers, propagate in chatty:
+                logger.handlers, logger.propagate = handlers, propagate
+            own.setLevel(level)
+            own.removeHandler(screen)
+            own.removeHandler(collector)
+            root.removeHandler(file)
 
 
 def is_of_the_run(record: logging.LogRecord) -> bool:
@@ -78,59 +82,11 @@ def is_of_the_run(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in LIGHTNING
 
 
-def _show_warning(
-    show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *place: Any, **named: Any
-) -> None:
-    """Show a warning, unless it is Lightning's advice on its own code, or on how often to log and how many workers to
-    take, which exp's check gives."""
-    if issubclass(category, PossibleUserWarning) and ADVICE.search(str(message)):
-        return
-    if issubclass(category, DeprecationWarning | FutureWarning) and not LIGHTNING.isdisjoint(Path(filename).parts):
-        return
-    show(message, category, filename, *place, **named)
-
-
 class _Formatter(logging.Formatter):
     """Names the secrets that this process has used, of messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
-
-
-class _LogFile(logging.FileHandler):
-    """A log that ends, with one line on the screen, where it cannot be written: a run does not fail for its log."""
-
-    def __init__(self, path: Path, not_written: list[dict[str, str]]) -> None:
-        super().__init__(path, encoding="utf-8", delay=True)
-        self._not_written = not_written
-        self._has_ended = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._has_ended:
-            return
-        try:
-            super().emit(record)
-        except OSError as error:  # of the file's first line, with which it is opened
-            self._end(error)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._end(error)
-        else:
-            super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:  # what is left in the buffer does not fit either
-            self._end(error)
-
-    def _end(self, error: OSError) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._not_written.append({"what": Path(self.baseFilename).name, "error": words_of(error)})
-            print(f"{self.baseFilename} ends here: {error.strerror or error}", file=sys.stderr)
 
 
 class _ScreenHandler(logging.Handler):
@@ -249,49 +205,60 @@ class Bar:
         self._progress.start()
 
 
+@dataclass(frozen=True)
 class View:
-    """A view of a run: where it is, how fast it goes, and its latest values.
+    """A view of a run.
 
-    evaluated: batches of an evaluation, outside of training, that are done; None while the run trains.
-    title: such as `epoch 3/30`. done, total: batches of the epoch; total is None where it is not known.
+    Attributes:
+        title: Such as `epoch 3/30`, or the stage outside of training.
+        step: Optimizer steps of the run.
+        done: Batches of the epoch or of the stage that are done.
+        total: Batches of the epoch or of the stage; None if unknown.
+        rate: Optimizer steps per second; None if unknown.
+        latest: Latest values by tag.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        rate: float | None,
-        latest: Callable[[], dict[str, float]],
-        evaluated: int | None = None,
-    ) -> None:
-        self.rate, self.step, self._latest = rate, trainer.global_step, latest
-        if evaluated is None:
-            epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
-            # Lightning counts on at the end of the last one.
-            self.title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
-            self.done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
-        else:
-            if trainer.testing:
-                self.title, batches = "test", trainer.num_test_batches
-            elif trainer.predicting:
-                self.title, batches = "predict", trainer.num_predict_batches
-            else:
-                self.title, batches = "val", trainer.num_val_batches
-            self.done, total = evaluated, sum(batches)
-        self.total = None if total == float("inf") else int(total)
+    title: str
+    step: int
+    done: int
+    total: int | None
+    rate: float | None
+    latest: Mapping[str, float]
 
     def values(self, room: float = math.inf) -> str:
         """Return the latest values and the speed, without the last values if all need more than `room` columns."""
-        speed = []
-        if self.rate is not None:
-            speed = [f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s"]
-        shown = [f"{tag} {value:.4g}" for tag, value in self._latest().items()]
-        while shown and len("  ".join([*shown, *speed])) > room:
-            shown.pop()
-        return "  ".join([*shown, *speed])
+        speed = [] if self.rate is None else [f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.3g}"]
+        shown = [*(f"{tag} {value:.4g}" for tag, value in self.latest.items()), *(f"{one} steps/s" for one in speed)]
+        while len(shown) > len(speed) and len("  ".join(shown)) > room:
+            del shown[len(shown) - len(speed) - 1]
+        return "  ".join(shown)
 
     def text(self) -> str:
         return f"{self.title}  step {self.step}  {self.values()}"
+
+
+def view_of_training(trainer: Trainer, *, rate: float | None, latest: Mapping[str, float]) -> View:
+    """Return the view of a run that trains."""
+    epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
+    # Lightning counts on at the end of the last one.
+    title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
+    done = trainer.fit_loop.batch_idx + 1
+    return View(title, trainer.global_step, done, _known(trainer.num_training_batches), rate, latest)
+
+
+def view_of_stage(trainer: Trainer, *, done: int, latest: Mapping[str, float]) -> View:
+    """Return the view of a run that only validates, tests or predicts. done: batches."""
+    if trainer.testing:
+        title, batches = "test", trainer.num_test_batches
+    elif trainer.predicting:
+        title, batches = "predict", trainer.num_predict_batches
+    else:
+        title, batches = "val", trainer.num_val_batches
+    return View(title, trainer.global_step, done, _known(sum(batches)), None, latest)
+
+
+def _known(batches: float) -> int | None:
+    return None if batches == float("inf") else int(batches)
 
 
 class Progress(Callback):
@@ -325,7 +292,7 @@ class Progress(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
         if trainer.state.fn == "validate":
-            self._count(trainer, batch_idx)
+            self.on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measured += time.monotonic() - self._validating_since
@@ -348,23 +315,23 @@ class Progress(Callback):
     on_test_end = on_predict_end = on_train_end
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._count(trainer, batch_idx)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
-    ) -> None:
-        self._count(trainer, batch_idx)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._show("close")
-
-    def _count(self, trainer: Trainer, batch_idx: int) -> None:
         now = time.monotonic()
         if now - self._shown >= REFRESH_SECONDS:
             self._shown = now
-            self._show("update", View(trainer, rate=None, latest=self._latest, evaluated=batch_idx + 1))
+            self._show("update", view_of_stage(trainer, done=batch_idx + 1, latest=self._latest()))
+
+    on_predict_batch_end = on_test_batch_end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._show("close")
 
     def _begin(self, trainer: Trainer) -> None:
         callbacks = cast(RunTrainer, trainer).callbacks
@@ -382,7 +349,7 @@ class Progress(Callback):
             self._measured, self._step = now, step
 
     def _view(self, trainer: Trainer) -> View:
-        return View(trainer, rate=self._rate, latest=self._latest)
+        return view_of_training(trainer, rate=self._rate, latest=self._latest())
 
     def _show(self, action: Literal["update", "milestone", "close"], *view: View) -> None:
         if self.display is None:

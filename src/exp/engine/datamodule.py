@@ -202,8 +202,7 @@ class Batches:
             return self._transformed(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
         self.loader.set_position(*position, self._module.shift_in(position[0]))
-        batches = self._transformed(_Waiting(iter(self.loader), self._module), position)
-        return Ahead(batches, self.loader, self._module, position)
+        return Ahead(self._transformed(iter(self.loader), position), self.loader, self._module, position)
 
     def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
         """The batches from a position, (epoch, batch), on, transformed on the device where transforms ask for that."""
@@ -261,7 +260,9 @@ class Ahead(Iterator[Batch]):
             self._read.popleft()
             self._first += 1
         if self._next == self._first + len(self._read):
+            start = time.perf_counter()
             self._read.append(next(self._batches))
+            self._module.seconds_waited += time.perf_counter() - start
         self._next += 1
         return self._read[self._next - 1 - self._first]
 
@@ -276,20 +277,7 @@ class Ahead(Iterator[Batch]):
                 self._sampler.sizes(self._epoch, start, self._module.shift_in(self._epoch)),
             )
             return [Batch(None, mine.size, size, ranks) for size, mine in islice(sizes, stop - start)]
+        began = time.perf_counter()
         self._read.extend(islice(self._batches, max(0, stop - self._first - len(self._read))))
+        self._module.seconds_waited += time.perf_counter() - began
         return list(islice(self._read, start - self._first, stop - self._first))
-
-
-class _Waiting(Iterator[Batch]):
-    """The same batches; what their making costs the loop is noted, which is little where workers are ahead of it."""
-
-    __slots__ = ("_batches", "_module")
-
-    def __init__(self, batches: Iterator[Batch], module: StagedData) -> None:
-        self._batches, self._module = batches, module
-
-    def __next__(self) -> Batch:
-        start = time.perf_counter()
-        batch = next(self._batches)
-        self._module.seconds_waited += time.perf_counter() - start
-        return batch

@@ -167,32 +167,33 @@ class Stopping(Callback):
 
     def _look(self, trainer: Trainer) -> None:
         """See whether a signal came to any rank, and whether rank 0 says that the time is over."""
-        if trainer.world_size == 1:
-            if self._signals.received is not None:
-                self._agreed = self._signals.received
-            if self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds:
-                trainer.should_stop = True
-            if self.checkpointing is not None:
-                self.checkpointing.is_wanted = self.checkpointing.is_late
-            return
-        self._countdown -= 1
-        if self._countdown:
-            return
+        received, seconds, checkpointing = self._signals.received or 0, self.limits.max_seconds, self.checkpointing
+        if trainer.world_size > 1:
+            self._countdown -= 1
+            if self._countdown:
+                return
+        is_over = seconds is not None and self.seconds >= seconds
+        is_late = checkpointing is not None and checkpointing.is_late
+        if trainer.world_size > 1:
+            received, is_over, is_late = self._agree(trainer, received, is_over, is_late)
+        self._agreed = received
+        if checkpointing is not None:
+            checkpointing.is_wanted = is_late
+        if is_over and trainer.state.fn == "fit":
+            trainer.should_stop = True
+
+    def _agree(self, trainer: Trainer, received: int, is_over: bool, is_late: bool) -> tuple[int, bool, bool]:
+        """Return the largest signal of all ranks, and what the clock of rank 0 says, because clocks differ."""
         now = time.monotonic()
         fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
-        is_over = self.limits.max_seconds is not None and self.seconds >= self.limits.max_seconds
-        is_late = self.checkpointing is not None and self.checkpointing.is_late
-        # The largest signal and the shortest interval; the time is rank 0's, for clocks differ.
         of_first = [int(trainer.is_global_zero and one) for one in (is_over, is_late)]
-        mine = [self._signals.received or 0, -min(fitting, 2 * self._interval), *of_first]
+        # The shortest interval, as the largest negative one.
+        mine = [received, -min(fitting, 2 * self._interval), *of_first]
         agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
-        self._agreed, interval, over, late = agreed.tolist()
-        if self.checkpointing is not None:
-            self.checkpointing.is_wanted = bool(late)
+        signum, interval, over, late = agreed.tolist()
         self._interval = self._countdown = -interval
         self._last_agreed = now
-        if over and trainer.state.fn == "fit":
-            trainer.should_stop = True
+        return signum, bool(over), bool(late)
 
     def _leave(self, trainer: Trainer, position: Position | None) -> None:
         saved = None

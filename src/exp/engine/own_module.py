@@ -8,7 +8,6 @@ them are the user's.
     training_step                 hooks at the layers, and the loss; a short last share counts by its samples
     manual_backward               the same share, where the module steps by hand
     configure_gradient_clipping   hooks that look at clipped gradients
-    configure_optimizers          whether there are any is told
     on_save_checkpoint            nothing that is no plain value, and no number that is not finite, is saved
 
 Private of Lightning (2.6.6), and tested: `_on_before_batch_transfer` is called for every batch before anything of the
@@ -51,7 +50,6 @@ class OwnModule:
     network: the module itself. seed, rank, limits: as TrainingModule's. batches: what each batch's share is.
     saved: gives which checkpoint is good, in words.
     last, observer: attributes, as TrainingModule's.
-    batches_seen, losses_seen: attributes, of how many batches of training, in this process, and how many gave a loss.
     """
 
     phases: Sequence[Phase] = ()
@@ -76,14 +74,12 @@ class OwnModule:
         self._weight = 1.0
         self._by_design: Mapping[str, Kinds] = {}
         self._is_told = False
-        self.batches_seen = self.losses_seen = 0
         self._put_around("_on_before_batch_transfer", self._before_batch_transfer)
         self._put_around("training_step", self._training_step)
         if not is_overridden("predict_step", network, LightningModule):
             self._put_around("predict_step", self._predict_step)
         self._put_around("manual_backward", self._manual_backward)
         self._put_around("configure_gradient_clipping", self._configure_gradient_clipping)
-        self._put_around("configure_optimizers", self._configure_optimizers)
         self._put_around("on_save_checkpoint", self._on_save_checkpoint)
         self._put_around("on_load_checkpoint", self._on_load_checkpoint)
         # exp's loggers have what `module` says, among all that tells the run from another.
@@ -159,8 +155,6 @@ class OwnModule:
             # Lightning would take it for the end of the data.
             raise UserCodeError.of(error, what="training_step") from error
         observer.after_forward({})
-        self.batches_seen += 1
-        self.losses_seen += output is not None
         output = self._weighed(output)
         self.last = StepResult(_loss_of(output), {})
         return output
@@ -184,13 +178,6 @@ class OwnModule:
     def _configure_gradient_clipping(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         inner(*arguments, **named)
         self.observer.after_clipping()
-
-    def _configure_optimizers(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        found = inner(*arguments, **named)
-        if found is None and self.trainer.is_global_zero:
-            name = type(self.network).__name__
-            log.warning("nothing is optimized: configure_optimizers of %s returned None", name)
-        return found
 
     def _on_save_checkpoint(self, inner: Callable[..., Any], checkpoint: State) -> None:
         earlier = set(checkpoint)

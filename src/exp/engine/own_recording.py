@@ -54,7 +54,6 @@ class OwnRecording(StepRecording):
     ) -> None:
         super().__init__(hooks=hooks, directory=directory)
         self._chooses_threads = chooses_threads
-        self._has_told_nothing = False
         # The optimizer step of the weights that a test loaded.
         self._loaded_step: int | None = None
         self._module = module
@@ -76,12 +75,11 @@ class OwnRecording(StepRecording):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self._keep(trainer)
-        if not self._index and not self._module.batches_seen:
-            raise _no_batch(trainer)  # an IterableDataset's, whose length nobody knew
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.num_training_batches == 0:
-            raise _no_batch(trainer)  # Lightning does not begin, and says so in its log alone
+        # Lightning starts no epoch, and says so in its log alone.
+        if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+            raise _no_batch(trainer)
 
     # --- the step ---
 
@@ -127,15 +125,6 @@ class OwnRecording(StepRecording):
         self._step_hooks.pause()
         self._keep(trainer)
         self.stage_steps["train"] = trainer.global_step
-        seen = self._module.batches_seen
-        is_automatic = pl_module.automatic_optimization
-        if seen and is_automatic and not self._module.losses_seen and not self._has_told_nothing:
-            self._has_told_nothing = True
-            if trainer.is_global_zero:
-                name = type(pl_module).__name__
-                log.warning(
-                    "nothing is trained: training_step of %s returned None, and no loss, in all %d batches", name, seen
-                )
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -38,9 +38,11 @@ def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
         name: _drawn({tag: found[tag] for tag in group if tag in found}, title=name) for name, group in groups.items()
     }
     tag = NORM.rstrip("/")
-    heat_map = kept_heat_map(directory, tag, healthy=HEALTHY_NORM)
+    heat_map = kept_heat_map(directory, tag)
     if heat_map is not None:
-        drawn["gradients"] = heat_map.picture(title=f"{tag}, the norm of each parameter's gradient")
+        drawn["gradients"] = heat_map.picture(
+            healthy=HEALTHY_NORM, title=f"{tag}, the norm of each parameter's gradient"
+        )
     elif TOTAL_NORM in found:
         drawn["gradients"] = _drawn({TOTAL_NORM: found[TOTAL_NORM]}, title="gradients")
     return {name: png(sheet) for name, sheet in drawn.items() if sheet is not None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from exp.errors import RunError, UserCodeError
 from exp.files import holding
 from exp.launch.launcher import requeue
 from exp.loggers.run_logger import RunLogger, description_of
-from exp.models.forward_trace import ForwardTrace
 from exp.run_report import Ongoing, Report, explain, write_bad_end, write_end
 from exp.signals import behind, interrupting
 from exp.strategies.rank import ALONE, Rank
@@ -183,17 +182,9 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
 
 def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
     """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
-    description = description_of(
-        decided.plain, directory, overrides=read_overrides(directory), trace=lambda: _trace(decided)
-    )
+    description = description_of(decided.plain, directory, overrides=read_overrides(directory))
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):
             logger.describe(description)
         else:
             logger.log_hyperparams(dict(description.hyperparameters))
-
-
-def _trace(decided: Plan) -> tuple[ForwardTrace | None, Sequence[str]]:
-    if decided.own is not None:
-        return None, ("what a module of your own computes in its steps is not known before them",)
-    return decided.shapes.traces.get(None), decided.shapes.notes

@@ -101,7 +101,6 @@ def counting(tmp_path, monkeypatch):
         "launch.accelerator=cpu",
         "trainer.max_steps=2",
         "test=false",
-        "logger.tensorboard.graph=true",
     ]
     return importlib.import_module(name), exp.compose(overrides)
 

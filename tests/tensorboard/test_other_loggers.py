@@ -214,9 +214,7 @@ PANELS = {
 def described():
     from exp.loggers.run_logger import Description
 
-    return Description(
-        hyperparameters={"seed": 0}, metrics=[], config={"seed": 0}, texts={}, tags=[], trace=lambda: (None, ())
-    )
+    return Description(hyperparameters={"seed": 0}, metrics=[], config={"seed": 0}, texts={}, tags=[])
 
 
 def history(folder: Path) -> list[dict[str, object]]:

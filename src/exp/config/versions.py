@@ -72,6 +72,7 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.hooks.nan_guard.NanGuard": ["steps_in_flight"],
     "exp.hooks.pr_curve.PRCurve": ["positive_class", "thresholds"],
     "exp.hooks.samples.Samples": ["columns"],
+    "exp.tensorboard.logger.TensorBoardLogger": ["graph"],
 }
 
 

@@ -20,7 +20,6 @@ from exp.config.freeze import chosen_values, compared_tags
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel
-from exp.models.forward_trace import ForwardTrace
 from exp.output import tell_not_written
 
 
@@ -33,7 +32,6 @@ class Description:
     config: every value, by dotted key.
     texts: Markdown by name: the config, the command, the revision.
     tags: the user's words for it.
-    trace: gives one forward of the network on the meta device; or None, and why there is none.
     """
 
     hyperparameters: Mapping[str, Any]
@@ -41,25 +39,16 @@ class Description:
     config: Mapping[str, Any]
     texts: Mapping[str, str]
     tags: Sequence[str]
-    trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]]
 
 
-def description_of(
-    plain: Mapping[str, Any],
-    directory: Path,
-    *,
-    overrides: Sequence[str],
-    trace: Callable[[], tuple[ForwardTrace | None, Sequence[str]]],
-) -> Description:
-    """What is known of a run from its config's values, its overrides and its directory."""
-    values = chosen_values(plain, overrides)
+def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequence[str]) -> Description:
+    """Return what is known of a run from the values of its config, its overrides and its directory."""
     return Description(
-        hyperparameters=values,
+        hyperparameters=chosen_values(plain, overrides),
         metrics=compared_tags(plain),
         config=plain,
         texts=texts(directory, overrides=overrides),
         tags=[str(tag) for tag in plain["tags"]],
-        trace=trace,
     )
 
 

@@ -222,7 +222,7 @@ class Member:
             if isinstance(logger, RunLogger) and has_begun(logger, name=key):
                 self._loggers.append(logger)
         overrides = read_overrides(self.directory)
-        description = description_of(self.plain, self.directory, overrides=overrides, trace=_no_trace)
+        description = description_of(self.plain, self.directory, overrides=overrides)
         for logger in self._loggers:
             logger.describe(description)
             logger.purge(self._progress.step + 1)
@@ -513,10 +513,6 @@ class Member:
             step_ms=1000.0 * self._seconds / steps if steps else None,
             peak_memory_mib=peak_of_run().so_far() / 2**20,
         )
-
-
-def _no_trace() -> tuple[None, Sequence[str]]:
-    return None, ("the graph is not drawn of a stack",)
 
 
 def _as_known(error: BaseException) -> ExpError:

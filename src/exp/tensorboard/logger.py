@@ -23,7 +23,7 @@ from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
 from exp.tensorboard.hparams import EVENTS, UNFINISHED, declared_above, end_summary, has_begun, start_summaries
-from exp.tensorboard.summaries import Layout, graph_of, summary_value, text_value
+from exp.tensorboard.summaries import Layout, summary_value, text_value
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +40,17 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     directory: the run directory; build.py gives it.
     flush_seconds: at most this long until a value can be seen, while values come.
-    graph: whether the network is drawn in the Graphs tab.
 
     Raises RunError, from whichever call writes: the folder cannot be written, or the disk is full. What comes after
     that is dropped.
     """
 
-    def __init__(
-        self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0, graph: bool = False
-    ) -> None:
+    def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
         # As of Lightning's own: save_dir/name/version is where the events are.
         super().__init__(save_dir=str(directory), name="tensorboard", version="")
         self._writer: Experiment | None = None
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
-        self.graph = graph
         # Another process has begun this run, and has described it.
         self._is_continued = has_begun(self.directory)
         # What an earlier process wrote of steps before this one stays.
@@ -108,19 +104,11 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """The row of the HParams tab; once a run the texts, and the graph where it is wanted."""
+        """Write the row of the HParams tab; once a run the texts."""
         self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
-        if self._is_continued:
-            return
-        texts = [text_value(name, text) for name, text in description.texts.items()]
-        events = [Event(wall_time=time.time(), summary=Summary(value=texts))]
-        if self.graph:
-            trace, notes = description.trace()
-            if trace is None:
-                log.warning("the graph is left out: %s", "; ".join(notes))
-            else:
-                events.append(Event(wall_time=time.time(), graph_def=graph_of(trace).SerializeToString()))
-        self._write(events)
+        if not self._is_continued:
+            texts = [text_value(name, text) for name, text in description.texts.items()]
+            self._write([Event(wall_time=time.time(), summary=Summary(value=texts))])
 
     @rank_zero_only
     def log_hyperparams(

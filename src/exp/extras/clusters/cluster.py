@@ -1,11 +1,11 @@
-"""Jobs of a sweep that a cluster runs: each is frozen here, handed over, and read again in its run directory.
+"""Jobs of a sweep that a cluster runs: frozen here, handed over, and read again in their run directories.
 
     sweep                                        a node of the cluster
-    freeze   in a process beside this one
+    freeze   in another process
     submit   -> the cluster's queue        ->    python -m exp.worker RUN_DIR, once a rank
-    ends     <- report.json, the ranks' own words, the cluster's word for the job
+    ends     <- report.json, the failures of ranks, the cluster's word for the job
 
-What is said of a job's end is what the sweep would have said of it here.
+The end of a job is reported as if it had run on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import COMPOSITION, OUTPUT
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
-from exp.launch.failure import Failure, death, first_cause, read_failure
+from exp.launch.failure import Failure, first_cause, read_failure
 from exp.launch.job_process import Died
 from exp.launch.supervision import end_of
 from exp.run_report import Report, find_report
@@ -31,9 +31,9 @@ from exp.strategies.placement import Machine, Placement
 from exp.sweeps.executor import End, Prepare, Work
 from exp.sweeps.job import JobProcesses, dead_job, interrupted, report_bad_end
 
-# Below the run directory, as long as the job runs.
+# Folder of the run directory while the job runs.
 EXCHANGE = ".launch-cluster"
-# How long the ranks of a job that one of them has ended have to say so.
+# Time for the other ranks of a job to report after one of them ended.
 SETTLE_SECONDS = 5.0
 
 
@@ -41,7 +41,12 @@ SETTLE_SECONDS = 5.0
 class Frozen:
     """A job that can be handed over.
 
-    resume: the newest whole checkpoint of a directory that was there. settings: launch, runtime and security.
+    Args:
+        job: Number of the job.
+        directory: Run directory.
+        placement: Ranks of the job on the node.
+        resume: Newest whole checkpoint of a directory that existed before.
+        settings: The nodes launch, runtime and security of the config.
     """
 
     job: int
@@ -52,7 +57,7 @@ class Frozen:
 
     @property
     def exchange(self) -> Path:
-        """Where its ranks and the sweep tell each other."""
+        """The folder in which ranks report to the sweep."""
         return self.directory / EXCHANGE
 
 
@@ -60,8 +65,11 @@ class Frozen:
 class Submitted:
     """A job that the cluster has.
 
-    handle: the cluster's own. ended: what the cluster says of its end. since: the time at which it said so, or at which
-    the job's report did.
+    Args:
+        frozen: The job.
+        handle: The cluster's own name for it.
+        ended: The cluster's word for its end; None while it runs.
+        since: When the cluster, or the report of the job, said that it ended.
     """
 
     frozen: Frozen
@@ -110,19 +118,22 @@ def _gpus(launch: Mapping[str, Any], gpus: float | None) -> int:
 
 
 def output_of(directory: Path, rank: int) -> Path:
-    """The file of what a rank prints."""
+    """Return the file of the output of a rank."""
     return directory / (f"train.rank{rank}.log" if rank else OUTPUT)
 
 
 class ClusterExecutor(ABC):
-    """Runs works of one job each on a cluster; what a cluster does its own way is abstract here.
+    """Runs works of one job each on a cluster.
 
-    slots: jobs that are queued or run there at once. processes: starts those in which jobs are frozen.
-    prepare, gpus: as of `freeze_job`; a function that another process finds by its name.
-    poll_seconds: how often the run directories are looked at.
+    Args:
+        slots: Jobs that are queued or run at once.
+        processes: Starts the processes in which jobs are frozen.
+        prepare: See `freeze_job`; a function that another process finds by its name.
+        gpus: See `freeze_job`.
+        poll_seconds: Interval at which the run directories are read.
     """
 
-    # A node of a cluster is asked for by the job.
+    # The cluster has a node for each job.
     stacks = False
 
     def __init__(
@@ -141,31 +152,36 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _submit(self, frozen: Frozen) -> Any:
-        """Hand a job over, or find it where it was handed over by a sweep that is gone. Returns: its handle.
+        """Submit a job, or find it if an earlier sweep submitted it, and return its handle.
 
-        Raises: RunError where the cluster does not take it.
+        Raises:
+            RunError: The cluster does not take it.
         """
 
     @abstractmethod
-    def _states(self) -> Mapping[int, str]:
-        """Of the jobs of `_running` that the cluster runs no more, by their places there, its word for their end."""
+    def _states(self) -> Mapping[Any, str]:
+        """Return the cluster's word for the end of jobs in `_running` that ended, by their handles."""
 
     @abstractmethod
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
-        """Pass a signal on, as often as this is called: tasks heed it once."""
+        """Pass a signal on. Tasks act on it once, however often this is called."""
 
     @abstractmethod
     def _kill(self, jobs: list[Submitted]) -> None:
         """End jobs at once."""
 
     def start(self, work: Work) -> None:
-        """Freeze and submit a job. Raises: ConfigError for jobs that are to be trained together."""
+        """Freeze and submit a job.
+
+        Raises:
+            ConfigError: The work has several jobs to train together.
+        """
         if len(work.jobs) > 1:
             fault = Fault(
                 key="sweep.stack",
                 got=f"{len(work.jobs)} jobs in one process, on a cluster",
                 expected="jobs with a process of their own",
-                cure="Write sweep.stack=false, or leave hydra/launcher as it is",
+                cure="Write sweep.stack=false, or leave hydra/launcher unchanged",
             )
             raise ConfigError([fault])
         (job,), (config,) = work.jobs, work.configs
@@ -180,14 +196,13 @@ class ClusterExecutor(ABC):
         except Interrupted:
             raise  # a signal: the job is put back
         except ExpError as error:
-            directory = Path(config[COMPOSITION].directory)
-            report_bad_end(directory, error)
+            report_bad_end(Path(config[COMPOSITION].directory), error)
             self._failed.append(End(job=job, outcome=error))
         else:
             self._running.append(Submitted(frozen=frozen, handle=handle))
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait for the end of a job, `timeout` seconds at most, and half a second where a signal may have come."""
+        """Wait for the end of a job, at most `timeout` seconds, or half a second for signals."""
         limit = time.monotonic() + min(timeout, max(0.5, self._poll_seconds))
         while True:
             ends, self._failed = self._failed, []
@@ -206,7 +221,7 @@ class ClusterExecutor(ABC):
             self._kill(self._running)
 
     def close(self) -> None:
-        """End what is left."""
+        """End all jobs."""
         if self._running:
             self._kill(self._running)
         for submitted in self._running:
@@ -216,9 +231,9 @@ class ClusterExecutor(ABC):
     def _ended(self) -> list[End]:
         states = self._states()
         ends = []
-        for place, submitted in enumerate(list(self._running)):
-            if place in states and submitted.ended is None:
-                submitted.ended, submitted.since = states[place], None
+        for submitted in list(self._running):
+            if submitted.ended is None and submitted.handle in states:
+                submitted.ended, submitted.since = states[submitted.handle], None
             outcome = self._outcome(submitted)
             if outcome is not None:
                 self._running.remove(submitted)
@@ -227,67 +242,58 @@ class ClusterExecutor(ABC):
         return ends
 
     def _outcome(self, submitted: Submitted) -> Report | ExpError | None:
-        """What came of a job; None while it runs, and while words of its ranks may still come."""
-        frozen, directory = submitted.frozen, submitted.frozen.directory
-        report = find_report(directory)
+        """Return the outcome of a job; None while it runs, and while its ranks may still report."""
+        frozen, has_ended = submitted.frozen, submitted.ended is not None
+        report = find_report(frozen.directory)
         is_done = report is not None and report.status not in ("failed", "interrupted")
-        if submitted.since is None and (is_done or submitted.ended is not None):
+        if submitted.since is None and (is_done or has_ended):
             submitted.since = time.monotonic()
         if is_done:
-            # Its ranks leave a moment after it, and a cluster may be slow to say so.
-            return report if submitted.ended is not None or self._is_late(submitted) else None
+            # Its ranks leave a moment later, and a cluster may be slow to say so.
+            return report if has_ended or self._is_late(submitted) else None
         ranks = range(frozen.placement.world_size)
-        if submitted.ended is None and len(ranks) == 1:
-            return None
-        said = [read_failure(frozen.exchange, rank=rank) for rank in ranks]
-        failures = [failure for failure in said if failure is not None]
-        if submitted.ended is None:
-            self._end_others(submitted, failures)
+        failures = [one for rank in ranks if (one := read_failure(frozen.exchange, rank=rank)) is not None]
+        if not has_ended:
+            # A rank that died leaves others waiting for it in a collective.
+            first = min((failure.time for failure in failures if failure.kind != "interrupted"), default=math.inf)
+            if len(ranks) > 1 and time.time() > first + SETTLE_SECONDS:
+                self._kill([submitted])
             return None
         error = self._error(submitted, report, failures)
         if error is not None:
-            report_bad_end(directory, error)
+            report_bad_end(frozen.directory, error)
         return error
 
     def _is_late(self, submitted: Submitted) -> bool:
-        """Whether nothing more can be expected; on a disk that several machines share a file may come late."""
+        """Return whether no more files can be expected. On a disk that machines share, a file may come late."""
         return submitted.since is not None and time.monotonic() > submitted.since + SETTLE_SECONDS
 
-    def _end_others(self, submitted: Submitted, failures: list[Failure]) -> None:
-        """A rank that died takes its neighbours with it, which may wait for it in a collective for long."""
-        first = min((failure.time for failure in failures if failure.kind != "interrupted"), default=math.inf)
-        if time.time() > first + SETTLE_SECONDS:
-            self._kill([submitted])
-
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
-        """What ended a job that was not completed; None while words of it may still come."""
+        """Return the error of a job that was not completed; None while its ranks may still report."""
         if report is None and not failures and self._signum is None and not self._is_late(submitted):
             return None
-        directory = submitted.frozen.directory
+        directory, ranks = submitted.frozen.directory, range(submitted.frozen.placement.world_size)
         if self._signum is not None and not any(failure.kind in ("config", "known", "bug") for failure in failures):
             return interrupted(directory, self._signum)
-        if submitted.frozen.placement.world_size > 1:
-            return self._first_cause(submitted, failures)
-        if failures and failures[0].kind in ("config", "interrupted"):
-            return failures[0].error()
-        if report is not None and report.error is not None:
+        if len(ranks) > 1:
+            return _first_cause(submitted, failures)
+        kind = failures[0].kind if failures else "death"
+        if kind not in ("config", "interrupted") and report is not None and report.error is not None:
             return RunError(report.error["message"])
-        if failures and failures[0].kind != "death":
+        if kind != "death":
             return failures[0].error()
-        how = failures[0].reason if failures else submitted.ended
-        return dead_job(directory, Died(how))
+        return dead_job(directory, Died(failures[0].reason if failures else submitted.ended))
 
-    def _first_cause(self, submitted: Submitted, failures: list[Failure]) -> ExpError:
+
+def _first_cause(submitted: Submitted, failures: list[Failure]) -> ExpError:
+    """Return the error of the rank that ended first, of several ranks."""
+    # A rank that was killed with its task reports nothing, and its neighbors complain.
+    if all(failure.kind == "neighbour" for failure in failures):
         heard = {failure.rank for failure in failures}
-        # One that was killed with the process that would tell of it said nothing, and its neighbours complain.
-        if all(failure.kind == "neighbour" for failure in failures):
-            silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in heard]
-            for rank in silent[:1]:
-                told = death(rank=rank, returncode=1, detail="")
-                reason = f"ended without a word: {submitted.ended}"
-                failures = [*failures, Failure(rank=rank, time=told.time, kind="death", reason=reason)]
-        cause = first_cause(failures, silent=())
-        if cause.kind != "death":
-            return cause.error()
-        detail = end_of(output_of(submitted.frozen.directory, cause.rank))
-        return Failure(rank=cause.rank, time=cause.time, kind="death", reason=cause.reason, detail=detail).error()
+        silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in heard]
+        reason = f"ended without a word: {submitted.ended}"
+        failures = failures + [Failure(rank=rank, time=time.time(), kind="death", reason=reason) for rank in silent[:1]]
+    cause = first_cause(failures, silent=())
+    if cause.kind == "death":
+        cause = replace(cause, detail=end_of(output_of(submitted.frozen.directory, cause.rank)))
+    return cause.error()

@@ -6,10 +6,14 @@ before a job is submitted.
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import field, make_dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
 from exp.errors import Fault, is_installed
@@ -17,145 +21,76 @@ from exp.spelling import among, did_you_mean, show
 
 # The package of each launcher, which the extra of the same word installs.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
-Test = tuple[Callable[[Any], bool], str]
+COUNT = Annotated[int, Ge(1)]
+COUNT_OR_NONE = Annotated[int, Ge(0)]
+AMOUNT = Annotated[float, Gt(0)]
+SHARE = Annotated[float, Ge(0)]
+TEXT = Annotated[str, "a text", MinLen(1)]
+# SLURM's spelling of memory and of resources: 4GB, gpu:a100:2, or a plain number.
+SIZE = TEXT | COUNT
 
-
-@dataclass
-class SlurmSettings:
-    """What a job asks of SLURM. None leaves a key to the cluster; what is not here goes into additional_parameters.
-
-    cluster: slurm; local: submitit's stand-in on this machine, which tries a sweep without a cluster.
-    timeout_min: of one job. signal_delay_s: so long before it, SIGUSR1 tells the job to save.
-    max_num_timeout: how often a job that was told so is queued again, and goes on; 0: never.
-    nodes: null is launch.nodes. The tasks of a node are the ranks that launch.devices and the strategy ask for.
-    array_parallelism: jobs that are queued or run at once; sweep.jobs, where it is a number, goes before it.
-    setup: lines of the batch script before srun. additional_parameters: more of sbatch's options, {reservation: mine}.
-    """
-
-    _target_: str = SLURM
-    cluster: Any = "slurm"
-    timeout_min: Any = 60
-    nodes: Any = None
-    cpus_per_task: Any = None
-    gpus_per_node: Any = None
-    gpus_per_task: Any = None
-    cpus_per_gpu: Any = None
-    mem_gb: Any = None
-    mem_per_cpu: Any = None
-    mem_per_gpu: Any = None
-    partition: Any = None
-    account: Any = None
-    qos: Any = None
-    constraint: Any = None
-    exclude: Any = None
-    nodelist: Any = None
-    gres: Any = None
-    exclusive: Any = None
-    comment: Any = None
-    job_name: Any = "exp"
-    signal_delay_s: Any = 120
-    max_num_timeout: Any = 3
-    array_parallelism: Any = 256
-    setup: Any = field(default_factory=list)
-    srun_args: Any = field(default_factory=list)
-    additional_parameters: Any = field(default_factory=dict)
-
-
-@dataclass
-class RaySettings:
-    """What a job asks of Ray.
-
-    address: null starts Ray on this machine, for this sweep alone; auto or HOST:PORT joins a cluster.
-    num_cpus, num_gpus: of each job, 0.5 for half a one; null: a core, and the GPUs that launch.devices asks for.
-    max_jobs: jobs that are queued or run at once; null: as many as the cluster has room for.
-    """
-
-    _target_: str = RAY
-    address: Any = None
-    num_cpus: Any = None
-    num_gpus: Any = None
-    memory: Any = None
-    resources: Any = field(default_factory=dict)
-    max_jobs: Any = None
-    runtime_env: Any = field(default_factory=dict)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _or_null(test: Test) -> Test:
-    accepts, words = test
-    return lambda value: value is None or accepts(value), f"{words}, or null"
-
-
-TEXT: Test = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
-TEXTS: Test = (lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts")
-COUNT: Test = (lambda value: _is_count(value) and value >= 1, "a whole number, 1 or more")
-COUNT_OR_NONE: Test = (lambda value: _is_count(value) and value >= 0, "a whole number, 0 or more")
-AMOUNT: Test = (lambda value: _is_number(value) and value > 0, "a number above 0")
-SHARE: Test = (lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
-# SLURM's own spelling of memory and of resources: 4GB, gpu:a100:2, or a plain number.
-SIZE: Test = (lambda value: TEXT[0](value) or COUNT[0](value), "a size as SLURM writes it, such as 4GB")
-PLAIN: Test = (
-    lambda value: (
-        isinstance(value, dict)
-        and all(
-            isinstance(name, str) and (TEXT[0](one) or _is_number(one) or one is True) for name, one in value.items()
-        )
-    ),
-    "options by name, each with a text, a number or true",
-)
-AMOUNTS: Test = (
-    lambda value: (
-        isinstance(value, dict) and all(isinstance(name, str) and SHARE[0](one) for name, one in value.items())
-    ),
-    "numbers by name",
-)
-MAPPING: Test = (lambda value: isinstance(value, dict), "keys and values")
-
-TESTS: Mapping[str, Mapping[str, Test]] = {
+# The default and the kind of each setting. None leaves a setting to the cluster.
+SETTINGS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
     SLURM: {
-        "cluster": (lambda value: value in ("slurm", "local"), "slurm or local"),
-        "timeout_min": AMOUNT,
-        "signal_delay_s": COUNT_OR_NONE,
-        "max_num_timeout": COUNT_OR_NONE,
-        "array_parallelism": COUNT,
-        "job_name": TEXT,
-        "setup": TEXTS,
-        "srun_args": TEXTS,
-        "additional_parameters": PLAIN,
-        "gpus_per_node": _or_null(COUNT_OR_NONE),
-        "mem_gb": _or_null(AMOUNT),
-        **dict.fromkeys(("nodes", "cpus_per_task", "cpus_per_gpu"), _or_null(COUNT)),
-        **dict.fromkeys(("gpus_per_task", "mem_per_cpu", "mem_per_gpu"), _or_null(SIZE)),
-        "exclusive": _or_null((lambda value: isinstance(value, bool) or TEXT[0](value), "true, or user or mcs")),
-        **dict.fromkeys(
-            ("partition", "account", "qos", "constraint", "exclude", "nodelist", "gres", "comment"), _or_null(TEXT)
-        ),
+        # local: submitit's stand-in on this machine, to try a sweep without a cluster.
+        "cluster": ("slurm", Literal["slurm", "local"]),
+        "timeout_min": (60, AMOUNT),
+        # Seconds before the end of its time at which SIGUSR1 tells a job to save.
+        "signal_delay_s": (120, COUNT_OR_NONE),
+        # How often a job that was told so is queued again and resumes.
+        "max_num_timeout": (3, COUNT_OR_NONE),
+        # Jobs that are queued or run at once. A number in sweep.jobs takes precedence.
+        "array_parallelism": (256, COUNT),
+        # None is launch.nodes. The tasks of a node are the ranks that launch.devices and the strategy ask for.
+        "nodes": (None, COUNT | None),
+        "gpus_per_node": (None, COUNT_OR_NONE | None),
+        "mem_gb": (None, AMOUNT | None),
+        **dict.fromkeys(("cpus_per_task", "cpus_per_gpu"), (None, COUNT | None)),
+        **dict.fromkeys(("gpus_per_task", "mem_per_cpu", "mem_per_gpu"), (None, SIZE | None)),
+        **dict.fromkeys(("partition", "account", "qos", "constraint"), (None, TEXT | None)),
+        **dict.fromkeys(("exclude", "nodelist", "gres", "comment"), (None, TEXT | None)),
+        "exclusive": (None, bool | TEXT | None),
+        "job_name": ("exp", TEXT),
+        # Lines of the batch script before srun.
+        "setup": ([], list[str]),
+        "srun_args": ([], list[str]),
+        # More options of sbatch, such as {reservation: mine}.
+        "additional_parameters": ({}, dict[str, Any]),
     },
     RAY: {
-        "address": _or_null(TEXT),
-        "num_cpus": _or_null(SHARE),
-        "num_gpus": _or_null(SHARE),
-        "memory": _or_null(COUNT),
-        "resources": AMOUNTS,
-        "max_jobs": _or_null(COUNT),
-        "runtime_env": MAPPING,
+        # None starts Ray on this machine for this sweep; auto or HOST:PORT joins a cluster.
+        "address": (None, TEXT | None),
+        # Of each job, 0.5 for half of one. None: a core a rank, and the GPUs that launch.devices asks for.
+        **dict.fromkeys(("num_cpus", "num_gpus"), (None, SHARE | None)),
+        "resources": ({}, dict[str, Annotated[float, Ge(0)]]),
+        # Jobs that are queued or run at once. None: as many as the cluster has room for.
+        "max_jobs": (None, COUNT | None),
     },
 }
-# What exp gives sbatch itself.
+
+
+def _settings(name: str, target: str) -> type[Any]:
+    """Return the dataclass of a launcher, whose fields take anything."""
+    fields: list[tuple[str, Any, Any]] = [("_target_", Any, field(default=target))]
+    for key, (default, _) in SETTINGS[target].items():
+        is_mutable = isinstance(default, list | dict)
+        own = field(default_factory=partial(copy.copy, default)) if is_mutable else field(default=default)
+        fields.append((key, Any, own))
+    return make_dataclass(name, fields)
+
+
+SlurmSettings = _settings("SlurmSettings", SLURM)
+RaySettings = _settings("RaySettings", RAY)
+# Options of sbatch that exp gives itself.
 OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error", "signal", "open-mode", "requeue")
 
 
 def launcher_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the errors of hydra.launcher, of which `_target_` is SLURM or RAY."""
+    from exp.check.kinds import fits, worded
+
     target = settings["_target_"]
-    word, package = CLUSTERS[target].word, PACKAGES[target]
+    word, package, known = CLUSTERS[target].word, PACKAGES[target], SETTINGS[target]
     if not is_installed(package):
         yield Fault(
             key="hydra/launcher",
@@ -163,52 +98,46 @@ def launcher_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
             expected="the package, which an extra of exp brings",
             cure=f"pip install 'exp-framework[{word}]'",
         )
-    tests = TESTS[target]
-    for name in settings:
-        if name != "_target_" and name not in tests:
+    wrong = set()
+    for name, value in settings.items():
+        if name != "_target_" and name not in known:
             yield Fault(
                 key=f"hydra.launcher.{name}",
                 got=f"hydra/launcher={word} has no such key",
-                expected=f"one of {among(tests, word=name)}",
-                cure=did_you_mean(name, tests),
+                expected=f"one of {among(known, word=name)}",
+                cure=did_you_mean(name, known),
             )
-    for name, (accepts, words) in tests.items():
-        if not accepts(settings[name]):
-            yield Fault(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=words)
+        elif name != "_target_" and not fits(value, known[name][1]):
+            wrong.add(name)
+            yield Fault(key=f"hydra.launcher.{name}", got=show(value), expected=worded(known[name][1]))
     if target == SLURM:
-        yield from _slurm_faults(settings)
+        yield from (fault for name, fault in _slurm_faults(settings, wrong) if name not in wrong)
 
 
-def _slurm_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
-    missing = [] if settings["cluster"] == "local" else [name for name in ("sbatch", "srun") if not shutil.which(name)]
-    if settings["cluster"] == "slurm" and missing:
-        yield Fault(
-            key="hydra.launcher.cluster",
-            got=f"slurm, on a machine without {' and '.join(missing)}",
-            expected="a machine that can submit to SLURM",
-            cure="Start it on a login node, or try it here with hydra.launcher.cluster=local",
+def _slurm_faults(settings: Mapping[str, Any], wrong: set[str]) -> Iterator[tuple[str, Fault]]:
+    """Yield errors of settings that have the right kind, by the setting."""
+    is_local = settings["cluster"] == "local"
+    missing = [name for name in ("sbatch", "srun") if not shutil.which(name)]
+    if not is_local and missing:
+        yield (
+            "cluster",
+            Fault(
+                key="hydra.launcher.cluster",
+                got=f"slurm, on a machine without {' and '.join(missing)}",
+                expected="a machine that can submit to SLURM",
+                cure="Start it on a login node, or try it here with hydra.launcher.cluster=local",
+            ),
         )
-    if settings["cluster"] == "local" and _is_count(settings["nodes"]) and settings["nodes"] > 1:
-        yield Fault(
-            key="hydra.launcher.nodes",
-            got=f"{settings['nodes']}, with cluster=local",
-            expected="1: this machine",
-        )
+    if is_local and settings["nodes"] not in (None, 1):
+        got = f"{settings['nodes']}, with cluster=local"
+        yield "nodes", Fault(key="hydra.launcher.nodes", got=got, expected="1: this machine")
     timeout, delay = settings["timeout_min"], settings["signal_delay_s"]
-    if AMOUNT[0](timeout) and COUNT_OR_NONE[0](delay) and delay >= 60 * timeout:
-        yield Fault(
-            key="hydra.launcher.signal_delay_s",
-            got=f"{delay}, with timeout_min={timeout}",
-            expected=f"less than the {60 * timeout:g} s of a job",
-        )
+    if wrong.isdisjoint({"timeout_min", "signal_delay_s"}) and delay >= 60 * timeout:
+        got, expected = f"{delay}, with timeout_min={timeout}", f"less than the {60 * timeout:g} s of a job"
+        yield "signal_delay_s", Fault(key="hydra.launcher.signal_delay_s", got=got, expected=expected)
     own = settings["additional_parameters"]
     for name in own if isinstance(own, dict) else ():
-        plain = str(name).replace("_", "-")
-        if plain in OWN_OPTIONS:
-            cure = None if plain != "signal" else "Write hydra.launcher.signal_delay_s"
+        if name.replace("_", "-") in OWN_OPTIONS or name.replace("-", "_") in SETTINGS[SLURM]:
             key = f"hydra.launcher.additional_parameters.{name}"
-            yield Fault(key=key, got=show(own[name]), expected="options that exp does not give itself", cure=cure)
-        elif str(name).replace("-", "_") in TESTS[SLURM]:
-            key = f"hydra.launcher.additional_parameters.{name}"
-            cure = f"Write hydra.launcher.{str(name).replace('-', '_')}={own[name]}"
-            yield Fault(key=key, got=show(own[name]), expected="options that have no key of their own", cure=cure)
+            expected = f"options without a key below hydra.launcher, and none of {', '.join(OWN_OPTIONS)}"
+            yield "additional_parameters", Fault(key=key, got=show(own[name]), expected=expected)

@@ -104,8 +104,6 @@ class RayExecutor(ClusterExecutor):
         # Nothing of a sweep is told to whoever wrote Ray.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._settings["runtime_env"]:
-            given["runtime_env"] = dict(self._settings["runtime_env"])
         if address is None:
             given |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
@@ -151,24 +149,22 @@ class RayExecutor(ClusterExecutor):
         if gpus is None:
             gpus = placed.world_size * placed.layers if placed.accelerator == "cuda" else 0
         cpus = placed.world_size if settings["num_cpus"] is None else settings["num_cpus"]
-        memory = {} if settings["memory"] is None else {"memory": settings["memory"]}
-        return {"CPU": cpus, "GPU": gpus, **memory, **settings["resources"]}
+        return {"CPU": cpus, "GPU": gpus, **settings["resources"]}
 
     def _submit(self, frozen: Frozen) -> Any:
         # What an attempt before this one left is not what comes of this one.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         asked = self._asked(frozen)
-        named = {"num_cpus": asked.pop("CPU"), "num_gpus": asked.pop("GPU"), "memory": asked.pop("memory", None)}
-        options = {name: count for name, count in named.items() if count is not None}
-        task = self._task.options(**options, resources=asked, max_retries=0, name=f"job {frozen.job}")
+        cpus, gpus, name = asked.pop("CPU"), asked.pop("GPU"), f"job {frozen.job}"
+        task = self._task.options(num_cpus=cpus, num_gpus=gpus, resources=asked, max_retries=0, name=name)
         return task.remote(frozen, os.getcwd(), import_path())
 
-    def _states(self) -> Mapping[int, str]:
+    def _states(self) -> Mapping[Any, str]:
         if not self._running:
             return {}
         handles = [submitted.handle for submitted in self._running]
         ready, _ = self._ray.wait(handles, num_returns=len(handles), timeout=0)
-        return {handles.index(handle): "ended" for handle in ready}
+        return dict.fromkeys(ready, "ended")
 
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
         try:

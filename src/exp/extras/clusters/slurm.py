@@ -13,9 +13,8 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from exp.sweeps.job import JobProcesses
 log = logging.getLogger(__name__)
 
 FOLDER = "submitit"
-# States of SLURM in which a job may still come to run; every other one is an end.
+# States of SLURM in which a job may still run; every other one is an end.
 ALIVE = (
     *("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "REQUEUED"),
     *("REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -41,18 +40,13 @@ UNKNOWN = "UNKNOWN"
 WORDS = {
     "TIMEOUT": "reached the time limit of SLURM (hydra.launcher.timeout_min)",
     "OUT_OF_MEMORY": "ran out of the memory that SLURM gave it (hydra.launcher.mem_gb)",
-    "NODE_FAIL": "ended with its node, which failed",
-    "PREEMPTED": "was preempted by another job of SLURM",
-    "CANCELLED": "was cancelled in SLURM",
-    "BOOT_FAIL": "never began: its node did not boot",
-    "DEADLINE": "was ended by SLURM at its deadline",
-    UNKNOWN: "ended, and SLURM knows it no longer",
 }
+# States after which SLURM may queue a job again.
 DOUBTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", UNKNOWN)
 SQUEUE_SECONDS = 5.0
 SIGNAL_SECONDS = 2.0
 LOCAL_POLL, SLURM_POLL = 0.1, 1.0
-# The keys of hydra.launcher that submitit gives sbatch under the same name.
+# Settings that submitit gives sbatch under the same name.
 OPTIONS = (
     *("cpus_per_task", "gpus_per_task", "cpus_per_gpu", "mem_per_cpu", "mem_per_gpu", "partition", "account"),
     *("qos", "constraint", "exclude", "nodelist", "gres", "exclusive", "comment", "job_name", "signal_delay_s"),
@@ -69,6 +63,8 @@ class SlurmExecutor(ClusterExecutor):
     def __init__(
         self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
+        # The signal before the end of a job's time. By default submitit sends SIGUSR2.
+        os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
         self._settings = settings
         self._is_local = settings["cluster"] == "local"
         most = min(settings["array_parallelism"], os.cpu_count() or 1) if self._is_local else None
@@ -84,10 +80,7 @@ class SlurmExecutor(ClusterExecutor):
         self._submissions: dict[str, Any] = {}
 
     def _check(self, frozen: Frozen) -> None:
-        nodes, wanted = self._settings["nodes"], frozen.placement.nodes
-        if self._is_local and wanted > 1:
-            fault = Fault(key="launch.nodes", got=f"{wanted}, with hydra.launcher.cluster=local", expected="1")
-            raise ConfigError([fault])
+        nodes, wanted = 1 if self._is_local else self._settings["nodes"], frozen.placement.nodes
         if nodes is not None and wanted not in (1, nodes):
             fault = Fault(
                 key="hydra.launcher.nodes",
@@ -112,16 +105,15 @@ class SlurmExecutor(ClusterExecutor):
         cpus = threads if threads is not None else self._settings["cpus_per_task"]
         executor = self._submitit(frozen, folder)
         try:
-            with _signal_before_the_end(), _without_the_terminal(is_local=self._is_local):
-                job = executor.submit(
-                    run_task,
-                    directory=str(frozen.directory),
-                    exchange=str(frozen.exchange),
-                    outputs=[str(output_of(frozen.directory, rank)) for rank in range(frozen.placement.world_size)],
-                    folders=import_path(),
-                    arguments=arguments,
-                    cpus=cpus,
-                )
+            job = executor.submit(
+                run_task,
+                directory=str(frozen.directory),
+                exchange=str(frozen.exchange),
+                outputs=[str(output_of(frozen.directory, rank)) for rank in range(frozen.placement.world_size)],
+                folders=import_path(),
+                arguments=arguments,
+                cpus=cpus,
+            )
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             raise RunError(f"the job was not submitted: {str(error).strip() or type(error).__name__}") from error
         self._submissions[job.job_id] = job
@@ -161,7 +153,7 @@ class SlurmExecutor(ClusterExecutor):
         )
         return executor
 
-    def _states(self) -> Mapping[int, str]:
+    def _states(self) -> Mapping[Any, str]:
         if self._signum is not None and not self._is_killed and time.monotonic() > self._signalled + SIGNAL_SECONDS:
             # A task that had just begun was not listening.
             self._signal(self._running, self._signum)
@@ -169,9 +161,11 @@ class SlurmExecutor(ClusterExecutor):
             return {}
         ids = [submitted.handle for submitted in self._running]
         if self._is_local:
-            folders = [submitted.frozen.directory / FOLDER for submitted in self._running]
-            alive = [self._is_alive(job, folder) for job, folder in zip(ids, folders, strict=True)]
-            return {place: "ended without a word" for place, lives in enumerate(alive) if not lives}
+            return {
+                submitted.handle: "ended without a word"
+                for submitted in self._running
+                if not self._is_alive(submitted.handle, submitted.frozen.directory / FOLDER)
+            }
         if time.monotonic() < self._asked + SQUEUE_SECONDS:
             return {}
         said, self._asked = _squeue(ids), time.monotonic()
@@ -183,7 +177,7 @@ class SlurmExecutor(ClusterExecutor):
         doubted = {job for job, state in over.items() if state in DOUBTED}
         sure = {job: state for job, state in over.items() if job not in doubted or job in self._doubted}
         self._doubted = doubted
-        return {ids.index(job): _words(state) for job, state in sure.items()}
+        return {job: WORDS.get(state, f"ended in SLURM as {state}") for job, state in sure.items()}
 
     def _is_alive(self, job: str, folder: Path) -> bool:
         if not self._is_local:
@@ -216,15 +210,10 @@ class SlurmExecutor(ClusterExecutor):
         for job in ids:
             with contextlib.suppress(psutil.Error):
                 controller = psutil.Process(int(job))
-                for process in [controller, *controller.children(recursive=True)]:
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-            if job in self._submissions:
-                _reap(self._submissions[job])
-
-
-def _words(state: str) -> str:
-    return WORDS.get(state, f"ended without a word, and is {state} in SLURM")
+                processes = [controller, *controller.children(recursive=True)]
+                for process in processes:
+                    process.kill()
+                psutil.wait_procs(processes, timeout=5.0)
 
 
 def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
@@ -245,40 +234,3 @@ def _scancel(*arguments: str) -> None:
     # Of a job that has ended meanwhile it complains.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["scancel", *arguments], capture_output=True, timeout=60, check=False)
-
-
-def _reap(job: Any) -> None:
-    """Wait for a process of submitit's that was killed."""
-    limit = time.monotonic() + 5.0
-    while not job.done() and time.monotonic() < limit:
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def _signal_before_the_end() -> Iterator[None]:
-    """Let submitit announce the end of a job's time by the signal that exp answers; its own is SIGUSR2."""
-    name = "SUBMITIT_PREEMPT_SIGNAL"
-    kept = os.environ.get(name)
-    os.environ[name] = "USR1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if kept is not None:
-            os.environ[name] = kept
-
-
-@contextlib.contextmanager
-def _without_the_terminal(*, is_local: bool) -> Iterator[None]:
-    """Keep the terminal's Ctrl-C from submitit's controller, which would kill a job a second later.
-
-    It inherits that the signal is ignored; the sweep passes its own on.
-    """
-    if not is_local or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, kept)

@@ -101,8 +101,8 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
         ("return x.flaten(1)", "`.flaten` is not on the list; expected `flatten`"),
         ("return x * finfo(x.dtype)", "the limits of a dtype are used as a value"),
         ("return finfo(x.dtype).dtype", "this value has no attribute `.dtype`"),
-        ("return x.max", "this value has no attribute `.max`"),
-        ("y = x.values\nreturn y(x)", "a tensor is called"),
+        ("return x.max", "a method is used as a value"),
+        ("y = x.values\nreturn y(x)", "is not callable"),
     ],
 )  # fmt: skip
 def test_what_is_left_out_is_refused_with_the_reason(text: str, words: str) -> None:
@@ -123,8 +123,6 @@ def test_what_is_left_out_is_refused_with_the_reason(text: str, words: str) -> N
         "assert x.size(0) > 0, f'{x.__class__}'\nreturn x",
         "assert open('f'), 'a'\nreturn x",
         "assert training or head.forward, 'a'\nreturn head(x)",
-        "assert x.shape[0] == 3 or head, 'a'\nreturn head(x)",
-        "assert x.ndim == 2, f'{head}'\nreturn head(x)",
     ],
 )
 def test_the_wall_stands(text: str) -> None:

@@ -1,9 +1,9 @@
 """Compile a checked forward program to functions, with Python's compiler on its syntax tree, in a closed namespace.
 
-One tree gives two functions. The guarded one has a guard around each operation, and models/trial.py runs it on
-stand-ins. The plain one runs on tensors: it is the program as it is written, after a line for each layer that reads it
-from the `_modules` table. That is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__, and
-finds a layer that was replaced, moved or wrapped later.
+One tree gives two functions. The guarded one bounds what the program computes of constants, and models/trial.py runs it
+on stand-ins. The plain one runs on tensors: it is the program as it is written, after a line for each layer that reads
+it from the `_modules` table. That is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__,
+and finds a layer that was replaced, moved or wrapped later.
 
 The nodes keep the places of the program, so a traceback shows its lines.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import hashlib
 import linecache
 import math
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 
 from exp.models import vocabulary
 from exp.models.program import Program
-from exp.models.stand_ins import Function
+from exp.models.stand_ins import Listed
 from exp.models.syntax import prefix_of
-from exp.models.trial import GUARDS, Scalar, Shape, try_out
+from exp.models.trial import GUARDS, Scalar, try_out
 
 FILE_PREFIX = "<forward program "
 
@@ -72,8 +71,14 @@ def compile_forward(
         ProgramError: With the line and column of the program.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
-    guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
-    try_out(program, _code(program, [*prologue, *guarded.body()]), guarded.functions, held, MODE)
+    guarded, plain = _Guarded(program, asserts=True), _Plain(program, asserts=asserts)
+    try_out(
+        program,
+        _code(program, [*prologue, *guarded.body()]),
+        {_LISTED: Listed("list", "builtins"), **guarded.functions},
+        held,
+        MODE,
+    )
     code = _code(program, [*prologue, *plain.body()])
     # torch.compile asks for Python's builtins. The trial, which had none, read no name that is not here.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
@@ -162,7 +167,7 @@ class _Compiled(ast.NodeTransformer):
         if home in _HOMES and not hasattr(_HOMES[home], name):
             raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function that it has")
         is_value = vocabulary.is_value(name, home)
-        self.functions[key] = getattr(_HOMES[home], name) if is_value else Function(name, home)
+        self.functions[key] = getattr(_HOMES[home], name) if is_value else Listed(name, home)
         return ast.copy_location(_load(key), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -213,101 +218,42 @@ class _Plain(_Compiled):
         return ast.copy_location(ast.Call(ast.copy_location(_load(_LISTED), node), [changed], []), node)
 
 
-class _Guarded(_Compiled):
-    """Calls a method of trial.Guards for each operation, at the operation's place."""
+class _Guarded(_Plain):
+    """Calls a method of trial.Trial at the place of each operation that could compute without limit."""
 
-    def guard(self, name: str, node: ast.AST, *operands: ast.expr | Scalar | Shape) -> ast.Call:
-        """Return a call of a guard. Its operands are visited here; constants are operands, too."""
-        function = ast.copy_location(_load(f"{GUARDS}.{name}"), node)
-        arguments = [self.visit(one) if isinstance(one, ast.expr) else self.constant(one, node) for one in operands]
-        return ast.copy_location(ast.Call(function, arguments, []), node)
-
-    def constant(self, value: Scalar | Shape, node: ast.AST) -> ast.expr:
-        if isinstance(value, tuple):
-            return ast.copy_location(ast.Tuple([self.constant(part, node) for part in value], ast.Load()), node)
-        return ast.copy_location(ast.Constant(value), node)
-
-    # -- statements --
-
-    def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
-        if len(node.targets) == 1:
-            return self.assignment(node.targets[0], self.visit(node.value), node)
-        stored = ast.copy_location(ast.Name(_VALUE, ast.Store()), node)
-        first = ast.copy_location(ast.Assign([stored], self.visit(node.value)), node)
-        value = ast.copy_location(_load(_VALUE), node)
-        return [first, *(self.assignment(target, value, node) for target in node.targets)]
-
-    def assignment(self, target: ast.expr, value: ast.expr, node: ast.stmt) -> ast.stmt:
-        if isinstance(target, ast.Tuple | ast.List):
-            unpack = self.guard("unpack", target, None, _shape(target))
-            unpack.args[0] = value
-            value = unpack
-        return ast.copy_location(ast.Assign([self.visit(target)], value), node)
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        statements = sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1
-        rounds = self.guard("rounds", node.iter, node.iter, _shape(node.target), statements)
-        node.iter = self.constant(None, node.iter)  # the guard's operand is visited already
-        self.generic_visit(node)
-        node.iter = rounds
-        return node
-
-    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
-        node.iter = self.guard("rounds", node.iter, node.iter, _shape(node.target), 1)
-        node.target, node.ifs = self.visit(node.target), [self.visit(test) for test in node.ifs]
-        return node
+    def guard(self, name: str, node: ast.AST, *operands: ast.expr | str) -> ast.Call:
+        """Return a call of a guard. Its operands are visited here."""
+        arguments = [
+            self.visit(one) if isinstance(one, ast.expr) else ast.copy_location(ast.Constant(one), node)
+            for one in operands
+        ]
+        return ast.copy_location(ast.Call(ast.copy_location(_load(f"{GUARDS}.{name}"), node), arguments, []), node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        message: ast.expr = node.msg or ast.copy_location(ast.Constant(None), node)
-        leaves = [*_leaves(node.test), *_leaves(message)]
         nothing = ast.arguments([], [], None, [], [], None, [])
         call = self.guard("asserted", node)
-        operands = ast.Tuple([self.visit(copy.deepcopy(one)) for one in leaves], ast.Load())
-        deferred = [ast.Lambda(nothing, self.visit(one)) for one in (node.test, message)]
-        call.args = [ast.copy_location(one, node) for one in (operands, *deferred)]
+        for one in (node.test, node.msg or ast.copy_location(ast.Constant(None), node)):
+            call.args.append(ast.copy_location(ast.Lambda(nothing, self.visit(one)), node))
         return ast.copy_location(ast.Expr(call), node)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt:
         node.value = self.guard("result", node, *([node.value] if node.value else []))
         return node
 
-    # -- expressions --
-
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         return self.guard("binary", node, type(node.op).__name__, node.left, node.right)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        return self.guard("unary", node, type(node.op).__name__, node.operand)
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        kinds = tuple(type(one).__name__ for one in node.ops)
-        return self.guard("compare", node, kinds, node.left, *node.comparators)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return self.prefixed(node) or self.guard("attribute", node, node.value, node.attr)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        function = node.func
-        if isinstance(function, ast.Attribute) and self.prefixed(function) is None:
-            call = self.guard("method", node, function.value, function.attr, *node.args)
-        else:
-            call = self.guard("call", node, function, *node.args)
-        call.keywords = [self.visit(keyword) for keyword in node.keywords]
-        return call
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        if isinstance(node.ctx, ast.Load):
-            return self.guard("item", node, node.value, node.slice)
-        owner = self.visit(node.value)
-        node.slice = self.guard("place", node, node.value, node.slice)
-        node.value = owner
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops):
+            return self.generic_visit(node)
+        node.left = self.guard("operand", node.left, node.left)
+        node.comparators = [self.guard("operand", one, one) for one in node.comparators]
         return node
 
-    def visit_Slice(self, node: ast.Slice) -> ast.expr:
-        return self.guard("slice", node, node.lower, node.upper, node.step)
-
-    def visit_Starred(self, node: ast.Starred) -> ast.expr:
-        node.value = self.guard("spread", node, node.value)
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        is_read = isinstance(node.ctx, ast.Load)
+        node.value = self.visit(node.value)
+        node.slice = self.guard("index" if is_read else "key", node.slice, node.slice)
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.expr:
@@ -315,34 +261,14 @@ class _Guarded(_Compiled):
         node.values = [self.visit(value) for value in node.values]
         return node
 
-    def visit_DictComp(self, node: ast.DictComp) -> ast.AST:
-        key = self.guard("key", node.key, node.key)
-        node.key = self.constant(None, node.key)
-        self.generic_visit(node)
-        node.key = key
+    def visit_DictComp(self, node: ast.DictComp) -> ast.expr:
+        node.key, node.value = self.guard("key", node.key, node.key), self.visit(node.value)
+        node.generators = [self.visit(one) for one in node.generators]
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        return self.guard("text", node, *_leaves(node))
-
-
-def _leaves(node: ast.expr) -> list[ast.expr]:
-    """Return the parts of an assertion or f-string whose values it compares or shows."""
-    match node:
-        case ast.BoolOp():
-            return [leaf for value in node.values for leaf in _leaves(value)]
-        case ast.UnaryOp(op=ast.Not()):
-            return _leaves(node.operand)
-        case ast.Compare():
-            return [node.left, *node.comparators]
-        case ast.JoinedStr():
-            return [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-    return [node]
-
-
-def _shape(target: ast.expr) -> Shape:
-    """Return how the variables of an assignment nest."""
-    return tuple(map(_shape, target.elts)) if isinstance(target, ast.Tuple | ast.List) else ""
+        parts = [one.value if isinstance(one, ast.FormattedValue) else one for one in node.values]
+        return self.guard("text", node, *parts)
 
 
 # -- the listed functions in a run --
@@ -350,7 +276,7 @@ def _shape(target: ast.expr) -> Shape:
 
 def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
     """Return the function or value of a listed name: torch's, Python's, or the config's."""
-    if not isinstance(found, Function):
+    if not isinstance(found, Listed):
         return found
     if found.home == GIVEN:
         return given[found.name]

@@ -1,130 +1,212 @@
-"""Stand-ins for what a forward program works on: its layers, and the values that only a run knows."""
+"""Stand-ins for what a forward program works on: its layers, its functions, and the values that only a run knows.
+
+They do what the program asks of them by Python's own protocols, and report to a trial what no run may do. A program can
+write no name that begins with an underscore, so their own attributes begin with one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dis
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from exp.models.syntax import nearest_or
-from exp.models.vocabulary import PARAMETER_ATTRIBUTES
+from exp.models.syntax import INSTEAD_OF_WRITING, nearest_or
+from exp.models.vocabulary import ATTRIBUTES, LIMIT_ATTRIBUTES, METHODS, PARAMETER_ATTRIBUTES, RESULTS
 
 COMPUTABLE = "what a forward program can compute before the run"
 
 _SEQUENCES = (nn.ModuleList, nn.ParameterList, nn.Sequential)
 _MAPPINGS = (nn.ModuleDict, nn.ParameterDict)
 _NOT_CALLABLE = (nn.ModuleList, nn.ParameterList, nn.ModuleDict, nn.ParameterDict)
+_UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
 
-class Refusal(ValueError):
-    """An error of a program at the place that is being run."""
+class Undecided(Exception):
+    """A condition of an assertion that only a run knows."""
 
-    def __init__(self, message: str, expected: str = COMPUTABLE) -> None:
-        super().__init__(message)
-        self.expected = expected
+
+class Reporter(Protocol):
+    """What stand-ins report to."""
+
+    is_asserting: bool
+
+    def refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
+        """Keep an error at the place of the program that runs. Returns what the operation gives instead."""
+
+    def computed(self, *operands: object, **named: object) -> Unknown:
+        """Return the result of an operation on tensors or of a layer, after a look at its operands."""
+
+    def called(self, function: Function, arguments: tuple[Any, ...], named: dict[str, object]) -> object:
+        """Return the result of a listed function."""
 
 
 class Unknown:
     """A value that only a run knows: a tensor, a size of one, or the output of a layer."""
 
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def __getattr__(self, name: str) -> object:
+        if name in METHODS:
+            return self._reporter.computed
+        if name in ATTRIBUTES | RESULTS:
+            return self
+        if name.startswith("_"):  # Python's own
+            raise AttributeError(name)
+        return self._reporter.refuse(f"this value has no attribute `.{name}`", "a tensor or a layer before it")
+
     def __bool__(self) -> bool:
+        if self._reporter.is_asserting:
+            raise Undecided
         message = "a condition that is known only while the network runs"
-        raise Refusal(message, "a constant, or where(condition, a, b) on tensors")
+        self._reporter.refuse(message, "a constant, or where(condition, a, b) on tensors; ~ instead of not")
+        return True
 
     def __iter__(self) -> Iterator[object]:
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        code, place = frame.f_back.f_code.co_code, frame.f_back.f_lasti
+        if code[place] == _UNPACK:  # `a, b = x`: only a run knows how many there are
+            return iter([self] * code[place + 1])
         message = "a loop over a tensor, whose length is known only while the network runs"
-        raise Refusal(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
+        self._reporter.refuse(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
+        return iter(())
 
+    def __getitem__(self, index: object) -> Unknown:
+        return self._reporter.computed(index)
 
-UNKNOWN = Unknown()
+    def __setitem__(self, index: object, value: object) -> None:
+        self._reporter.refuse("an assignment into this tensor", INSTEAD_OF_WRITING)
 
+    def __len__(self) -> int:
+        self._reporter.refuse("`len` of a tensor; `x.shape[0]` is its length")
+        return 0
 
-class Limits:
-    """The result of finfo and iinfo: numbers by name, which no operation takes as a whole."""
+    def __index__(self) -> int:
+        self._reporter.refuse("an index that is known only while the network runs", "an integer")
+        return 0
 
-    def __bool__(self) -> bool:
-        raise Refusal("a condition on the limits of a dtype", "a constant")
+    def _same(self, *_: object) -> Unknown:
+        return self
 
-
-LIMITS = Limits()
+    __neg__ = __pos__ = __invert__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = _same
+    __eq__ = __ne__ = _same  # type: ignore[assignment]  # of tensors the result is a tensor
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, eq=False)
-class Function:
+class Limits:
+    """The result of finfo and iinfo: numbers by name, which no operation takes as a whole."""
+
+    _reporter: Reporter
+
+    def __getattr__(self, name: str) -> Unknown:
+        if name in LIMIT_ATTRIBUTES:
+            return self._reporter.computed()
+        return self._reporter.refuse(f"this value has no attribute `.{name}`", "a limit, such as .min")
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
     """A listed function: its name in the program, and the module that it is taken from."""
 
     name: str
     home: str
 
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A listed function in a trial."""
+
+    _listed: Listed
+    _reporter: Reporter
+
     def __bool__(self) -> bool:
-        raise Refusal(f"a condition on `{self.name}`", "a constant")
+        self._reporter.refuse(f"a condition on `{self._listed.name}`", "a constant")
+        return True
+
+    def __call__(self, *arguments: Any, **named: object) -> object:
+        return self._reporter.called(self, arguments, named)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of the network. `path` is its name in the state dict, `linears.0`."""
+    """A layer of the network. `_path` is its name in the state dict, `linears.0`."""
 
-    path: str
-    module: nn.Module
+    _path: str
+    _module: nn.Module
+    _reporter: Reporter
+
+    def __call__(self, *inputs: object, **named: object) -> object:
+        if isinstance(self._module, _NOT_CALLABLE):
+            return self._refuse("is called", "a layer or a listed function before the parenthesis")
+        return self._reporter.computed(*inputs, **named)
+
+    def __getattr__(self, name: str) -> object:
+        """Return the stand-in of a sublayer or tensor, or a method of a dict of layers."""
+        if name.startswith("_"):  # Python's own
+            raise AttributeError(name)
+        if isinstance(self._module, _MAPPINGS) and name in ("items", "keys", "values"):
+            method: Callable[..., object] = getattr(self._entries, name)
+            return method
+        held = getattr(self._module, name, self)
+        if isinstance(held, nn.Module | Tensor) or (held is None and name in PARAMETER_ATTRIBUTES):
+            return stand_in(f"{self._path}.{name}", held, self._reporter)
+        return self._refuse(f"has no layer or parameter `{name}`")
 
     def __bool__(self) -> bool:
-        raise Refusal(f"a condition on `{self.path}`, a layer", "a constant")
+        self._refuse("is a condition", "a constant")
+        return True
 
     def __len__(self) -> int:
-        return len(self.entries if isinstance(self.module, _MAPPINGS) else self.elements)
+        return len(self._entries or self._elements)
 
     def __iter__(self) -> Iterator[object]:
         """Iterate as the layer does: over the layers of a list, or the keys of a dict."""
-        return iter(self.entries if isinstance(self.module, _MAPPINGS) else self.elements)
+        return iter(self._entries or self._elements)
 
     def __getitem__(self, index: object) -> object:
         """Return the stand-in of `linears[0]`, `linears[1:]` or `heads["main"]`."""
-        if isinstance(self.module, _MAPPINGS):
-            if isinstance(index, str) and index in self.entries:
-                return self.entries[index]
-            expected = nearest_or(str(index), self.entries, otherwise=f"one of {', '.join(self.entries)}")
-            raise Refusal(f"`{self.path}` has no {index!r}; it has {expected}")
+        if isinstance(self._module, _MAPPINGS):
+            if isinstance(index, str) and index in self._entries:
+                return self._entries[index]
+            expected = nearest_or(str(index), self._entries, otherwise=f"one of {', '.join(self._entries)}")
+            return self._refuse(f"has no {index!r}; it has {expected}")
+        if not isinstance(self._module, _SEQUENCES):
+            return self._refuse("is indexed", "a list or a dict of layers")
         if not isinstance(index, int | slice):
-            raise Refusal(f"`{self.path}` is indexed by something that is not an integer")
-        try:
-            return self.elements[index]
-        except IndexError:
-            raise Refusal(f"`{self.path}` has {len(self.elements)} elements, and no number {index}") from None
+            return self._refuse("is indexed by something that is not an integer")
+        if isinstance(index, int) and not -len(self._elements) <= index < len(self._elements):
+            return self._refuse(f"has {len(self._elements)} elements, and no number {index}")
+        return self._elements[index]
 
-    @property
-    def is_callable(self) -> bool:
-        return not isinstance(self.module, _NOT_CALLABLE)
-
-    @property
-    def kind(self) -> str:
-        return type(self.module).__name__
+    def _refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
+        return self._reporter.refuse(f"`{self._path}` ({type(self._module).__name__}) {message}", expected)
 
     @cached_property  # a program with a line for each of a thousand layers asks as often
-    def elements(self) -> list[object]:
+    def _elements(self) -> list[object]:
         """The stand-ins of the layers or parameters of a list."""
-        if not isinstance(self.module, _SEQUENCES):
-            raise Refusal(f"`{self.path}` is a {self.kind}, not a list of layers")
-        return [stand_in(f"{self.path}.{index}", one) for index, one in enumerate(self.module)]
+        if not isinstance(self._module, _SEQUENCES):
+            return []
+        held = enumerate(self._module)
+        return [stand_in(f"{self._path}.{index}", one, self._reporter) for index, one in held]
 
     @cached_property
-    def entries(self) -> dict[str, object]:
+    def _entries(self) -> dict[str, object]:
         """The stand-ins of the layers or parameters of a dict, by name."""
-        if not isinstance(self.module, _MAPPINGS):
-            raise Refusal(f"`{self.path}` is a {self.kind}, not a dict of layers")
-        return {name: stand_in(f"{self.path}.{name}", one) for name, one in self.module.items()}
-
-    def attribute(self, name: str) -> object:
-        """Return the stand-in of a sublayer or tensor; raise Refusal for any other attribute."""
-        held = getattr(self.module, name, self)
-        if isinstance(held, nn.Module | Tensor) or (held is None and name in PARAMETER_ATTRIBUTES):
-            return stand_in(f"{self.path}.{name}", held)
-        raise Refusal(f"`{self.path}` ({self.kind}) has no layer or parameter `{name}`")
+        held = self._module.items() if isinstance(self._module, _MAPPINGS) else ()
+        return {name: stand_in(f"{self._path}.{name}", one, self._reporter) for name, one in held}
 
 
-def stand_in(path: str, held: object) -> object:
+def stand_in(path: str, held: object, reporter: Reporter) -> object:
     """Return the stand-in of a layer, a parameter or an empty place of the network."""
     if isinstance(held, nn.Module):
-        return Layer(path, held)
-    return None if held is None else UNKNOWN
+        return Layer(path, held, reporter)
+    return None if held is None else Unknown(reporter)

@@ -225,6 +225,12 @@ class _Checker(ast.NodeVisitor):
             self.refuse(node.target, "an augmented assignment to a part", "a variable on the left")
         self.generic_visit(node)
 
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for kind, right in zip(node.ops, node.comparators, strict=True):
+            if isinstance(kind, ast.Is | ast.IsNot) and not (isinstance(right, ast.Constant) and right.value is None):
+                self.refuse(right, "`is` of anything but None", "a comparison by ==")
+        self.generic_visit(node)
+
     def visit_Dict(self, node: ast.Dict) -> None:
         if None in node.keys:
             self.refuse(node, "`**` in a dict", "the entries by name")

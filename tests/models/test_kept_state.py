@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.models.kept_state import KeptState, written_parameters
+from exp.models.kept_state import KeptState
 
 
 class Held:
@@ -74,63 +74,3 @@ def test_what_a_forward_changes_is_named(what):
     kept = KeptState(network)
     network(torch.ones(4, 2))
     assert kept.changes() == [what] * (what != "nothing")
-
-
-class Writing(nn.Module):
-    """Writes into its parameters, in its forward, as `how` says."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.is_new = how, True
-        self.line, self.words = nn.Linear(2, 2), nn.Embedding(5, 2, max_norm=1.0 if how == "max_norm" else None)
-
-    def forward(self, x, words):
-        weight, bias = self.line.weight, self.line.bias
-        with torch.no_grad():
-            match self.how:
-                case "clamp":
-                    weight.clamp_(-0.1, 0.1)
-                case "data":
-                    weight.data.clamp_(-0.1, 0.1)
-                case "view":
-                    weight.data[0].mul_(0.9)
-                case "replaced":
-                    weight.data = weight / weight.norm()
-                case "several":
-                    torch._foreach_mul_([weight, bias], 0.9)
-                case "out":
-                    torch.mul(weight, 0.9, out=weight)
-                case "noise":
-                    weight.add_(torch.randn_like(weight))
-                case "mean":
-                    bias.lerp_(x.mean(0), 0.1)
-                case "first" if self.is_new:
-                    bias.data.copy_(-x.mean(0))
-                    self.is_new = False
-                case "data_mean":
-                    bias.data = bias - self.line(x).mean(0)
-        return self.line(x) + self.words(words)
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("nothing", {}),
-        ("max_norm", {"words.weight": True}),
-        ("clamp", {"line.weight": False}),
-        ("data", {"line.weight": False}),
-        ("view", {"line.weight": False}),
-        ("replaced", {"line.weight": False}),
-        ("several", {"line.weight": False, "line.bias": False}),
-        ("out", {"line.weight": False}),
-        ("noise", {"line.weight": True}),
-        ("mean", {"line.bias": True}),
-        ("first", {"line.bias": True}),
-        ("data_mean", {"line.bias": True}),
-    ],
-)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_parameters_that_a_forward_writes_are_named(how, expected, device):
-    with torch.device(device):
-        network, inputs = Writing(how), (torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
-    assert written_parameters(network, lambda: network(*inputs), inputs) == expected

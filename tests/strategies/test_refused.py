@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import exp
@@ -71,66 +70,11 @@ class Scaled(torch.nn.Module):
 """
 
 
-WRITING = """
-import torch
-
-
-class Writing(torch.nn.Module):
-    def __init__(self, *, clamps: bool):
-        super().__init__()
-        self.clamps = clamps
-        self.line = torch.nn.Linear(64, 10)
-
-    def forward(self, x):
-        with torch.no_grad():
-            if self.clamps:
-                self.line.weight.data.clamp_(-0.05, 0.05)
-            else:
-                self.line.bias.lerp_(x.mean(), 0.1)
-        return self.line(x.flatten(1))
-"""
-
-
-@pytest.fixture
-def writing(tmp_path, monkeypatch):
-    """The network of a user, model=writing, that writes into a parameter in its forward."""
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "writing.yaml").write_text("# model=writing\n_target_: nets_that_write.Writing\n")
-    (tmp_path / "nets_that_write.py").write_text(WRITING)
-    monkeypatch.syspath_prepend(tmp_path)
-    return ["model=writing", "security.allow=[nets_that_write]"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "refused"),
-    [
-        ("single", []),
-        ("ddp", ["line.bias"]),
-        ("fsdp", ["line.bias", "line.weight"]),
-        ("data_parallel", ["line.bias", "line.weight"]),
-    ],
-)
-def test_a_forward_that_writes_into_parameters_is_refused(writing, strategy, refused):
-    devices = 1 if strategy == "single" else 2
-    place = [f"strategy={strategy}", f"launch.devices={devices}", "launch.accelerator=cpu"]
-    for name, clamps in (("line.bias", "false"), ("line.weight", "true")):
-        found = [str(fault) for fault in faults_of(*writing, f"+model.clamps={clamps}", *place)]
-        assert len(found) == (name in refused)
-        assert all(f"strategy: a forward that writes into {name} with strategy={strategy}" in one for one in found), (
-            found
-        )
-
-
-@pytest.mark.numeric
-@pytest.mark.any_processor
-def test_ranks_that_clamp_a_parameter_train_as_one(writing, ranks):
-    settings = ["+model.clamps=true", "precision=fp64", "optimizer=sgd", "data.batch_size=300", "trainer.max_epochs=1"]
-    quiet = ["test=false", "logger=[]", "hooks=[]", "metrics=[]"]
-    one, two = (
-        ranks.train(*writing, *settings, *quiet, f"strategy={name}", ranks=count)
-        for name, count in (("single", 1), ("ddp", 2))
-    )
-    torch.testing.assert_close(two.checkpoint()["state_dict"], one.checkpoint()["state_dict"], rtol=0, atol=1e-12)
+@pytest.mark.parametrize(("strategy", "refused"), [("single", False), ("ddp", True), ("fsdp", True)])
+def test_a_layer_with_max_norm_is_refused_over_ranks(strategy, refused):
+    place = [f"strategy={strategy}", f"launch.devices={1 if strategy == 'single' else 2}", "launch.accelerator=cpu"]
+    found = [str(fault) for fault in faults_of("model=gpt", "data=text", "+model.layers.tokens.max_norm=1.0", *place)]
+    assert ["strategy: tokens with max_norm" in one for one in found] == [True] * refused
 
 
 def test_a_parameter_without_an_axis_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):

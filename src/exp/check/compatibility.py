@@ -107,8 +107,7 @@ NEEDS: Mapping[str, str] = {
     "whole_weights": "lora puts a sum in the place of a layer's weight",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "whole_module": "a LightningModule of the user's own runs its own training_step",
-    "lasting_writes": "the network's forward writes into parameters",
-    "same_writes": "the network's forward writes into parameters what varies with the batch or with random numbers",
+    "lasting_writes": "a layer with max_norm writes into its weight in its forward",
 }
 
 _PARTS = "it needs whole weights and gradients, and ranks hold parts of them"
@@ -214,8 +213,8 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
         "splits_layers": "a step is several forwards, of micro-batches",
         "replicates_in_threads": "replicas are copies, in which a write is lost",
         "owns_step": "its engine keeps weights of its own, in which a write is lost",
+        "ranks": "ranks write what their own shares of a batch say, and their weights drift apart",
     },
-    "same_writes": {"ranks": "ranks write what their own shares of a batch say, and their weights drift apart"},
 }
 # Where the network is, for a run that is told what it cannot have.
 PLACES: Mapping[str, str] = {
@@ -373,28 +372,18 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
             without="{{}}: {reason}",
             cure="Freeze for the whole run, or change {switch}",
         )
-    yield from _writing_parts(planned)
+    if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:
+        yield Part(
+            key="strategy",
+            named=f"{', '.join(names)} with max_norm, which writes into the weight in each forward",
+            needs=frozenset({"lasting_writes"}),
+            without="single, or a layer without max_norm: {reason}",
+            cure="Write strategy=single",
+        )
     for name, callback in planned.callbacks.items():
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
         yield from _optimizer_parts(kind)
-
-
-def _writing_parts(planned: Blueprint) -> Iterator[Part]:
-    present = conditions(planned)
-    needs = [need for need in ("lasting_writes", "same_writes") if not EXCLUDED[need].keys().isdisjoint(present)]
-    written = planned.trace.written_parameters() if planned.trace is not None and needs else {}
-    for need in needs:
-        names = [name for name, varies in written.items() if varies or need == "lasting_writes"]
-        if names:
-            yield Part(
-                key="strategy",
-                named=f"a forward that writes into {', '.join(names)}",
-                needs=frozenset({need}),
-                without="single, or a forward that leaves parameters alone: {reason}",
-                cure="Write strategy=single, or write into the parameters in a callback, after the optimizer's step",
-            )
-            return
 
 
 def _term_parts(planned: Blueprint, ddp: str) -> Iterator[Part]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +108,7 @@ def run_on_meta(
                 one.requires_grad_(is_twice and one.is_floating_point())
             for name in named:
                 seen = network if name is None else with_forward(network, name)
-                rebuild = functools.partial(_begun, network_factory, prepare)
-                traces[name] = replace(_traced(recorder, seen, inputs), rebuild=rebuild if name is None else None)
+                traces[name] = _traced(recorder, seen, inputs)
             seen = network
             materialise(network, inputs)
             prepare(network)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from exp.models.containers import path_of
 from exp.models.inference import network_call
-from exp.models.kept_state import KeptState, written_parameters
 from exp.nested import mapped, tensors_in
 
 # Functions that refuse a `dim` which the tensor does not have on every device but meta (torch 2.13, by its op_db).
@@ -69,7 +67,6 @@ class ForwardTrace:
 
     inputs: the batch's entries by name, of which the network took those that its forward names.
     calls: of all modules, in the order in which they returned. operations: of all torch functions, in their order.
-    rebuild: makes the network anew, as it was before this forward.
     """
 
     network: nn.Module
@@ -77,18 +74,6 @@ class ForwardTrace:
     output: object
     calls: Sequence[Call]
     operations: Sequence[Operation]
-    rebuild: Callable[[], nn.Module] | None = None
-
-    def written_parameters(self) -> dict[str, bool]:
-        """Return the parameters that forwards of the network write, and whether what they write varies."""
-        found: dict[str, bool] = {}
-        with torch.device("meta"):
-            network = self.network if self.rebuild is None else self.rebuild()
-            inputs = {name: one.detach() for name, one in self.inputs.items()}
-            run = functools.partial(network_call(network, tuple(inputs)), network, inputs)
-            for _ in "12" if any(map(is_lazy, network.parameters())) else "1":
-                found |= written_parameters(network, run, inputs.values())
-        return found
 
     def by_path(self) -> Mapping[str, Sequence[Call]]:
         """The calls of each module that the network holds, by the module's path; the network's own is ''."""
@@ -98,13 +83,6 @@ class ForwardTrace:
             if call.module in paths:
                 found.setdefault(paths[call.module], []).append(call)
         return found
-
-    def changes(self) -> list[str]:
-        """Return the dotted names of what one more forward changes in the network besides its buffers."""
-        kept = KeptState(self.network)
-        with torch.device("meta"), torch.no_grad():
-            network_call(self.network, tuple(self.inputs))(self.network, self.inputs)
-        return kept.changes()
 
     @property
     def multiply_adds(self) -> Sequence[float]:

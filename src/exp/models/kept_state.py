@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from io import BytesIO
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from exp.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -89,59 +84,6 @@ class _Pickler(pickle.Pickler):
             logger.debug("%s is compared by its attributes, because pickle refuses it: %s", type(value), error)
             return _object, (id(value),), getattr(value, "__dict__", None)
         return NotImplemented
-
-
-def written_parameters(network: nn.Module, run: Callable[[], object], inputs: Iterable[Tensor]) -> dict[str, bool]:
-    """Return the names of parameters that a forward writes, and whether what it writes varies.
-
-    It varies with the batch and with random numbers, which ranks have for themselves. Parameters without a size are not
-    looked at.
-
-    Args:
-        run: Calls the network.
-        inputs: The tensors of the batch.
-    """
-    named = {name: one for name, one in network.named_parameters() if not is_lazy(one)}
-    before = {name: _storage(one) for name, one in named.items()}
-    with _Writes([*inputs], named.values()) as writes:
-        run()
-    found = {}
-    for name, one in network.named_parameters():
-        if name in before and (_storage(one) != before[name] or before[name] in writes.written):
-            found[name] = bool({_storage(one), before[name]} & writes.varying)
-    return found
-
-
-class _Writes(TorchDispatchMode):
-    """Notes which storages operators write, and which hold what varies.
-
-    Private of torch (2.13), and tested: `_schema` of an operator names the arguments that it writes.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
-        self._alive = [one.untyped_storage() for one in (*inputs, *parameters)]  # what is alive keeps its address
-        self.varying = set(map(_storage, inputs))
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        result = func(*args, **kwargs)
-        written = [named[one.name] for one in func._schema.arguments if one.is_write and one.name in named]
-        targets = list(tensors_in([result, written]))
-        self._alive += [one.untyped_storage() for one in targets]
-        self.written |= set(map(_storage, tensors_in(written)))
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_drawn or not self.varying.isdisjoint(map(_storage, tensors_in(named))):
-            self.varying |= set(map(_storage, targets))
-        return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 def _object(identity: int) -> object: ...

@@ -28,7 +28,6 @@ from exp.strategies.units import (
     AUTO,
     checkpoint_activations,
     matched,
-    recomputation_faults,
     scalar_faults,
     uniform,
     units,
@@ -94,10 +93,7 @@ class FSDP(Strategy):
         except ConfigError as error:
             faults += error.faults
         try:
-            recomputed = matched(
-                planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing"
-            )
-            faults += recomputation_faults(planned, recomputed)
+            matched(planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing")
         except ConfigError as error:
             faults += error.faults
         faults += _tied_faults(planned.network, chosen)

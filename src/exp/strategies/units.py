@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from exp.errors import ConfigError, Fault
 from exp.models.matching import matches, unmatched
-from exp.strategies.strategy import Blueprint
 
 AUTO = "auto"
 
@@ -167,17 +166,3 @@ def _checkpointed(module: nn.Module, forward: Callable[..., object]) -> Callable
 
 def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return {(one, name): buffer for one in module.modules() for name, buffer in one.named_buffers(recurse=False)}
-
-
-def recomputation_faults(planned: Blueprint, recomputed: Mapping[str, nn.Module]) -> Iterator[Fault]:
-    """A fault for each module to recompute whose forward changes more than buffers: it would do so twice a step."""
-    changed = () if planned.trace is None else planned.trace.changes()
-    for path in recomputed:
-        found = [name for name in changed if name.startswith(f"{path}.")]
-        if found:
-            yield Fault(
-                key="strategy.activation_checkpointing",
-                got=f"{path}, whose forward changes {', '.join(found)}",
-                expected="modules whose forward changes nothing but buffers: it runs twice a step",
-                cure="Leave the module out of strategy.activation_checkpointing",
-            )

@@ -11,7 +11,6 @@ import pytest
 from exp.extras.doctor import doctor, installation, machine, torch_findings
 from exp.extras.doctor.machine import GIB
 from exp.extras.doctor.probe import attempt
-from exp.extras.doctor.trial_process import tried
 
 INSTALLED = ModuleSpec("torch", None, origin="/env/site-packages/torch/__init__.py")
 
@@ -32,10 +31,9 @@ def test_a_working_torch_has_no_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     trials = {what: attempt(what) for what in ("torch", "group:gloo", "run:cpu:fp32", "import")}
     assert not [trial for trial in trials.values() if "error" in trial]
-    (group,) = torch_findings.group_findings({"group:gloo": trials["group:gloo"]})
-    (runs,) = torch_findings.run_findings("cpu", {"run:cpu:fp32": trials["run:cpu:fp32"]})
-    imports = torch_findings.import_finding(trials["import"])
-    assert (group.state, runs.state, imports.state) == ("ok", "ok", "ok")
+    group = torch_findings.group_finding("gloo", trials["group:gloo"])
+    (run,) = torch_findings.run_findings("cpu", {"fp32": trials["run:cpu:fp32"]})
+    assert (group.state, run.state, torch_findings.import_finding(trials["import"]).state) == ("ok", "ok", "ok")
 
 
 @pytest.mark.slow
@@ -124,26 +122,23 @@ def test_a_missing_or_old_driver_is_named():
 
 
 def test_failing_groups_and_runs_are_named():
-    died = {"group:gloo": {"error": "RuntimeError: Unable to resolve hostname"}, "group:nccl": {"sum": 4.0}}
-    gloo, nccl = torch_findings.group_findings(died)
-    assert ("hostname" in gloo.found, "loopback" in gloo.fix, nccl.state) == (True, True, "ok")
-    trials = {
-        "run:cuda:fp32": {"loss": 2.0, "seconds": 1.0},
-        "run:cuda:bf16": {"refused": "bf16 on cuda; expected another"},
-        "run:cuda:fp16": {"error": "its process was ended by SIGSEGV"},
-    }
+    gloo = torch_findings.group_finding("gloo", {"error": "RuntimeError: Unable to resolve hostname"})
+    assert ("hostname" in gloo.found, "loopback" in gloo.fix) == (True, True)
+    assert torch_findings.group_finding("nccl", {"sum": 4.0}).state == "ok"
+    trials = {"fp32": {"loss": 2.0}, "bf16": {"refused": "bf16; expected another"}, "fp16": {"error": "ValueError: x"}}
     found = {one.part: one for one in torch_findings.run_findings("cuda", trials)}
     assert [one.state for one in found.values()] == ["note", "error", "ok"]
-    assert "SIGSEGV" in found["fp16 on cuda"].found
+    assert "ValueError: x" in found["fp16 on cuda"].found
+    (crashed,) = torch_findings.run_findings("cuda", {"error": "its process was ended by SIGSEGV"})
+    assert (crashed.state, "SIGSEGV" in crashed.found) == ("error", True)
 
 
-def test_a_trial_that_crashes_ends_no_other(tmp_path, monkeypatch):
+def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    found = tried(["import", "group:nothing", "group:gloo"])
-    assert found["import"] == {"error": "its process was ended by SIGSEGV"}
-    assert "nothing" in found["group:nothing"]["error"]
-    assert found["group:gloo"]["sum"] == 4.0
+    assert "SIGSEGV" in doctor.tried("import")["error"]
+    assert "nothing" in doctor.tried("group:nothing")["error"]
+    assert doctor.tried("group:gloo")["sum"] == 4.0
     assert torch_findings.import_finding({"error": "OSError: torchvision/_C.so"}).fix.startswith("Install torch and")
 
 

@@ -8,17 +8,22 @@ python -m exp.doctor --outputs /big/outputs   checks the disk of another directo
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from exp.extras.doctor import installation, machine, torch_findings
 from exp.extras.doctor.finding import Finding
-from exp.extras.doctor.trial_process import tried
 from exp.output import exit_status
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
+# The first import of torch from a network file system can take minutes.
+SECONDS = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,30 +43,52 @@ def _command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs")
     arguments = parser.parse_args(argv)
     errors = 0
-    for finding in findings(arguments.outputs, () if arguments.quick else PRECISIONS):
+    for finding in findings(arguments.outputs, trains=not arguments.quick):
         errors += finding.state == "error"
         print(finding.text(), flush=True)  # the next finding can take seconds
     print(f"\n{errors} error{'s' if errors != 1 else ''}: fix the first one first" if errors else "\nall well")
     return 1 if errors else 0
 
 
-def findings(outputs: Path, precisions: Sequence[str]) -> Iterator[Finding]:
+def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
     """Check everything, and stop at an error on which the rest depends. Only other processes import torch."""
     yield from installation.findings()
     yield from machine.findings(outputs)
-    torch = tried(["torch"])["torch"]
+    torch = tried("torch")
     if "error" in torch:
         yield torch_findings.broken(torch["error"], PathFinder.find_spec("torch"))
         return
     build = f"built for CUDA or ROCm {torch['cuda']}" if torch["cuda"] else "built for the CPU only"
     yield Finding("ok", "torch", f"{torch['version']}, {build}, {torch['threads']} threads, {torch['file']}")
     yield from torch_findings.gpu_findings(torch, drivers=machine.nvidia_drivers(), environment=os.environ)
-    groups = ["group:gloo", *(["group:nccl"] if torch["gpus"] else [])]
-    trials = tried([*groups, "import"])
-    imports = torch_findings.import_finding(trials.pop("import"))
-    yield from torch_findings.group_findings(trials)
+    for backend in ["gloo", *(["nccl"] if torch["gpus"] else [])]:
+        yield torch_findings.group_finding(backend, tried(f"group:{backend}"))
+    imports = torch_findings.import_finding(tried("import"))
     yield imports
-    if imports.state == "error":
-        return
-    for device in ["cpu", *(["cuda"] if torch["gpus"] else []), *(["mps"] if torch["mps"] else [])]:
-        yield from torch_findings.run_findings(device, tried([f"run:{device}:{word}" for word in precisions]))
+    devices = ["cpu", *(["cuda"] if torch["gpus"] else []), *(["mps"] if torch["mps"] else [])]
+    for device in devices if trains and imports.state == "ok" else ():
+        yield from torch_findings.run_findings(device, tried(f"runs:{device}"))
+
+
+def tried(what: str) -> Mapping[str, Any]:
+    """Try something in another process, because it may crash or hang.
+
+    Args:
+        what: A try of `exp.extras.doctor.probe`.
+
+    Returns:
+        The facts; {"error": words} if it failed, crashed or took longer than SECONDS.
+    """
+    command = [sys.executable, "-m", "exp.extras.doctor.probe", what]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"it did not end within {SECONDS:g} s"}
+    if done.returncode:
+        end = f"status {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        return {"error": f"its process was ended by {end}: {''.join(done.stderr.strip().splitlines()[-1:])}"}
+    facts: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts

@@ -1,7 +1,6 @@
-"""python -m exp.extras.doctor.probe FILE WHAT...: tries what may fail, crash or hang.
+"""python -m exp.extras.doctor.probe WHAT: tries what may fail, crash or hang, and prints the facts as a line of JSON.
 
-WHAT is torch, import, group:BACKEND or run:DEVICE:PRECISION. The result of each is one line of
-JSON in FILE, so that a crash loses only the try that caused it.
+WHAT is torch, import, group:BACKEND or runs:DEVICE.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp64")
 RUN = ("name=doctor", "model=mlp", "data=digits", "hooks=[]", "trainer.max_steps=3", "test=false", "launch.devices=1")
 
 
@@ -81,6 +81,10 @@ def _group(backend: str) -> dict[str, Any]:
         return {"sum": float(one.sum())}
 
 
+def _runs(device: str) -> dict[str, Any]:
+    return {precision: attempt(f"run:{device}:{precision}") for precision in PRECISIONS}
+
+
 def _run(device: str, precision: str) -> dict[str, Any]:
     """Train a small network for three steps in a temporary directory."""
     import exp
@@ -96,7 +100,7 @@ def _run(device: str, precision: str) -> dict[str, Any]:
     loss = float(report.metrics["loss/train"])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss after three steps is {loss}")
-    return {"loss": loss, "seconds": report.wall_seconds}
+    return {"loss": loss}
 
 
 def _import() -> dict[str, Any]:
@@ -105,12 +109,9 @@ def _import() -> dict[str, Any]:
 
 
 TRIES: dict[str, Callable[..., dict[str, Any]]] = {
-    "torch": _torch, "import": _import, "group": _group, "run": _run,
+    "torch": _torch, "import": _import, "group": _group, "run": _run, "runs": _runs,
 }  # fmt: skip
 
 
 if __name__ == "__main__":
-    for what in sys.argv[2:]:
-        facts = {"what": what, **attempt(what)}
-        with open(sys.argv[1], "a", encoding="utf-8") as results:
-            print(json.dumps(facts), file=results)
+    print(json.dumps(attempt(sys.argv[1])))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 from exp.errors import shortened
 from exp.extras.doctor.finding import Finding
 from exp.extras.doctor.installation import torch_requirement
 from exp.extras.doctor.machine import GIB
-from exp.extras.doctor.trial_process import Facts
+
+Facts = Mapping[str, Any]
 
 REQUIREMENT = torch_requirement()
 AGAIN = f"pip uninstall -y torch, then pip install --no-cache-dir {REQUIREMENT}"
@@ -75,19 +77,16 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
             yield Finding("ok", part, found)
 
 
-def group_findings(trials: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Say whether ranks can exchange tensors, by the trials `group:gloo` and `group:nccl`."""
+def group_finding(backend: str, trial: Facts) -> Finding:
+    """Say whether ranks can exchange tensors."""
+    if "error" not in trial:
+        return Finding("ok", backend, "a process group of one rank works")
     fixes = {
         "gloo": "Bring up the loopback interface (ip link set lo up), or install an official build of torch",
         "nccl": "NCCL_DEBUG=INFO shows the reason; launch.backend=gloo works without NCCL",
     }
-    for what, trial in trials.items():
-        backend = what.removeprefix("group:")
-        if "error" not in trial:
-            yield Finding("ok", backend, "a process group of one rank works")
-        else:
-            error = shortened(trial["error"], most=200)
-            yield Finding("error", backend, f"a process group of one rank fails: {error}", fixes[backend])
+    error = shortened(trial["error"], most=200)
+    return Finding("error", backend, f"a process group of one rank fails: {error}", fixes[backend])
 
 
 def import_finding(trial: Facts) -> Finding:
@@ -100,19 +99,17 @@ def import_finding(trial: Facts) -> Finding:
     return Finding("error", "imports", shortened(trial["error"], most=200), fix)
 
 
-def run_findings(device: str, trials: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Say which precisions train on a device, by the trials `run:DEVICE:PRECISION`."""
-    seconds = {}
-    for what, trial in trials.items():
-        precision = what.rpartition(":")[2]
+def run_findings(device: str, trials: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say which precisions train on a device, by the trial of each; `error` stands for all if the process crashed."""
+    well = []
+    for precision, trial in trials.items():
         part = f"{precision} on {device}"
-        if "error" in trial:
-            found = f"a run of three steps fails: {shortened(trial['error'], most=200)}"
-            yield Finding("error", part, found, f"Use another precision, or {AGAIN}")
+        if precision == "error" or "error" in trial:
+            error = shortened(trial if precision == "error" else trial["error"], most=200)
+            yield Finding("error", part, f"a run of three steps fails: {error}", f"Use another precision, or {AGAIN}")
         elif "refused" in trial:
             yield Finding("note", part, shortened(trial["refused"], most=200))
         else:
-            seconds[precision] = trial["seconds"]
-    if seconds:
-        words = f"{', '.join(seconds)}: three steps each, {sum(seconds.values()):.1f} s"
-        yield Finding("ok", f"runs on {device}", words)
+            well.append(precision)
+    if well:
+        yield Finding("ok", f"runs on {device}", f"{', '.join(well)}: three steps each")

@@ -42,8 +42,7 @@ def _command(argv: Sequence[str]) -> int:
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
-    keys = {"run": RUN, "weights": WEIGHTS, "stage": "test, val or all"}
-    arguments = read_arguments(argv, keys=keys, words={"stage": ("test", "val", "all")})
+    arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
     # torch comes in here, behind every fault of the command.
     with loading_torch():
         from exp.run_report import print_report

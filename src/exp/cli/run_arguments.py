@@ -1,4 +1,4 @@
-"""Read the command of a tool for saved runs: `run=DIR`, words of the tool's own, and overrides of the run."""
+"""Reads the command of a tool for saved runs: `run=DIR`, keys of the tool, and overrides of the run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ WEIGHTS = "best, last, or a checkpoint's path"
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """values: what stands behind the tool's own keys, as text; None for one that was left out.
+    """A command.
 
-    allow: packages whose classes the run may name. overrides: all else, security.allow included.
+    Args:
+        values: The values of the tool's keys as text; None for a key that was left out.
+        allow: The packages whose classes the run may name.
+        overrides: All else, security.allow included.
     """
 
     values: Mapping[str, str | None]
@@ -33,63 +36,57 @@ class RunArguments:
 def read_arguments(
     argv: Sequence[str],
     *,
-    keys: Mapping[str, str],
-    words: Mapping[str, Sequence[str]] | None = None,
+    keys: Mapping[str, str | tuple[str, ...]],
     needed: Sequence[str] = ("run",),
     takes_overrides: bool = True,
 ) -> RunArguments:
-    """Divide a command into the tool's own keys and the run's overrides.
+    """Divide a command into the tool's keys and the run's overrides.
 
-    keys: of the tool, each with what it must be, for messages. words: the values that a key may have, where these are
-    few. needed: keys that must be there. takes_overrides: whether the run's own keys may stand here; security.allow may
-        always.
-    Raises: ConfigError with all faults.
+    Args:
+        argv: The command.
+        keys: The tool's keys, each with a description of its value, or with the words that it may be.
+        needed: The keys that must be there.
+        takes_overrides: Whether keys of the run are allowed; security.allow always is.
+
+    Raises:
+        ConfigError: The command has errors.
     """
-    own = [text for text in argv if key_of(text) in keys]
-    others = [text for text in argv if text not in own]
-    faults = [_no_pair(text, keys) for text in others if text.startswith("-") or "=" not in text.lstrip("~")]
-    found: dict[str, str | None] = dict.fromkeys(keys)
-    for text in own:
-        key, _, given = text.partition("=")
-        if key not in keys or found[key] is not None:
-            got = f"{text}, and it is there twice" if key in keys else text
-            faults.append(_fault(key_of(text), got=got, expected=f"{key_of(text)}=..., once"))
+    values: dict[str, str | None] = dict.fromkeys(keys)
+    faults, others = [], []
+    for text in argv:
+        key, sign, given = text.partition("=")
+        if key in keys and values[key] is not None:
+            faults.append(_fault(key, got=f"{text}, and it is there twice", expected=f"{key}=..., once"))
+        elif key in keys and sign:
+            values[key] = _unquoted(given)
+        elif text.startswith("-") or (not sign and not text.startswith("~")):
+            cure = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
+            expected = f"key=value, such as {among(f'{key}=...' for key in keys)}"
+            faults.append(_fault(text, got=text, expected=expected, cure=cure))
         else:
-            found[key] = _unquoted(given)
-    for key, value in found.items():
-        if value == "" or (value is None and key in needed):
-            got = "nothing" if value is None else "an empty value"
-            near = nearest(key, [key_of(text) for text in others]) if value is None else []
+            others.append(text)
+    for key, known in keys.items():
+        value, expected = values[key], known if isinstance(known, str) else among(known)
+        if value == "":
+            faults.append(_fault(key, got="an empty value", expected=expected))
+        elif value is None and key in needed:
+            near = nearest(key, [key_of(text) for text in others])
             advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
-            faults.append(_fault(key, got=got, expected=keys[key], cure=advice))
-        elif value is not None and key in (words or {}) and value not in (words or {})[key]:
-            known = (words or {})[key]
-            faults.append(_fault(key, got=value, expected=among(known), cure=did_you_mean(value, known)))
-    allow, wrong = _allow([text for text in others if key_of(text) == ALLOW])
-    faults += wrong
-    if not takes_overrides:
-        beside = [text for text in others if key_of(text) != ALLOW and text not in [fault.got for fault in faults]]
-        for text in beside:
-            cure = did_you_mean(key_of(text), keys)
-            faults.append(_fault(key_of(text), got=text, expected=f"one of {among(keys)}, {ALLOW}", cure=cure))
+            faults.append(_fault(key, got="nothing", expected=expected, cure=advice))
+        elif value is not None and not isinstance(known, str) and value not in known:
+            faults.append(_fault(key, got=value, expected=expected, cure=did_you_mean(value, known)))
+    allow: Sequence[str] | None = ()
+    for text in others:
+        if key_of(text) == ALLOW:
+            allow = words_in(text)
+            if allow is None:
+                faults.append(_fault(ALLOW, got=text, expected=f"a list of packages, {ALLOW}=[mine]"))
+        elif not takes_overrides:
+            key, expected = key_of(text), f"one of {among(keys)}, {ALLOW}"
+            faults.append(_fault(key, got=text, expected=expected, cure=did_you_mean(key, keys)))
     if faults:
         raise ConfigError(faults)
-    return RunArguments(values=found, allow=allow, overrides=others)
-
-
-def _no_pair(text: str, keys: Mapping[str, str]) -> Fault:
-    cure = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
-    return _fault(text, got=text, expected=f"key=value, such as {among(f'{key}=...' for key in keys)}", cure=cure)
-
-
-def _allow(texts: Sequence[str]) -> tuple[Sequence[str], list[Fault]]:
-    """The packages that the command trusts."""
-    if not texts:
-        return (), []
-    found = words_in(texts[-1])
-    if found is not None:
-        return found, []
-    return (), [_fault(ALLOW, got=texts[-1], expected=f"a list of packages, {ALLOW}=[mine]")]
+    return RunArguments(values=values, allow=allow or (), overrides=others)
 
 
 def words_in(override: str) -> tuple[str, ...] | None:
@@ -103,7 +100,7 @@ def words_in(override: str) -> tuple[str, ...] | None:
 
 
 def _unquoted(value: str) -> str:
-    """As Hydra takes a quoted value; a path may hold any other sign."""
+    """Return a value without the quotes that Hydra accepts around it."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
 

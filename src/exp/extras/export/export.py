@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from exp.output import exit_status, loading_torch, outliving_output
-from exp.spelling import among
 
 HELP = """Export the network of a saved run, and compare the file with the network.
 
@@ -21,9 +20,7 @@ HELP = """Export the network of a saved run, and compare the file with the netwo
   output=FILE          default: network.onnx or network.pt2 in exports/ of the run
   preprocessing=true   the inputs are raw numbers: the graph standardizes them as the run's data does
   security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust"""
-FORMATS = ("onnx", "torch_export")
-# Keys that exp.serve, which exports first, takes too.
-WORDS_OF_A_RUN: Mapping[str, Sequence[str]] = {"preprocessing": ("true", "false")}
+SWITCH = ("true", "false")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +40,8 @@ def _command(argv: Sequence[str]) -> int:
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.export")
-    keys = {"run": RUN, "format": among(FORMATS), "output": "a file", **keys_of_a_run()}
-    words = {"format": FORMATS, **WORDS_OF_A_RUN}
-    arguments = read_arguments(argv, keys=keys, words=words, takes_overrides=False)
+    keys = {"run": RUN, "format": ("onnx", "torch_export"), "output": "a file", **keys_of_a_run()}
+    arguments = read_arguments(argv, keys=keys, takes_overrides=False)
     values = arguments.values
     # Errors of the command are reported before torch is imported.
     with loading_torch():
@@ -59,11 +55,11 @@ def _command(argv: Sequence[str]) -> int:
     return 0
 
 
-def keys_of_a_run() -> dict[str, str]:
-    """Return the keys that exp.serve takes too, each with a description of its value."""
+def keys_of_a_run() -> dict[str, str | tuple[str, ...]]:
+    """Return the keys that exp.serve, which exports first, takes too."""
     from exp.cli.run_arguments import WEIGHTS
 
-    return {"weights": WEIGHTS, **{name: among(words) for name, words in WORDS_OF_A_RUN.items()}}
+    return {"weights": WEIGHTS, "preprocessing": SWITCH}
 
 
 def options_of_a_run(values: Mapping[str, str | None]) -> dict[str, Any]:

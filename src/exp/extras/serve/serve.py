@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
-from exp.extras.export.export import WORDS_OF_A_RUN, keys_of_a_run, options_of_a_run
+from exp.extras.export.export import keys_of_a_run, options_of_a_run
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
 
@@ -62,7 +62,7 @@ def _command(argv: Sequence[str]) -> int:
 
     refuse_ranks("exp.serve")
     keys = {"run": RUN, **KEYS, **keys_of_a_run()}
-    arguments = read_arguments(argv, keys=keys, words=WORDS_OF_A_RUN, needed=(), takes_overrides=False)
+    arguments = read_arguments(argv, keys=keys, needed=(), takes_overrides=False)
     values = arguments.values
     _check_words(values)
     numbers = {name: _number(name, values[name]) for name in NUMBERS}

@@ -11,7 +11,8 @@ from typing import Any
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
-from exp.check.compatibility import EXCLUDED, LEAVING_WEIGHTS, NEEDS, REFUSED
+from exp.build import LEAVING_WEIGHTS
+from exp.check.compatibility import EXCLUDED, NEEDS, REASONS, REFUSED
 from exp.construct import build_entries, build_strategy, plain_config
 from exp.hooks.hook import Hook
 from exp.strategies.strategy import TRAITS, Strategy, traits_of
@@ -81,8 +82,8 @@ def _needs() -> Iterator[str]:
     yield "| need | meaning | excluded by | what the check says |\n|---|---|---|---|"
     for need, meaning in NEEDS.items():
         reasons: dict[str, list[str]] = {}
-        for trait, reason in EXCLUDED.get(need, {}).items():
-            reasons.setdefault(reason, []).append(SWITCHES.get(trait) or f"`{trait}`")
+        for trait in EXCLUDED.get(need, ()):
+            reasons.setdefault(REASONS[trait], []).append(SWITCHES.get(trait) or f"`{trait}`")
         rows = [(", ".join(traits), reason) for reason, traits in reasons.items()] or [("nothing", "-")]
         for index, (traits, reason) in enumerate(rows):
             said = f"`{need}` | {meaning}" if index == 0 else "|"
@@ -129,7 +130,7 @@ def _table(
 def _excluding(hooks: Mapping[str, Hook], traits: list[str]) -> list[str]:
     """Of these traits those that exclude a need of one of the hooks, in their order."""
     needs = frozenset().union(*(hook.all_needs for hook in hooks.values()))
-    return [trait for trait in traits if any(trait in EXCLUDED.get(need, {}) for need in needs)]
+    return [trait for trait in traits if any(trait in EXCLUDED.get(need, ()) for need in needs)]
 
 
 def _chosen() -> dict[str, frozenset[str]]:

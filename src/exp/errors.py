@@ -11,7 +11,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,20 +26,25 @@ LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
 REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OSError, ImportError, ArithmeticError)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
-    """One mistake in a config: the key, what is there, what must be, the cure, and where it was written.
+    """One error of a config, in the order of its message: `KEY: GOT; expected EXPECTED. CURE`.
 
-    source: the file with its line, or the command line.
-    origins: keys whose place is the source, where it is another than that of `key`: of these the first that is set.
-    at: line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
-    subject: what the error is about, such as a column, if a key may have an error for each of several.
+    key: The dotted config key.
+    got: The value, or what is wrong with it.
+    expected: A noun phrase.
+    cure: The fix; None if it is unknown.
+    source: The file with its line, or the command line.
+    origins: Other keys whose place is the source: the first of them that is set.
+    at: Line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
+    subject: What the error is about, such as a column, if a key may have an error for each of several.
     """
 
     key: str
     got: str
     expected: str
     cure: str | None = None
+    _: KW_ONLY
     source: str | None = None
     origins: tuple[str, ...] = ()
     at: tuple[int, int] | None = None

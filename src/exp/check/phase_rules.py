@@ -13,7 +13,6 @@ from annotated_types import MinLen
 from exp.check.keys import Count, Node, Positive, Repeats, Text
 from exp.check.kinds import worded
 from exp.check.structure import kind_faults
-from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
 from exp.errors import Fault
 from exp.spelling import among, did_you_mean, nearest, show
@@ -46,8 +45,6 @@ DEFAULTS: dict[str, Any] = {
 }
 # What phases that are simultaneous have in common.
 SHARED = ("every_n_steps", "repeats", "forward")
-# What exp reads in a phase's own scheduler, where it leaves it out.
-SCHEDULER_DEFAULTS: dict[str, Any] = {"interval": "step", "monitor": None}
 
 
 def phases_are_readable(values: Values) -> Iterator[Fault]:
@@ -162,24 +159,6 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
                 expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
                 cure = f"Or write {key}.simultaneous=false"
                 yield Fault(key=f"{key}.{word}", got=show(phase[word]), expected=expected, cure=cure)
-
-
-def phases_watch_what_is_measured(values: Values) -> Iterator[Fault]:
-    """A phase's own schedule on plateau, as the rule for the scheduler at the top has it."""
-    for name, phase in readable(values).items():
-        node = phase["scheduler"]
-        if not is_node(node) or not str(node["_target_"]).endswith(".ReduceLROnPlateau"):
-            continue
-        key = f"phases.{name}.scheduler"
-        settings = {**SCHEDULER_DEFAULTS, **node}
-        if settings["monitor"] is None:
-            yield Fault(
-                key=f"{key}.monitor", got="null", expected="the tag to watch", cure=f"Write {key}.monitor=loss/val"
-            )
-        if settings["interval"] == "step":
-            yield Fault(
-                key=f"{key}.interval", got="'step'", expected="epoch: the watched value is measured once a validation"
-            )
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:

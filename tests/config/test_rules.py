@@ -28,9 +28,6 @@ def refusal(capsys, command: str) -> str:
     ("+metrics.loss={_target_: torchmetrics.MeanMetric}", "metrics.loss"),
     ("+metrics.confusion={_target_: torchmetrics.MeanMetric};+hooks=confusion", "metrics.confusion"),
     ("+objective.train={_target_: torch.nn.CrossEntropyLoss}", "objective.train"),
-    ("+phases=body_and_head;+phases.max=${phases.head};strategy=ddp;launch.devices=2;launch.accelerator=cpu;"
-     "hooks.memory.details=true",
-     "phases.max"),
 ])  # fmt: skip
 def test_a_combination_that_lightning_refuses_is_an_error(capsys, command, key):
     text = refusal(capsys, command)

@@ -66,7 +66,7 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         rank = rank_of()
         if rank.world_size > 1 or PARENT in os.environ:
             os.environ[SUPERVISED] = "1"
-        _write_stack_on_request(rank)
+        faulthandler.enable()
         body(rank)
         meet()
     except BaseException as error:
@@ -120,20 +120,6 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
     heed(leave)
     # A process of Ray's starts others with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded())
-
-
-def _write_stack_on_request(rank: Rank) -> None:
-    faulthandler.enable()
-    if EXCHANGE in os.environ:
-        path = Path(os.environ[EXCHANGE]) / f"rank{rank.global_rank}.stack"
-        try:
-            # Open as long as the process: faulthandler writes to the descriptor from a signal handler.
-            file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            # Where it hangs is no reason not to train.
-            print(f"{path} cannot be written: {error.strerror}; a hang will not be located", file=sys.stderr)
-            return
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
 
 
 def end_with_parent(parent: int) -> None:

@@ -110,18 +110,17 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             time.sleep(POLL_SECONDS)
         failures = _hear(ranks, exchange=exchange, received=received, grace=grace)
         silent = [rank.rank for rank in ranks if rank.process.poll() is None]
-        hanging = _hanging(ranks, silent, exchange, grace) if grace.is_over else ""
+        within = f"within {grace.seconds:g} s (launch.grace_seconds)"
+        late = "\n".join(
+            f"rank {rank} did not leave {within}, and was killed" for rank in (silent if grace.is_over else ())
+        )
         if received:
-            return _after_signal(failures, received[0], hanging=hanging)
+            return _after_signal(failures, received[0], late=late)
         if not failures:
             return None
         failures += _left(ranks, failures)
         cause = first_cause(failures, silent=silent)
-        if cause.rank in silent:
-            return dataclasses.replace(cause, detail=_stacks([ranks[cause.rank]], exchange)[0])
-        if cause.kind == "interrupted":
-            return dataclasses.replace(cause, detail=hanging)
-        return cause
+        return dataclasses.replace(cause, detail=late) if cause.kind == "interrupted" else cause
     finally:
         _end(ranks)
 
@@ -152,7 +151,7 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
         time.sleep(POLL_SECONDS)
 
 
-def _after_signal(failures: Sequence[Failure], signum: int, *, hanging: str) -> Failure:
+def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Failure:
     """Say what a signal came to: a failure while saving is told, everything else is an interruption."""
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
@@ -164,7 +163,7 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, hanging: str) -> 
         time=time.time(),
         kind="interrupted",
         reason=f"was interrupted by signal {signum}",
-        detail=hanging,
+        detail=late,
         exit_status=128 + signum,
         signum=signum,
         checkpoint=saved[0] if saved else None,
@@ -213,25 +212,6 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(signum)
-
-
-def _hanging(ranks: Sequence[RankProcess], silent: Sequence[int], exchange: Path, grace: Grace) -> str:
-    """Say which ranks did not leave after a signal, and where each of them is."""
-    if not silent:
-        return ""
-    stacks = _stacks([ranks[rank] for rank in silent], exchange)
-    late = f"did not leave within {grace.seconds:g} s (launch.grace_seconds), and was killed"
-    return "\n".join(f"rank {rank} {late}\n{stack}".rstrip() for rank, stack in zip(silent, stacks, strict=True))
-
-
-def _stacks(ranks: Sequence[RankProcess], exchange: Path) -> list[str]:
-    """Return where ranks hang: each writes its stack on SIGUSR2, whatever it is doing."""
-    paths = [exchange / f"rank{rank.rank}.stack" for rank in ranks]
-    for rank, path in zip(ranks, paths, strict=True):
-        if path.is_file():  # before it is there, the signal would end the rank
-            rank.process.send_signal(signal.SIGUSR2)
-    time.sleep(SETTLE_SECONDS)
-    return [path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else "" for path in paths]
 
 
 def end_of(log: Path | None) -> str:

@@ -11,8 +11,8 @@ import atexit
 import gc
 import os
 import sys
+import sysconfig
 import threading
-from types import CodeType, FrameType
 
 # Where the system installs packages: what is imported from elsewhere may be the user's own.
 SITES = frozenset({"site-packages", "dist-packages"})
@@ -32,10 +32,6 @@ OWN = (
     os.path.join(os.path.dirname(os.path.dirname(PACKAGE)), "hydra_plugins", ""),
     os.path.dirname(os.__file__) + os.sep,
 )
-# What a script that pip or uv makes of exp's entry point calls, and no more.
-OF_A_SCRIPT = frozenset({
-    "__name__", "argv", "endswith", "exit", "exp.__main__", "main", "re", "removesuffix", "sub", "sys",
-})  # fmt: skip
 
 
 def without_teardown(status: int) -> int:
@@ -55,19 +51,11 @@ def without_teardown(status: int) -> int:
 
 
 def is_program() -> bool:
-    """Whether this interpreter was started for a command of exp, is watched by no tool, and ends behind it."""
+    """Return whether this interpreter was started for a command of exp, ends after it, and is watched by no tool."""
     if sys.gettrace() is not None or sys.getprofile() is not None or sys.flags.inspect:
         return False
-    frame: FrameType | None = sys._getframe()
-    codes: list[CodeType] = []
-    while frame is not None:
-        codes.append(frame.f_code)
-        frame = frame.f_back
-    # Of `python -m`, whose frames are the outermost.
-    runners = ("<frozen runpy>", getattr(sys.modules.get("runpy"), "__file__", None))
-    program = next(code for code in reversed(codes) if code.co_filename not in runners)
-    is_script = os.path.basename(program.co_filename) == "exp" and OF_A_SCRIPT.issuperset(program.co_names)
-    return program.co_filename.startswith(PACKAGE) or (is_script and not program.co_exceptiontable)
+    program = str(getattr(sys.modules["__main__"], "__file__", None))
+    return program.startswith(PACKAGE) or program == os.path.join(sysconfig.get_path("scripts"), "exp")
 
 
 def is_beside_foreign_code() -> bool:

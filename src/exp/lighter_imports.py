@@ -25,10 +25,12 @@ from typing import Any
 from exp.interpreter_exit import is_program
 
 SIGNAL, MATPLOTLIB = "scipy.signal", "matplotlib"
-# The modules that import each package, when they are imported or later.
-ASKING: Mapping[str, Sequence[str]] = {
-    SIGNAL: ("torchmetrics", "torchmetrics.audio", "torchmetrics.functional.audio"),
-    MATPLOTLIB: ("torchmetrics.utilities.plot",),
+# The package that each of these modules imports, now or later.
+ASKING: Mapping[str, str] = {
+    "torchmetrics": SIGNAL,
+    "torchmetrics.audio": SIGNAL,
+    "torchmetrics.functional.audio": SIGNAL,
+    "torchmetrics.utilities.plot": MATPLOTLIB,
 }
 
 
@@ -59,30 +61,23 @@ def without_collection() -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    def __init__(self) -> None:
-        asking = {asking: package for package, all_asking in ASKING.items() for asking in all_asking}
-        self._executions: dict[str, Callable[[ModuleType, Loader], None]] = {
-            **{name: functools.partial(_with_stand_in, package=package) for name, package in asking.items()},
-            SIGNAL: _signal,
-        }
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._executions:
+        if fullname not in ASKING:
             return None
         found = (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)
         spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._executions[fullname])
+            spec.loader = _Loader(spec.loader, STAND_INS[ASKING[fullname]], ASKING[fullname])
         return spec
 
 
 class _Loader(Loader):
-    """A module's own loader in all, but that `execute` is called in the place of its exec_module."""
+    """A module's own loader, which executes the module with stand-ins for the package that the module imports."""
 
-    def __init__(self, real: Loader, execute: Callable[[ModuleType, Loader], None]) -> None:
-        self._real, self._execute = real, execute
+    def __init__(self, real: Loader, stand_ins: Mapping[str, ModuleType], package: str) -> None:
+        self._real, self._stand_ins, self._package = real, stand_ins, package
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -93,33 +88,23 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        self._execute(module, self._real)
+        # Its functions import later, by the builtins that the module has when they are made.
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
+        self._real.exec_module(module)
 
-
-def _with_stand_in(module: ModuleType, loader: Loader, *, package: str) -> None:
-    def import_(
+    def _import(
+        self,
         name: str,
         globals: Mapping[str, Any] | None = None,
         locals: Mapping[str, Any] | None = None,
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        is_stood_in = name in STAND_INS[package] and f"{name}.".startswith(f"{package}.")
-        if not is_stood_in or package in sys.modules:
+        is_stood_in = name in self._stand_ins and f"{name}.".startswith(f"{self._package}.")
+        if not is_stood_in or self._package in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
         # `import a.b` gives a, and `import a.b as c` and `from a.b import c` a.b.
-        return STAND_INS[package][name if fromlist else name.partition(".")[0]]
-
-    # Its functions import, too, by the builtins that it has as they are made.
-    vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_}
-    loader.exec_module(module)
-
-
-def _signal(module: ModuleType, loader: Loader) -> None:
-    loader.exec_module(module)
-    # As torchmetrics adds it, for packages that know an older scipy.
-    if "torchmetrics" in sys.modules and not hasattr(module, "hamming"):
-        vars(module)["hamming"] = module.windows.hamming
+        return self._stand_ins[name if fromlist else name.partition(".")[0]]
 
 
 class _StandIn(ModuleType):

@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 # The folder of a run with the pictures of its report.md.
 PICTURES = "pictures"
-# The modules of exp that write files.
-WRITERS = ("files.py", "run_report.py", "config/freeze.py", "engine/checkpoint", "loggers/", "tensorboard/")
 # What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 # Where Lightning tears down in answer to any exception; private to it, and tested (2.6.6).
@@ -346,7 +344,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
             f"{error} It was to read the data. The system kills one so when the memory is used up; else its code ended "
             "its process. With data.num_workers=0 its own error is told, and where"
         )
-    elif isinstance(error, OSError) and _is_of_exps_writing(error):
+    elif isinstance(error, OSError) and _is_below(error.filename, ongoing.directory):
         told = RunError(_unwritable(ongoing, error))
     elif (place := _place(error, parts)) is not None:
         told = UserCodeError.of(error, what=place)
@@ -383,12 +381,9 @@ def _catching_frames(error: BaseException) -> set[FrameType]:
     }
 
 
-def _is_of_exps_writing(error: OSError) -> bool:
-    """Whether exp was writing a file, whoever else stands in between, such as a file system of the user's own."""
-    root = str(Path(__file__).parent)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [os.path.relpath(file, root) for file in files if file.startswith(root + os.sep)]
-    return bool(own) and own[-1].startswith(WRITERS)
+def _is_below(filename: object, directory: Path) -> bool:
+    """Return whether a file that an error names is in the run directory."""
+    return isinstance(filename, str) and Path(filename).absolute().is_relative_to(directory)
 
 
 def _place(error: BaseException, parts: Parts | None) -> str | None:

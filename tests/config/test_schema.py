@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-import exp
 from exp.check.keys import SCHEMA, VALUES, Unfreezing
 from exp.config.yaml_files import read_yaml
 from exp.extras.schema.json_schema import annotation_schema
-from exp.extras.schema.schema import FOLDER, GROUPS, made, main, schema_of, settings, with_modeline, write_modelines
+from exp.extras.schema.schema import FOLDER, GROUPS, made, main, settings
 
 jsonschema = pytest.importorskip("jsonschema")
 CONF = Path(__file__).parents[2] / "conf"
 NEWCOMER = Path(__file__).parents[2] / ".ci" / "newcomer"
 FILES = sorted(CONF.rglob("*.yaml"))
+
+
+def schema_of(file: Path, conf: Path) -> str:
+    """Return the name of the schema of a YAML file below a folder of configs."""
+    parts = file.relative_to(conf).parts
+    return "train" if len(parts) == 1 or "@package _global_" in file.read_text() else parts[0]
 
 
 @pytest.fixture(scope="module")
@@ -112,33 +117,10 @@ def test_annotations_become_bounds_words_and_containers():
     assert takes(Unfreezing, {"10": ["a"]})
 
 
-def test_the_command_writes_schemas_and_modelines(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_schemas_and_settings(tmp_path, monkeypatch, capsys):
     shutil.copytree(NEWCOMER, tmp_path, dirs_exist_ok=True)
-    extra = tmp_path / "conf" / "experiment" / "e.yaml"
-    extra.parent.mkdir()
-    extra.write_text("# @package _global_\n# E: experiment=e\nseed: 3\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["--modelines"], libraries=()) == 0
-    told = capsys.readouterr().out
-    assert json.loads(told[told.index("{\n") :])["yaml.schemas"] == settings()
+    assert main([], libraries=()) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{\n") :])["yaml.schemas"] == settings()
     assert {file.stem for file in FOLDER.glob("*.json")} == {"train", *GROUPS}
-    lines = extra.read_text().splitlines()
-    assert lines[:3] == [
-        "# @package _global_",
-        "# E: experiment=e",
-        "# yaml-language-server: $schema=../../.exp/schema/train.json",
-    ]
-    for file in sorted((tmp_path / "conf").rglob("*.yaml")):
-        (line,) = [line for line in file.read_text().splitlines() if "yaml-language-server" in line]
-        assert (file.parent / line.partition("$schema=")[2]).is_file()
-    before = extra.read_text()
-    assert write_modelines(Path("conf")) == []
-    assert extra.read_text() == before
-    assert exp.compose(["experiment=e"]).seed == 3, "Hydra does not find the package in the header"
-
-
-def test_a_modeline_follows_the_first_comment():
-    line = "# yaml-language-server: $schema=x"
-    assert with_modeline("a: 1\n", line) == f"{line}\na: 1\n"
-    assert with_modeline("# What\na: 1\n", line) == f"# What\n{line}\na: 1\n"
-    assert with_modeline(f"# What\n{line}old\na: 1\n", line) == f"# What\n{line}\na: 1\n"

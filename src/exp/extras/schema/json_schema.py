@@ -1,7 +1,7 @@
-"""JSON schemas (draft 7) of train.yaml and of the options of each group, from what the check knows: for editors.
+"""JSON schemas (draft 7) of train.yaml and of the options of each group, for editors.
 
-A schema is no stricter than the check: what only a whole config shows, such as a required key that another file sets,
-is left to that. A value may be an interpolation wherever it stands.
+A schema is not stricter than the check: it leaves out required keys, for example, which another file may set. Any value
+may be an interpolation.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ BOUNDS = {
 }
 REFERENCE = re.compile(r'"#/definitions/([^"]+)"')
 LENGTHS = {"min_length": "minItems", "max_length": "maxItems"}
+NULL = SCALARS[type(None)]
 NODE: Schema = {"type": "object", "required": ["_target_"]}
 A_NODE: Schema = {"$ref": "#/definitions/node"}
 VALUE: Schema = {"$ref": "#/definitions/value"}
@@ -56,8 +57,9 @@ VALUE: Schema = {"$ref": "#/definitions/value"}
 class Schemas:
     """The schemas of one search path.
 
-    targets: the dotted names that a `_target_` is likely to be; a node with another one takes anything.
-    allow: packages whose classes may be imported, as security.allow.
+    Args:
+        targets: Dotted names that a `_target_` is likely to be. A node with another target takes anything.
+        allow: Packages whose classes may be imported, as in security.allow.
     """
 
     def __init__(self, targets: Iterable[str], *, allow: Sequence[str] = ()) -> None:
@@ -66,26 +68,33 @@ class Schemas:
         self._targets = {name: target for name, target in found.items() if target is not None}
 
     def train(self) -> Schema:
-        """That of train.yaml, and of files with `# @package _global_`."""
-        return self._whole(self._global(), "What train.yaml, an experiment or a debug switch may set")
+        """Return the schema of train.yaml, and of files with `# @package _global_`."""
+        body: Schema = {
+            **fixed(SCHEMA)["properties"],
+            **{name: _or(self._node(slot_of(name)), NULL) for name in ("module", *NODES)},
+            **{name: _or(self._named(slot_of(f"{name}.entry"))) for name in COLLECTIONS},
+            PHASES: _or(self._phases()),
+            "hydra": {"type": "object"},
+        }
+        return self._whole({"type": "object", "properties": body, "additionalProperties": False}, "train.yaml")
 
     def group(self, name: str) -> Schema:
-        """That of the options of a group, such as optimizer."""
+        """Return the schema of the options of a group, such as optimizer."""
         if name in COLLECTIONS:
-            body = self._entries(name)
+            body = self._named(slot_of(f"{name}.entry"))
         elif name == PHASES:
-            body = {"type": "object", "additionalProperties": self._phase()}
+            body = self._phases()
         elif name in SCHEMA and isinstance(SCHEMA[name], dict):
             body = fixed(SCHEMA[name])
         else:
             body = self._node(slot_of(name))
-        return self._whole(_with_defaults(body), f"An option of the group {name}")
+        return self._whole(body, f"An option of the group {name}")
 
     def _resolved(self, name: str) -> Any:
         try:
             return resolve(name, returns=("builtins.object",), allow=self._allow)
         except ExpError:
-            return None  # of an extra that is not installed, or a fault that the check names
+            return None  # of an extra that is not installed, or an error that the check reports
 
     def _whole(self, body: Schema, title: str) -> Schema:
         definitions = {
@@ -94,61 +103,45 @@ class Schemas:
             "value": self._value(),
             **{name: self._target(name, ANYWHERE) for name in self._targets},
         }
+        body = _with_defaults(body)
         return {"$schema": DRAFT, "title": title, **body, "definitions": _reached(body, definitions)}
 
-    def _global(self) -> Schema:
-        properties: Schema = {
-            **fixed(SCHEMA)["properties"],
-            "module": _or(self._node(slot_of("module")), {"type": "null"}),
-            **{name: _or(self._node(slot_of(name)), {"type": "null"}) for name in NODES},
-            **{name: _or(self._entries(name)) for name in COLLECTIONS},
-            PHASES: _or({"type": "object", "additionalProperties": self._phase()}),
-            "hydra": {"type": "object"},
-        }
-        return _with_defaults({"type": "object", "properties": properties, "additionalProperties": False})
+    def _named(self, slot: Slot) -> Schema:
+        """Return the schema of named nodes."""
+        return {"type": "object", "additionalProperties": _or(self._node(slot))}
 
-    def _entries(self, group: str) -> Schema:
-        """Named nodes."""
-        return {"type": "object", "additionalProperties": _or(self._node(slot_of(f"{group}.entry")))}
-
-    def _phase(self) -> Schema:
-        nodes = {
-            name: _or(self._node(slot_of(f"{PHASES}.one.{name}")), {"type": "null"})
-            for name in ("optimizer", "scheduler")
-        }
-        properties = {**fixed(PHASE)["properties"], **nodes}
-        return {"type": "object", "properties": properties, "additionalProperties": False}
+    def _phases(self) -> Schema:
+        nodes = {name: _or(self._node(slot_of(f"{PHASES}.one.{name}")), NULL) for name in ("optimizer", "scheduler")}
+        phase = {"type": "object", "properties": {**fixed(PHASE)["properties"], **nodes}, "additionalProperties": False}
+        return {"type": "object", "additionalProperties": phase}
 
     # --- nodes with a _target_ ---
 
     def _node(self, slot: Slot) -> Schema:
-        """One node in a slot: by its `_target_` where that is known, else any of what the slot's targets take."""
+        """Return the schema of a node in a slot: that of its `_target_`, or of all that fit the slot without one."""
         fitting = [name for name, target in self._targets.items() if self._fits(target, slot)]
-        known = [self._target(name, slot) for name in fitting]
-        shared = [self._target(name, ANYWHERE) for name in fitting]
-        # Written once, where the slot adds nothing.
-        cases = [
-            _case(name, {"$ref": f"#/definitions/{name}"} if one == other else one)
-            for name, one, other in zip(fitting, known, shared, strict=True)
-        ]
-        properties = {name: VALUE for one in known for name in one["properties"]}
+        known = {name: self._target(name, slot) for name in fitting}
+        cases = []
+        for name, one in known.items():
+            # A reference is enough if the slot adds nothing.
+            is_plain = one == self._target(name, ANYWHERE)
+            cases.append(_case(name, {"$ref": f"#/definitions/{name}"} if is_plain else one))
+        properties: Schema = {"defaults": {}}  # of the file whose node it is
+        properties |= {name: VALUE for one in known.values() for name in one["properties"] if name != "defaults"}
         properties |= {name: self._reserved(slot, name) for name in slot.reserved}
-        properties |= {name: rule for name, rule in self._bounded(slot).items() if name in properties}
-        closed = bool(known) and all(one.get("additionalProperties") is False for one in known)
+        properties |= self._bounded(slot, within=properties)
+        closed = bool(known) and all(one.get("additionalProperties") is False for one in known.values())
         open_node: Schema = {"properties": properties, **({"additionalProperties": False} if closed else {})}
         return {"type": "object", "allOf": [*cases, {"if": {"not": NODE}, "then": open_node}]}
 
     def _fits(self, target: Any, slot: Slot) -> bool:
         if not slot.bases or not inspect.isclass(target):
             return False
-        return any(
-            base in {f"{one.__module__}.{one.__qualname__}", *_aliases(one)}
-            for base in slot.bases
-            for one in target.__mro__
-        )
+        names = {name for one in target.__mro__ for name in (f"{one.__module__}.{one.__qualname__}", *_aliases(one))}
+        return not names.isdisjoint(slot.bases)
 
     def _target(self, name: str, slot: Slot) -> Schema:
-        """What a node with this `_target_` holds."""
+        """Return the schema of a node with this `_target_`."""
         target = self._targets[name]
         signature = signature_of(target)
         properties: Schema = {
@@ -160,10 +153,11 @@ class Schemas:
             **{one: self._reserved(slot, one) for one in slot.reserved},
         }
         properties |= self._bounded(slot, within=properties)
-        for one in slot.refused:
-            properties.pop(one, None)
-        found: Schema = {"properties": properties, "description": _first_line(target)}
-        # What stands beside the layers of a model may be a word of the slot's that no signature shows.
+        found: Schema = {
+            "properties": {key: rule for key, rule in properties.items() if key not in slot.refused},
+            "description": (inspect.getdoc(target) or "").strip().split("\n")[0][:200],
+        }
+        # Keys next to the layers of a model may be words of the slot that no signature shows.
         is_open = signature.open or (slot.pattern == "model" and "layers" in properties)
         return found if is_open else {**found, "additionalProperties": False}
 
@@ -172,34 +166,32 @@ class Schemas:
         words = [] if one.annotation is EMPTY and one.default is EMPTY else [worded(one.annotation, one.default)]
         if not one.required and isinstance(one.default, PLAIN):
             words.append(f"by default {one.default!r}")
-        told: Schema = {"description": ", ".join(words)} if words else {}
-        nullable = [SCALARS[type(None)]] if one.name in slot.filled or one.default is None else []
+        about: Schema = {"description": ", ".join(words)} if words else {}
         if not kind:
-            return {**told, "allOf": [VALUE]}
+            return {**about, "allOf": [VALUE]}
+        nullable = [NULL] if one.name in slot.filled or one.default is None else []
         if _is_scalar(kind):
-            return {**told, **_or(kind, *nullable)}
-        return {**told, "allOf": [_or(kind, A_NODE, *nullable), VALUE]}
+            return {**about, **_or(kind, *nullable)}
+        return {**about, "allOf": [_or(kind, A_NODE, *nullable), VALUE]}
 
     def _reserved(self, slot: Slot, name: str) -> Schema:
         rule = VALUES.get(slot.pattern + f".{name}")
         return VALUE if rule is None else _or(annotation_schema(rule))
 
-    def _bounded(self, slot: Slot, within: Iterable[str] | None = None) -> Schema:
-        """The keys below a slot whose values exp bounds itself."""
-        prefix = f"{slot.pattern}."
-        rules = {key.removeprefix(prefix): rule for key, rule in VALUES.items() if key.startswith(prefix)}
-        names = set(rules) if within is None else set(rules) & set(within)
-        return {name: _or(annotation_schema(rules[name])) for name in sorted(names) if "." not in name}
+    def _bounded(self, slot: Slot, within: Iterable[str]) -> Schema:
+        """Return the schemas of keys below a slot whose values exp bounds itself."""
+        rules = {name: VALUES[f"{slot.pattern}.{name}"] for name in within if f"{slot.pattern}.{name}" in VALUES}
+        return {name: _or(annotation_schema(rule)) for name, rule in rules.items()}
 
     def _value(self) -> Schema:
-        """Anything, in which every node with a known `_target_` is held against that."""
+        """Return the schema of any value, in which each node with a known `_target_` has the schema of that."""
         cases = [_case(name, {"$ref": f"#/definitions/{name}"}) for name in self._targets]
         inner: Schema = {"if": {"not": NODE}, "then": {"additionalProperties": VALUE}}
         return {"items": VALUE, "allOf": [{"if": {"type": "object"}, "then": {"allOf": [*cases, inner]}}]}
 
 
 def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Those of some definitions that a schema refers to, by others or by itself."""
+    """Return the definitions that a schema refers to, also through other definitions."""
     found: dict[str, Schema] = {}
     todo = [body]
     while todo:
@@ -210,7 +202,7 @@ def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schem
 
 
 def fixed(keys: Mapping[str, Any]) -> Schema:
-    """A mapping of keys that exp reads, and no others. keys: as `exp.check.keys.SCHEMA` has them."""
+    """Return the schema of a mapping with these keys and no others. keys: as in `exp.check.keys.SCHEMA`."""
     properties = {
         name: _or(fixed(rule))
         if isinstance(rule, dict)
@@ -221,13 +213,13 @@ def fixed(keys: Mapping[str, Any]) -> Schema:
 
 
 def annotation_schema(annotation: Any, default: Any = EMPTY) -> Schema:
-    """What an annotation allows, as `exp.check.kinds.fits` reads it; {} for whatever a schema cannot say."""
+    """Return the schema of an annotation, as `exp.check.kinds.fits` reads it; {} for what a schema cannot express."""
     if annotation in (EMPTY, Any, object) or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
         is_plain = annotation is EMPTY and isinstance(default, bool | int | float | str)
         return SCALARS[float if type(default) is int else type(default)] if is_plain else {}
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in SCALARS or annotation is None:
-        return SCALARS[type(None) if annotation is None else annotation]
+        return NULL if annotation is None else SCALARS[annotation]
     if origin is typing.Literal:
         return {"enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
@@ -261,7 +253,7 @@ def _container(annotation: Any, base: Any, arguments: tuple[Any, ...]) -> Schema
 
 
 def _is_scalar(kind: Schema) -> bool:
-    """Whether no node may stand for it: a number, a text, one of some words, or any of these."""
+    """Return whether no node may replace the value: a number, a text, one of some words, or any of these."""
     others = kind.get("anyOf")
     if others is not None:
         return all(map(_is_scalar, others))
@@ -285,7 +277,7 @@ def _bounded_schema(kind: Schema, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _or(*kinds: Schema) -> Schema:
-    """Any of some kinds, or an interpolation."""
+    """Return the schema of any of some kinds, or an interpolation."""
     return {"anyOf": [*kinds, {"$ref": "#/definitions/interpolation"}]} if {} not in kinds else {}
 
 
@@ -294,24 +286,12 @@ def _case(name: str, then: Schema) -> Schema:
 
 
 def _with_defaults(body: Schema) -> Schema:
-    """The same with the defaults list that a file may begin with."""
+    """Return a schema that allows the defaults list at the start of a file."""
     listed: Schema = {"type": "array", "items": {"type": ["string", "object"]}}
-    found = {**body, "properties": {"defaults": listed, **body.get("properties", {})}}
-    if "allOf" in body:
-        found["allOf"] = [_taking_defaults(one) for one in body["allOf"]]
-    return found
-
-
-def _taking_defaults(case: Schema) -> Schema:
-    then = case["then"]
-    return case if "$ref" in then else {**case, "then": {**then, "properties": {"defaults": {}, **then["properties"]}}}
+    return {**body, "properties": {"defaults": listed, **body.get("properties", {})}}
 
 
 def _aliases(kind: type) -> set[str]:
-    """The shorter public names of a library's class, `torch.nn.Module` of torch.nn.modules.module.Module."""
+    """Return the shorter public names of a class, such as `torch.nn.Module` of torch.nn.modules.module.Module."""
     parts = kind.__module__.split(".")
     return {".".join([*parts[:count], kind.__qualname__]) for count in range(1, len(parts))}
-
-
-def _first_line(target: Any) -> str:
-    return (inspect.getdoc(target) or "").strip().split("\n")[0][:200]

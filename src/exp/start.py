@@ -20,7 +20,7 @@ from exp.check.plan import Plan, frozen
 from exp.check.resolution import resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
-from exp.config.hydra_adapter import text_values
+from exp.config.plain_tree import text_values
 from exp.engine.console import run_log
 from exp.engine.runtime import block_launches, threads_of
 from exp.errors import ExpError, RunError
@@ -122,7 +122,8 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     resolved = decided.resolved.config
     wanted = Path(resolved[COMPOSITION].directory)
     directory = freeze(resolved)
-    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(resolved)):
+    raw = OmegaConf.to_container(resolved, resolve=False)
+    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(raw)):
         decided = plan(frozen(directory))
     sweep_runs_beside(directory, str(decided.plain["name"]))
     if notes:

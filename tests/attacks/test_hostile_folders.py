@@ -1,4 +1,4 @@
-"""Folders from elsewhere that would run a program: git, .env, conf, data, run directories, checkpoints.
+"""Folders from elsewhere that would run a program: git, conf, data, run directories, checkpoints.
 
 Each attack that succeeds creates a file, the canary. Modules that Python imports by itself are in
 tests/config/test_foreign_folder.py.
@@ -124,18 +124,6 @@ def with_submodule(folder: Path) -> None:
     git(folder / "sub", "config", "core.fsmonitor", evil(folder))
     git(folder, "-c", "protocol.file.allow=always", "add", "sub")
     (folder / ".gitmodules").write_text(f'[submodule "sub"]\n\tpath = sub\n\turl = ./sub\n\tupdate = !{evil(folder)}\n')
-
-
-@pytest.mark.parametrize(
-    "line", slow("LD_PRELOAD=./evil.so", "GIT_EXTERNAL_DIFF={evil}", "HOME={folder}", "PATH={folder}/bin")
-)
-def test_a_hostile_env_file_is_refused(line, folder, attacked):
-    repository(folder)
-    (folder / "bin").mkdir()
-    shutil.copy(evil(folder), folder / "bin" / "git")
-    (folder / ".gitconfig").write_text(f"[core]\n\tfsmonitor = {evil(folder)}\n")
-    (folder / ".env").write_text(line.format(evil=evil(folder), folder=folder) + "\n")
-    assert "expected variables for the configs" in attacked(*RUN)
 
 
 GLOBAL = "# @package _global_\n"

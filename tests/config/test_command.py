@@ -68,7 +68,7 @@ def test_info_prints_the_search_path(capsys):
 
 
 def test_help_lists_every_group_with_its_options():
-    _, vocabulary = open_search_path(config_dir=None, config_name="train")
+    vocabulary = open_search_path(config_dir=None, config_name="train")
     text = help_text(vocabulary)
     for directory in OWN_CONF.iterdir():
         if directory.is_dir():
@@ -80,14 +80,14 @@ def test_help_lists_every_group_with_its_options():
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["--experimental-rerun", "x.pickle"], "--experimental-rerun"),
+        (["--experimental-rerun", "runs/x.pickle"], "Write from_run=runs"),
         (["--config-dir", "nowhere"], "--config-dir"),
         (["--config-name", "nothing"], "--config-name"),
         (["--resolve"], "--resolve"),
         (["-m", "--cfg", "job"], "--multirun --cfg"),
         (["--cfg", "jobb"], "jobb"),
         (["--cfg", "job", "seed=1,2"], "seed"),
-        (["--shell-completion", "install=zsh"], 'Write eval "$(python -m exp completion zsh)"'),
+        (["--shell-completion", "install=zsh"], 'Write eval "$(python -m exp completion bash)", or zsh'),
         (["-m", "optimizer=adamw,adamm"], "optimizer"),
         (["-m", "hydra.sweep.dir=.", "seed=1,2"], "hydra.sweep.dir"),
     ],

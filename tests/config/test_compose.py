@@ -165,7 +165,7 @@ def test_a_conf_folder_of_another_program_is_ignored(monkeypatch):
     assert users_conf() is None
     monkeypatch.chdir(OWN_CONF.resolve().parent)
     assert users_conf() is None
-    assert [place.provider for place in search_places()] == ["main"]
+    assert [place.provider for place in search_places()] == ["exp"]
 
 
 def test_local_default_overrides_all_but_the_command():
@@ -230,12 +230,12 @@ def test_a_choice_that_hydra_ignores_is_an_error():
 
 
 @pytest.mark.parametrize("names", [["me"], ["one", "two", "three"]])
-def test_an_include_cycle_names_its_files(names):
+def test_an_include_cycle_names_its_last_file(names):
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         write(f"conf/model/{name}.yaml", f"# Round. Select it with model={name}\ndefaults: [{following}, _self_]\n")
     (fault,) = refused(f"model={names[0]}").faults
     assert fault.key == "defaults"
-    assert sorted(fault.source.split(", ")) == sorted(f"conf/model/{name}.yaml" for name in names)
+    assert fault.source == f"conf/model/{names[-1]}.yaml"
 
 
 @pytest.mark.parametrize(
@@ -321,13 +321,13 @@ def test_references_to_hydra_have_hydras_values():
 
 
 def test_a_mapping_and_a_list_replace_each_other():
-    write("conf/experiment/e.yaml", "# @package _global_\nvars: {a: {x: 1}, b: [1], c: {d: [2]}, e: {f: 1}}\n")
-    later = "defaults: [e]\nvars: {a: [3], b: {y: 4}, c: {d: {z: 5}}, e: {g: 2}}\n"
-    write("conf/experiment/f.yaml", f"# @package _global_\n{later}")
-    assert exp.compose(["experiment=f"]).vars == {"a": [3], "b": {"y": 4}, "c": {"d": {"z": 5}}, "e": {"f": 1, "g": 2}}
+    write("conf/experiment/e.yaml", "# @package _global_\nvars: {a: [3], b: {y: 4}, c: {d: {z: 5}}, e: {f: 1}}\n")
     typed = ["vars.a={w:6}", "vars.b=[7]", "vars.c={d:[8]}", "++vars.e.f=[9]"]
-    both = {"a": {"w": 6}, "b": [7], "c": {"d": [8]}, "e": {"f": [9], "g": 2}}
-    assert exp.compose(["experiment=f", *typed]).vars == both
+    both = {"a": {"w": 6}, "b": [7], "c": {"d": [8]}, "e": {"f": [9]}}
+    assert exp.compose(["experiment=e", *typed]).vars == both
+    write("conf/experiment/f.yaml", "# @package _global_\ndefaults: [e]\nvars: {a: {x: 1}}\n")
+    (fault,) = refused("experiment=f").faults
+    assert (fault.source, fault.expected) == ("experiment/f.yaml", "the same kind in both")
     csv = ["data=csv", "data.dataset.path=x.csv", "data.dataset.target=y"]
     assert exp.compose([*csv, "data.dataset.dates={when:'%d.%m.%Y'}"]).data.dataset.dates == {"when": "%d.%m.%Y"}
     (fault,) = refused_values("trainer=[1]")
@@ -364,27 +364,6 @@ def test_outputs_may_be_a_link_to_another_disk(tmp_path):
     disk.mkdir()
     os.symlink(disk, "outputs")
     assert exp.compose([]) is not None
-
-
-def test_the_environment_takes_precedence_over_the_env_file(monkeypatch):
-    monkeypatch.delenv("EXP_DATA_DIR", raising=False)
-    monkeypatch.setenv("EXP_TEST_KEPT", "outer")
-    write(".env", "EXP_DATA_DIR=/my/data\nEXP_TEST_KEPT=inner\n")
-    try:
-        assert exp.compose([]).data_dir == "/my/data"
-        assert os.environ["EXP_TEST_KEPT"] == "outer"
-    finally:
-        os.environ.pop("EXP_DATA_DIR", None)
-
-
-def test_without_dotenv_a_line_says_what_to_install(monkeypatch, capsys):
-    write(".env", "A=1\n")
-    monkeypatch.setitem(sys.modules, "dotenv", None)
-    exp.compose([])
-    exp.compose([])
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
-    assert "pip install 'exp-framework[env]'" in message
 
 
 def test_a_missing_primary_config_is_an_error():

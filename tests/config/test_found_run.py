@@ -12,7 +12,8 @@ from exp.check.resolution import resolve
 from exp.check.stages import compose
 from exp.config.found_run import written
 from exp.config.freeze import freeze, read_overrides
-from exp.config.hydra_adapter import parse_override, task_overrides
+from exp.config.grammar import parse_override
+from exp.config.hydra_adapter import recorded_overrides
 from exp.errors import ConfigError, RunError
 from exp.sweeps.executor import End
 from exp.sweeps.sweep import compose_sweep, sweep
@@ -177,7 +178,7 @@ class Freezing:
 
 def test_a_sweep_may_start_from_a_run(folder):
     run = frozen("model=mlp", "seed=7", "optimizer.lr=0.02")
-    assert task_overrides(compose_sweep([f"from_run={run}", "seed=0,1,2"]).config) == [
+    assert recorded_overrides(compose_sweep([f"from_run={run}", "seed=0,1,2"]).config) == [
         "model=mlp", "optimizer.lr=0.02", "seed=0,1,2",
     ]  # fmt: skip
     executor = Freezing()

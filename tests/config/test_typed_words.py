@@ -130,7 +130,7 @@ for words in sys.argv[1:]:
 """
 
 
-def test_a_sweeper_with_a_direction_of_its_own_searches_in_that_of_the_mode(place):
+def test_a_sweeper_with_another_direction_than_the_mode_is_refused(place):
     plugins = place / "site" / "hydra_plugins"
     plugins.mkdir(parents=True)
     (plugins / "like_optuna.py").write_text(SWEEPER)
@@ -142,8 +142,8 @@ def test_a_sweeper_with_a_direction_of_its_own_searches_in_that_of_the_mode(plac
     )
     told = done.stdout.splitlines()
     assert told == [
-        "Direction.minimize", "maximize", "maximize",
-        "hydra.sweeper.direction Write hydra.sweeper.direction=maximize, or leave it out",
+        "Direction.minimize", "hydra.sweeper.direction Write hydra.sweeper.direction=maximize", "maximize",
+        "hydra.sweeper.direction Write hydra.sweeper.direction=maximize",
     ]  # fmt: skip
 
 

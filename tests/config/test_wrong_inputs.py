@@ -174,7 +174,7 @@ EXTRAS = {
     "vision": ["'data.tv_tensors={input: image}'"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens", "data=token_file data.dataset.path=FILE data.dataset.tokenizer=FILE"],
-    **dict.fromkeys(("search", "slurm", "ray", "report", "export", "serve", "fp8", "env", "dev", "docs"), ()),
+    **dict.fromkeys(("search", "slurm", "ray", "report", "export", "serve", "fp8", "dev", "docs"), ()),
 }
 PACKAGES = {"parquet": "pyarrow", "hf": "datasets", "vision": "torchvision"}
 

@@ -24,7 +24,6 @@ SHA256 = "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"
 # Distributions with another name than the module.
 DISTRIBUTIONS = {
     "PIL": "pillow", "google": "protobuf", "hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "pyyaml",
-    "dotenv": "python-dotenv",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 def space(*overrides: str) -> Space:
     master = compose_sweep(overrides)
-    return space_of(master.config, master.loader, seed=0)
+    return space_of(master.config, master.vocabulary, seed=0)
 
 
 def listed(*overrides: str) -> list[list[str]]:
@@ -117,8 +117,8 @@ def master():
 def test_a_range_is_counted_as_it_is_listed(master, start, stop, step, is_float):
     step = step / 4 if is_float else step
     master.config.hydra.overrides.task = [f"optimizer.weight_decay=range({start},{stop},{step})"]
-    count = sizes(master.config, master.loader)["optimizer.weight_decay"]
-    assert count == len(space_of(master.config, master.loader, seed=0).axes[0].texts)
+    count = sizes(master.config, master.vocabulary)["optimizer.weight_decay"]
+    assert count == len(space_of(master.config, master.vocabulary, seed=0).axes[0].texts)
     assert count == max(0, math.ceil((stop - start) / step))
 
 
@@ -139,18 +139,18 @@ def test_a_range_is_counted_as_it_is_listed(master, start, stop, step, is_float)
 )
 def test_ranges_are_exact_in_every_function(master, text, values):
     master.config.hydra.overrides.task = [f"optimizer.weight_decay={text}"]
-    assert list(space_of(master.config, master.loader, seed=0).axes[0].texts) == values
+    assert list(space_of(master.config, master.vocabulary, seed=0).axes[0].texts) == values
 
 
 @pytest.mark.parametrize("text", ["1,1.0", "1.0,1", "0.5,1,1.0"])
 def test_numbers_of_different_types_are_different_jobs(master, text):
     master.config.hydra.overrides.task = [f"optimizer.weight_decay={text}"]
-    assert list(space_of(master.config, master.loader, seed=0).axes[0].texts) == text.split(",")
+    assert list(space_of(master.config, master.vocabulary, seed=0).axes[0].texts) == text.split(",")
 
 
 def test_a_shuffled_range_has_its_numbers(master):
     master.config.hydra.overrides.task = ["optimizer.weight_decay=shuffle(range(0.1,0.4,0.1))"]
-    assert sorted(space_of(master.config, master.loader, seed=0).axes[0].texts) == ["0.1", "0.2", "0.3"]
+    assert sorted(space_of(master.config, master.vocabulary, seed=0).axes[0].texts) == ["0.1", "0.2", "0.3"]
 
 
 @pytest.mark.parametrize(("overrides", "message"), TABLES["settings"])

@@ -12,8 +12,7 @@ from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import first_stage, second_stage, touched
 from exp.config.copying import copied
-from exp.config.freeze import COMPOSITION
-from exp.config.hydra_adapter import packages_allowed_by
+from exp.config.freeze import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
 from exp.config.resolvers import use_resolvers
@@ -27,7 +26,7 @@ START_KEYS = ("resume", "runtime", "name", "train")
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copied(config)
-    use_resolvers(config, allow=sorted(packages_allowed_by(_overrides(config))))
+    use_resolvers(config, allow=_allowed(config))
     reading = read(config)
     if Values(reading[0])[ACCELERATOR] == GPU:
         OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
@@ -58,9 +57,9 @@ def resolve(config: DictConfig) -> Resolved:
     return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 
 
-def _overrides(config: DictConfig) -> list[str]:
-    """Those that a config was composed with; none of one that was made otherwise."""
-    return [str(text) for text in config[COMPOSITION].overrides] if COMPOSITION in config else []
+def _allowed(config: DictConfig) -> list[str]:
+    """Return the packages that the command line allows; none of a config that exp.compose did not make."""
+    return [str(name) for name in config[COMPOSITION][ALLOWED]] if COMPOSITION in config else []
 
 
 def _beginnings(config: DictConfig, known: Iterable[Fault]) -> tuple[object, object]:

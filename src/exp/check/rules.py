@@ -18,9 +18,8 @@ from exp.check.phase_rules import (
     phases_share_the_objective,
     readable,
 )
-from exp.config.freeze import COMPOSITION
+from exp.config.freeze import ALLOWED, COMPOSITION
 from exp.config.habits import cure_of_value
-from exp.config.hydra_adapter import packages_allowed_by
 from exp.config.module_key import brings_data, has_module, module_stands_alone
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
@@ -349,10 +348,9 @@ def stages_at_work_have_data(values: Values) -> Iterator[Fault]:
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
     """A downloaded config may not allow its own code."""
-    overrides, allowed = values[f"{COMPOSITION}.overrides"], values["security.allow"]
-    if not allowed or not isinstance(allowed, list) or overrides is UNKNOWN:
+    typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
+    if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
         return
-    typed = packages_allowed_by(str(override) for override in overrides)
     others = [str(package) for package in allowed if str(package) not in typed]
     if others:
         expected = "[] in files: packages are allowed on the command line alone"

@@ -107,7 +107,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
     try:
         # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
-            run_sweeper(master.config, master.loader, jobs, directory=Path(directory))
+            run_sweeper(master.config, jobs, directory=Path(directory))
     except HydraException as error:
         raise ConfigError([fault_of(error)]) from error
     except OSError as error:

@@ -6,16 +6,17 @@ import argparse
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.compose import composition_of, expanded
 from exp.config.freeze import COMPOSITION
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.habits import cure_of_flag
-from exp.config.hydra_adapter import HYDRA_ERRORS, HYDRA_VERSION, answer, argument_parser, fault_of
+from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config, show_info
 from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
@@ -23,6 +24,18 @@ from exp.errors import ConfigError, Fault
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 100
+INFO = ("defaults-tree", "defaults", "searchpath", "plugins")
+FLAGS = (
+    "--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-name", "--config-dir",
+    "--info", "--samples",
+)  # fmt: skip
+# Flags of Hydra's that exp does not have, with what to write instead.
+HYDRAS_FLAGS = {
+    "--config-path": "Write --config-dir {value}",
+    "--experimental-rerun": "Write from_run={folder}",
+    "--shell-completion": 'Write eval "$(python -m exp completion bash)", or zsh',
+    "--hydra-help": "Write --help",
+}
 # That exp.data looks at in each part, unless it is told otherwise.
 MOST_SAMPLES = 100_000
 HELP = """\
@@ -49,29 +62,50 @@ Keys at the top (--cfg job prints them all, with everything below):
 Flags:
   -m, --multirun            several jobs; a value may be a list a,b,c or range(0,5)
   --cfg job|hydra|all       print the config; --package optimizer prints a part, --resolve its values
-  --info [defaults-tree]    where the config comes from: defaults-tree, defaults, searchpath, plugins, config, all
+  --info [defaults-tree]    where the config comes from: defaults-tree, defaults, searchpath, plugins
   --config-dir DIR          one more directory of configs, behind ./conf and before exp's own
   --config-name NAME        another primary config than train
   --samples N|all           of exp.data: how many samples of each part it looks at, 100,000 unless told otherwise
-  --hydra-help  --version
+  --version
 
 exp completion bash|zsh prints what the tab key needs for all of this.
 Your own options live in ./conf beside your modules; they win over exp's. Results land in outputs/.
 """
 
 
-def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.Namespace:
-    """Flags and overrides in any order.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([_fault("command line", message, "the flags of --help, and key=value")])
 
-    Raises: ConfigError on a flag that is unknown, wrongly used, or refused. SystemExit after --version.
-    """
+
+def _parser(program: str) -> _Parser:
     from exp import __version__
 
-    parser = argument_parser(program, version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
+    parser = _Parser(prog=program, add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="version", version=f"exp {__version__}, Hydra {HYDRA_VERSION}")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--run", "-r", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-name", "-cn", default=PRIMARY)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", nargs="?", choices=INFO, const=INFO[0])
     if program.endswith("exp.data"):
-        parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES, help="of each part: a number, or all")
-    flags = [option for action in parser._actions for option in action.option_strings]
-    foreign = list(_foreign_flags(argv, flags))
+        parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.Namespace:
+    """Return flags and overrides, which may be in any order.
+
+    Raises:
+        ConfigError: A flag is unknown or wrongly used.
+        SystemExit: The flag is --version.
+    """
+    foreign = list(_foreign_flags(argv, FLAGS))
     if foreign:
         commands = [
             _fault(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
@@ -79,13 +113,11 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
             if word in SUBCOMMANDS
         ]
         raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
-    arguments = parser.parse_intermixed_args(list(argv))
+    arguments = _parser(program).parse_intermixed_args(list(argv))
     _read_mode(arguments)
     faults = list(_flag_faults(arguments))
     if faults:
         raise ConfigError(faults)
-    if arguments.config_name is None:
-        arguments.config_name = PRIMARY
     return arguments
 
 
@@ -109,12 +141,14 @@ def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[
 
 def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[Fault]:
     """A fault for each flag that is none of ours, with the override that says the same here."""
-    _, vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
+    vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
     faults = []
     for flag, value in foreign:
         text = f"{flag.lstrip('-').rstrip('+').replace('-', '_')}={value}"
         cure = cure_of_flag(flag, value)
-        if cure is None:
+        if flag in HYDRAS_FLAGS:
+            cure = HYDRAS_FLAGS[flag].format(value=value, folder=PurePath(value).parent)
+        elif cure is None:
             _, wrong = checked_lines([text], vocabulary, multirun=multirun)
             cure = mended(text, wrong[0].cure, vocabulary) if wrong else f"Write {text}"
         faults.append(_fault(flag, "no flag of this command", "key=value, without dashes", cure))
@@ -141,42 +175,47 @@ def _how_many(text: str) -> int | None:
 
 
 def is_question(arguments: argparse.Namespace) -> bool:
-    """Whether the command asks about the config and runs nothing."""
-    asked = arguments.help or arguments.hydra_help
-    return bool(asked or arguments.cfg is not None or arguments.info is not None)
+    """Return whether the command asks about the config and runs nothing."""
+    return bool(arguments.help or arguments.cfg is not None or arguments.info is not None)
 
 
 @secrets_kept()
 def answer_question(arguments: argparse.Namespace) -> None:
-    """Prints the help, or what Hydra answers. Imports neither torch nor lightning.
+    """Print the help, the config, or where it comes from. Import neither torch nor lightning.
 
-    Raises: ConfigError where the overrides have faults.
+    Raises:
+        ConfigError: The overrides have errors.
     """
-    loader, vocabulary = open_search_path(
-        config_dir=arguments.config_dir, config_name=arguments.config_name, overrides=arguments.overrides
-    )
+    where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
     if arguments.help:
-        print(help_text(vocabulary))
-        return
-    overrides = list(arguments.overrides)
-    if arguments.cfg is not None or arguments.info is not None:
-        overrides = list(expanded(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name))
+        print(help_text(open_search_path(**where)))
+    elif arguments.cfg is not None:
+        config = composition_of(arguments.overrides, **where).config
+        with hydra_config(config):
+            print(_config_text(config, arguments), end="")
+    else:
+        overrides = expanded(list(arguments.overrides), **where)
+        vocabulary = open_search_path(**where)
         lines, faults = checked_lines(overrides, vocabulary, multirun=False)
         if faults:
             raise ConfigError(faults)
-        overrides = for_hydra(lines, vocabulary)
+        groups = for_hydra(lines, vocabulary)
+        show_info(vocabulary.places, arguments.info, config_name=arguments.config_name, overrides=groups)
+
+
+def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
+    """Return the part of a composed config that --cfg and --package name, as YAML."""
+    names = [str(name) for name in config if arguments.cfg == "all" or (name == "hydra") == (arguments.cfg == "hydra")]
+    shown = OmegaConf.masked_copy(config, names)
+    package = arguments.package
     try:
-        answer(loader, arguments, config_name=arguments.config_name, overrides=overrides)
-    except BrokenPipeError:
-        raise
-    except HYDRA_ERRORS as error:
-        if arguments.cfg is not None or arguments.info is not None:
-            where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-            composition_of(arguments.overrides, **where)
-        raise ConfigError([fault_of(error)]) from error
-    except SystemExit as error:
-        # Hydra leaves with 1 after its own message on a package that is not there; for a wrong command that is 2.
-        raise SystemExit(2 if error.code else 0) from error
+        part = shown if package is None else OmegaConf.select(config, package, throw_on_missing=True)
+        if package is not None and not OmegaConf.is_config(part):
+            raise ConfigError([_fault("--package", package, "a node of the config")])
+        text = OmegaConf.to_yaml(part, resolve=arguments.resolve)
+    except OmegaConfBaseException as error:
+        raise ConfigError([_fault("--cfg", str(error).splitlines()[0], "a config whose values resolve")]) from error
+    return text if package is None else f"# @package {package}\n{text}"
 
 
 def help_text(vocabulary: Vocabulary) -> str:
@@ -199,33 +238,19 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
     return textwrap.wrap(", ".join(options), width=HELP_WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
-def _flag_faults(arguments: argparse.Namespace) -> list[Fault]:
-    faults = []
-    if arguments.experimental_rerun is not None:
-        got, run = "it unpickles a file, which may run any code", Path(arguments.experimental_rerun).parent
-        faults.append(_fault("--experimental-rerun", got, "the config of a run as text", f"Write from_run={run}"))
-    if arguments.config_path is not None:
-        cure = f"Write --config-dir {arguments.config_path}"
-        faults.append(_fault("--config-path", "exp's own configs stay where they are", "one more directory", cure))
+def _flag_faults(arguments: argparse.Namespace) -> Iterator[Fault]:
     if arguments.package is not None and arguments.cfg is None:
         cure = f"Write --cfg job --package {arguments.package}"
-        faults.append(_fault("--package", "without --cfg", "the part of a config to print", cure))
-    if arguments.shell_completion:
-        shell = next((shell for shell in ("zsh", "bash") if any(shell in text for text in arguments.overrides)), "bash")
-        fault = _fault("--shell-completion", "Hydra's completion, which knows no key and no list", "exp's own")
-        faults.append(replace(fault, cure=f'Write eval "$(python -m exp completion {shell})"'))
+        yield _fault("--package", "without --cfg", "the part of a config to print", cure)
+    if arguments.resolve and arguments.cfg is None:
+        yield _fault("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
     modes = {
         "--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None,
         "--info": arguments.info is not None,
     }  # fmt: skip
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:
-        faults.append(_fault(" ".join(used), "flags that exclude each other", "one of them"))
-    if arguments.resolve and arguments.cfg is None:
-        faults.append(
-            _fault("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
-        )
-    return faults
+        yield _fault(" ".join(used), "flags that exclude each other", "one of them")
 
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:

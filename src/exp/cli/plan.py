@@ -87,7 +87,7 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
     slips = [(key, text) for key, text in pairs if "." not in key and key not in OWN and nearest(key, OWN)]
     if not slips:
         return
-    known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name)[1].words()
+    known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
     faults = [
         Fault(
             key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", cure=did_you_mean(key, OWN)

@@ -141,7 +141,7 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
     """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
     from omegaconf import OmegaConf, open_dict
 
-    from exp.config.freeze import COMPOSITION, OWN_GROUPS
+    from exp.config.freeze import ALLOWED, COMPOSITION, OWN_GROUPS
 
     with open_dict(config):
         config.resume, config.test, config.logger = before, False, {}
@@ -161,6 +161,7 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
                 "overrides": [],
                 "of_sweep": [],
                 "layers": [],
+                ALLOWED: list(config.security.allow),
                 OWN_GROUPS: list(map(str, config)),
             }
         )

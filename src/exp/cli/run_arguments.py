@@ -9,7 +9,7 @@ from typing import Any
 from hydra.errors import HydraException
 
 from exp.config.found_run import key_of
-from exp.config.hydra_adapter import parse_override
+from exp.config.grammar import parse_override
 from exp.errors import ConfigError, Fault
 from exp.spelling import among, did_you_mean, nearest
 

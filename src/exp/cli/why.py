@@ -22,9 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, is_question, parse_arguments
 from exp.config.freeze import COMPOSITION, frozen_values, read_overrides
+from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
-from exp.config.hydra_adapter import Layer, parse_override
+from exp.config.hydra_adapter import Layer
 from exp.config.module_key import REPLACED, has_module
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read

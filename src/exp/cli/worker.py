@@ -40,13 +40,11 @@ def work(
     """
     with without_collection():
         from exp.check.plan import Plan
-        from exp.config.env_file import load_env_file
         from exp.config.freeze import refuse_more_than
         from exp.run import run
         from exp.strategies.process_group import join
 
     refuse_more_than(allow, directory)
-    load_env_file([directory / "config.yaml"])
 
     def meet(decided: Plan) -> None:
         launch = decided.plain["launch"]

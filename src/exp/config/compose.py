@@ -12,42 +12,30 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.config.clusters import refuse_cluster
 from exp.config.copying import copied
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
-from exp.config.freeze import COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
-from exp.config.groups import PRIMARY, open_search_path
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, fault_of, hydra_config, name_folder, packages_allowed_by
-from exp.config.hydra_node import (
-    directory_of,
-    follow_mode,
-    hydra_node_faults,
-    recorded_override_faults,
-    resolve_hydra_values,
-)
+from exp.config.freeze import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
+from exp.config.grammar import packages_allowed_by
+from exp.config.groups import PRIMARY, Vocabulary, open_search_path
+from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config, record_overrides
+from exp.config.hydra_node import directory_of, hydra_node_faults, resolve_hydra_values
 from exp.config.module_key import leave_out
-from exp.config.overrides import (
-    Line,
-    checked_lines,
-    diagnose,
-    for_hydra,
-    ignored_choices,
-    swept_key_faults,
-    with_value,
-)
+from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices, with_value
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
+from exp.config.values import set_value
 from exp.errors import ConfigError, Fault
 
-# Overrides that are not the job's own: of Hydra, and of how a sweep goes about its jobs.
-HYDRAS = ("hydra.", "hydra/")
+# Overrides that are not the job's own: of Hydra, and of how a sweep starts its jobs.
 BESIDE_THE_JOB = (*HYDRAS, "sweep.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A composed config with its hydra node, and what it was made of."""
+    """A composed config with its hydra node, its files in the order of merging, and the words of its command line."""
 
     config: DictConfig
-    loader: Loader
+    layers: tuple[Layer, ...]
+    vocabulary: Vocabulary
     overrides: tuple[str, ...]
     config_name: str
     config_dir: str | None
@@ -76,41 +64,28 @@ def composition_of(
     """
     may_sweep = may_sweep and named_run(overrides)[0] is None  # which is one run
     overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
-    loader, vocabulary = open_search_path(config_dir=config_dir, config_name=config_name, overrides=overrides)
+    vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
-    config: DictConfig | None = None
     try:
-        given = for_hydra(lines, vocabulary)
-        config = loader.compose(config_name=config_name, overrides=given, multirun=multirun)
-        faults += recorded_override_faults(config, given)
-        faults += _after_faults(config, lines, loader, multirun=multirun)
-        faults += swept_key_faults(loader, config, lines)
-        record_overrides(config, [line.text for line in lines])
+        config, layers = compose_groups(
+            vocabulary.places, config_name=config_name, overrides=for_hydra(lines, vocabulary)
+        )
     except ConfigError as error:
-        faults += error.faults
-    except HYDRA_ERRORS as error:
-        found = diagnose(loader, lines)
-        is_of_jobs = bool(found.faults) and multirun and any(line.group and line.is_sweep for line in lines)
-        if is_of_jobs and not faults:
-            # An option that is swept may have the keys: each job is told.
-            late = [line for line in lines if not (line.group or line.is_sweep or line in found.healthy)]
-            kept = [line.text for line in lines if line not in late]
-            shared = composition_of(kept, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
-            record_overrides(shared.config, [line.text for line in lines])
-            return replace(shared, overrides=tuple(overrides))
-        faults += () if is_of_jobs else found.faults or (with_value(fault_of(error), lines),)
-        config, lines = found.config, list(found.healthy)
-        if config is not None:
-            use_resolvers(config, allow=sorted(packages_allowed_by(overrides)))
-    if config is None:
-        raise ConfigError(faults)
+        raise ConfigError([*faults, *(with_value(fault, lines) for fault in error.faults)]) from error
+    unfit = apply_values(config, lines, vocabulary)
+    refused = [line for line, _ in unfit]
+    texts = [line.text for line in lines if line not in refused]
+    use_resolvers(config, allow=packages_allowed_by(texts))
+    record_overrides(config, texts)
+    faults += [fault for _, fault in unfit] or _after_faults(config, lines, layers, multirun=multirun)
     if may_sweep and config.hydra.mode is not None and config.hydra.mode.name == "MULTIRUN":
         raise SweepAskedError
     composition = Composition(
-        config=config, loader=loader, overrides=tuple(overrides), config_name=config_name, config_dir=config_dir
+        config=config, layers=tuple(layers), vocabulary=vocabulary, overrides=tuple(overrides),
+        config_name=config_name, config_dir=config_dir,
     )  # fmt: skip
     if faults and check is not None:
-        rest = _without_hydra(replace(composition, overrides=tuple(line.text for line in lines)), directory="")
+        rest = _without_hydra(replace(composition, overrides=tuple(texts)), directory="")
         faults += _other_faults(check(rest), known=faults)
     if faults:
         raise ConfigError(faults)
@@ -149,22 +124,17 @@ def expanded(
 
 
 def with_values(composition: Composition, changed: Sequence[Override], *, overrides: Sequence[str]) -> Composition:
-    """The composition of the same overrides but for some plain values, without composing again.
+    """Return the composition of the same overrides with some other plain values, without composing again.
 
-    changed: the overrides with other values; each sets a key that the composition has set. overrides: all of them.
+    Args:
+        changed: The overrides with other values. Each sets a key that the composition has set.
+        overrides: All of them.
     """
     config = copied(composition.config)
     for override in changed:
-        composition.loader.apply(override, config)
+        set_value(config, override)
     record_overrides(config, overrides)
     return replace(composition, config=config, overrides=tuple(overrides))
-
-
-def record_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Keep the overrides as typed where Hydra keeps those that it composed with."""
-    texts = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
-    config.hydra.overrides.task = texts
-    name_folder(config, texts)
 
 
 @secrets_kept()
@@ -175,7 +145,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     """
     config = composition.config
     if sweep is None:
-        refuse_cluster(config.hydra.launcher._target_)
+        refuse_cluster(config.hydra.launcher["_target_"])
     unused = [] if sweep is not None else list(OmegaConf.select(config, "hydra.sweeper.params") or ())
     with open_dict(config):
         if job is not None:
@@ -210,13 +180,21 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             "overrides": recorded(composition.overrides),
             "of_sweep": [literal(text) for text in composition.overrides if text.lstrip("+~").startswith("sweep.")],
             "directory": literal(directory),
-            OWN_GROUPS: composition.loader.own_groups_chosen(),
-            # Texts, for OmegaConf takes longer over mappings than Hydra over a config.
-            "layers": [literal(layer.text) for layer in composition.loader.layers if layer.file is not None],
+            ALLOWED: [literal(package) for package in packages_allowed_by(composition.overrides)],
+            OWN_GROUPS: own_groups_chosen(composition),
+            # Texts, because OmegaConf takes longer to make mappings than Hydra to compose a config.
+            "layers": [literal(layer.text) for layer in composition.layers if layer.file is not None],
         }
     name_gpu(config)
     leave_out(config)
     return config
+
+
+def own_groups_chosen(composition: Composition) -> list[str]:
+    """Return the folders of the user's own of which an option was merged under their name."""
+    tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
+    chosen = {group for group, node in tops if group == node}
+    return [group for group in composition.vocabulary.own if group in chosen]
 
 
 def recorded(overrides: Sequence[str]) -> list[str]:
@@ -224,13 +202,11 @@ def recorded(overrides: Sequence[str]) -> list[str]:
     return [literal(text) for text in overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
 
 
-def _after_faults(config: DictConfig, lines: Sequence[Line], loader: Loader, *, multirun: bool) -> list[Fault]:
+def _after_faults(config: DictConfig, lines: Sequence[Line], layers: Sequence[Layer], *, multirun: bool) -> list[Fault]:
     with hydra_config(config):
         typed = {line.key: str(line.value) for line in lines if line.key.startswith("hydra.")}
-        faults = hydra_node_faults(config, loader.layers, multirun=multirun, typed=typed)
-    OmegaConf.set_readonly(config.hydra, False)
-    faults += follow_mode(config, loader.layers, typed=typed)
-    return faults + ignored_choices(lines, [layer.config_path for layer in loader.layers])
+        faults = hydra_node_faults(config, layers, multirun=multirun, typed=typed)
+    return faults + ignored_choices(lines, [layer.config_path for layer in layers])
 
 
 def _other_faults(found: Sequence[Fault], *, known: Sequence[Fault]) -> list[Fault]:

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.freeze import frozen_values, read_frozen, read_overrides
-from exp.config.hydra_adapter import parse_override
+from exp.config.grammar import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY
 from exp.config.versions import removed_keys

@@ -40,6 +40,8 @@ COMPOSITION = "_composition_"
 OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
 # In it, the keys at the top that are groups of the user's own.
 OWN_GROUPS = "own_groups"
+# In it, the packages that the command line allows.
+ALLOWED = "allow"
 # In it, where the run directory stands already and is this config's own.
 TAKEN = "is_taken"
 # 1 where a search has pruned the job, else 0: TensorBoard's page of hyperparameters has no word for it.

@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.hydra_adapter import HYDRA_ERRORS, Loader, dotted_keys
-from exp.config.hydra_node import USED_GROUPS
-from exp.config.search_path import search_places
+from exp.config.hydra_adapter import compose_groups, registered_options
+from exp.config.plain_tree import leaves
+from exp.config.search_path import Place, options_in, own_groups, search_places
 from exp.config.slots import AXIS, MANY
-from exp.errors import ConfigError
+from exp.config.yaml_files import choices_of, read_yaml
+from exp.errors import ConfigError, Fault
+from exp.files import can_be_a_path
 
 COMMAND_LINE = "command line"
 PRIMARY = "train"
+# Hydra's own groups that have a meaning here; the others set up what exp does not use.
+USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 class Vocabulary:
-    """The words that a command line may use on one search path: groups, their options, keys at the top."""
+    """The words that a command line may use on one search path: groups, their options, keys at the top.
 
-    def __init__(self, loader: Loader, *, config_name: str) -> None:
-        self.loader, self.config_name = loader, config_name
+    places: of the search path. declared: the values of the primary config and of the configs that it extends.
+    """
+
+    def __init__(self, places: Sequence[Place], *, config_name: str) -> None:
+        self.places, self.config_name = places, config_name
+        self.own = own_groups(places)
+        contents = self._primaries()
+        self.declared: dict[str, Any] = {}
+        for content in reversed(contents):
+            self.declared |= {str(key): value for key, value in content.items() if key != "defaults"}
+        choices = [choice for content in contents for choice in choices_of(content)]
+        named = {choice.group for choice in choices if choice.group and not choice.group.startswith("hydra/")}
+        # The option of each group of which there is one that the primary config chooses.
+        self._chosen = {choice.group: choice.options[0] for choice in reversed(choices) if len(choice.options) == 1}
+        self.groups = sorted(named)
+        self.keys = sorted((set(self.declared) | named) - {"experiment", "debug", "local", "hydra"})
         self._default: DictConfig | None = None
-        self._options: dict[str, list[str]] = {}
-        keys, declared = loader.primary(config_name)
-        groups = [group for group in declared if not group.startswith("hydra/")]
-        # Of each group of which there is one, what is chosen where nobody chooses.
-        self._chosen = {group: option for group, option in declared.items() if isinstance(option, str)}
-        self.groups = sorted(set(groups))
-        self.own = loader.own_groups
-        self.keys = sorted((set(keys) | set(groups)) - {"experiment", "debug", "local", "hydra", "defaults"})
+
+    def _primaries(self) -> list[dict[Any, Any]]:
+        """Return the content of the primary config, and of those that its defaults list names, such as train."""
+        contents: list[dict[Any, Any]] = []
+        names = [self.config_name]
+        for name in names:
+            paths = [place.directory / f"{name}.yaml" for place in self.places] if can_be_a_path(name) else []
+            file = next((path for path in paths if path.is_file()), None)
+            content = None if file is None else read_yaml(file) or {}
+            if isinstance(content, dict):
+                contents.append(content)
+                extended = [choice.options[0].lstrip("/") for choice in choices_of(content) if not choice.group]
+                names += [one for one in extended if one != "_self_" and one not in names]
+        if not contents:
+            raise ConfigError([Fault(
+                key="--config-name", got=f"{self.config_name} is on no search path",
+                expected="train, or a config in ./conf",
+                cure=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
+            )])  # fmt: skip
+        return contents
 
     def kind(self, group: str) -> str:
-        """`one`, `many`, `axis` or `own`; a group that only the user's own train.yaml declares is a `one`.
+        """Return `one`, `many`, `axis` or `own`. A group that only the user's own train.yaml declares is a `one`.
 
-        Of one that no train.yaml declares, a folder of the user's, Hydra's rules hold: + where nothing was chosen.
+        A folder of the user's that no train.yaml declares is `own`: + adds where nothing was chosen, as in Hydra.
         """
         if group in MANY:
             return "many"
@@ -44,28 +74,40 @@ class Vocabulary:
             return "own"
         return "axis" if group in AXIS else "one"
 
+    def group_exists(self, group: str) -> bool:
+        """Return whether a place of configs has a folder of this name, or Hydra has the group and exp uses it."""
+        is_path = bool(group) and can_be_a_path(group)
+        return group in USED_GROUPS or (is_path and any((place.directory / group).is_dir() for place in self.places))
+
     def options(self, group: str) -> list[str]:
-        if group not in self._options:
-            self._options[group] = self.loader.options(group)
-        return self._options[group]
+        """Return the options of a group. `_loader` is a part that other options include, not a choice."""
+        found = {option for place in self.places for option in options_in(place.directory / group)}
+        return sorted(found.union(registered_options(group) if group in USED_GROUPS else ()))
+
+    def has_option(self, group: str, option: str) -> bool:
+        """Return whether a group holds an option, also one of a folder within it (`model=mine/small`)."""
+        if not option or option.startswith("/") or ".." in option.split("/") or not can_be_a_path(option):
+            return False
+        return option in self.options(group) or any(
+            (place.directory / group / f"{option}.yaml").is_file() for place in self.places
+        )
 
     def keys_below(self) -> list[str]:
-        """All dotted keys of the config without overrides; none where even that does not compose."""
+        """Return all dotted keys of the config without overrides; none if even that does not compose."""
         return dotted_keys(self._without_overrides())
 
     def default(self, key: str) -> Any:
-        """What stands at a key without overrides; None where there is nothing, too."""
+        """Return the value of a key without overrides; None if it has none."""
         try:
             return OmegaConf.select(self._without_overrides(), key)
-        except HYDRA_ERRORS:
+        except OmegaConfBaseException:
             return None
 
     def _without_overrides(self) -> DictConfig:
         if self._default is None:
             try:
-                self._default = self.loader.compose(config_name=self.config_name, overrides=[])
-            except (ConfigError, *HYDRA_ERRORS):
-                # Asked for a proposal only; the composition itself will tell what is wrong.
+                self._default, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
+            except ConfigError:  # which the composition itself reports
                 self._default = DictConfig({})
         return self._default
 
@@ -76,24 +118,20 @@ class Vocabulary:
         return group in self.groups or group in USED_GROUPS or self.kind(group) == "own"
 
     def example(self, group: str) -> str:
-        """A right command for this group."""
+        """Return a correct command for this group."""
         options = self.options(group) or ["..."]
         if self.kind(group) == "many":
             return f"{group}=[{','.join(options[:2])}]"
-        return f"{group}={self._chosen.get(group, options[0])}"
+        return f"{group}={self._chosen[group] if group in self._chosen else options[0]}"
 
 
-def open_search_path(
-    *, config_dir: str | None, config_name: str, overrides: Sequence[str] = ()
-) -> tuple[Loader, Vocabulary]:
-    """The loader of this working directory and the words that its configs know.
+def dotted_keys(config: DictConfig) -> list[str]:
+    """Return every key of a composed config, at any depth, except those of the hydra node."""
+    plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+    assert isinstance(plain, dict)
+    return [key for key, _ in leaves({name: value for name, value in plain.items() if name != "hydra"})]
 
-    overrides: those that may read variables of .env.
-    """
-    places = search_places(config_dir=config_dir)
-    if (Path.cwd() / ".env").is_file():
-        from exp.config.env_file import load_env_file
 
-        load_env_file([place.directory for place in places], overrides=overrides)
-    loader = Loader(places)
-    return loader, Vocabulary(loader, config_name=config_name)
+def open_search_path(*, config_dir: str | None, config_name: str) -> Vocabulary:
+    """Return the words that the configs of this working directory know."""
+    return Vocabulary(search_places(config_dir=config_dir), config_name=config_name)

@@ -1,10 +1,10 @@
-"""What of Hydra's own settings may be set: where results go, the sweeper and the launcher. Else a fault."""
+"""Hydra's own settings: where results go, the sweeper and the launcher may be set. Any other is an error."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -14,26 +14,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.clusters import cluster_faults
+from exp.config.groups import USED_GROUPS
 from exp.config.habits import cure_of_key
-from exp.config.hydra_adapter import (
-    HYDRA_ERRORS,
-    Layer,
-    recorded_overrides,
-    registered_targets,
-    text_values,
-)
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_fault
+from exp.config.plain_tree import text_values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
-from exp.config.yaml_files import read_yaml, split
+from exp.config.yaml_files import Choice, choices_of, read_yaml, split
 from exp.errors import ConfigError, Fault
 from exp.files import can_be_a_path
 from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean, show
 
-ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath")
+ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")
-# Hydra's own groups that have a meaning here; the others set up what exp does not use.
-USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
     "hydra.job.chdir": ("the working directory never changes", "paths relative to it; results go to the run directory"),
@@ -43,8 +37,8 @@ REFUSED = {
     "hydra.hydra_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
     "hydra.verbose": ("Hydra sets up no logging here", "--info for what Hydra sees"),
     "hydra.mode": ("the mode is a flag", "-m for several jobs, nothing for one"),
-    "hydra.job.env_set": ("a job changes no environment variables", "NAME=value before the command, or a .env file"),
-    "hydra.job.env_copy": ("a job changes no environment variables", "NAME=value before the command, or a .env file"),
+    "hydra.job.env_set": ("a job changes no environment variables", "NAME=value before the command"),
+    "hydra.job.env_copy": ("a job changes no environment variables", "NAME=value before the command"),
 }
 
 
@@ -67,17 +61,17 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def hydra_key_fault(key: str, value: object, options: Callable[[str], list[str]]) -> Fault | None:
-    """What is wrong with an override of Hydra's own settings, or None."""
+def hydra_key_fault(key: str, value: object) -> Fault | None:
+    """Return the error of an override of Hydra's own settings, or None."""
     if key in HARMLESS and value in HARMLESS[key]:
         return None
+    if key == "hydra.searchpath":
+        return searchpath_fault(value)
     if "/" in key:
         if any(key == group or key.startswith(group + "/") for group in USED_GROUPS):
             return None
-        if options(key):
-            cure = cure_of_key(key.replace("/", "."), str(value)) or "Leave it out"
-            return _fault(key, "a group that exp does not use", "hydra/launcher or hydra/sweeper", cure)
-        return _fault(key, "no such group", "hydra/launcher or hydra/sweeper", did_you_mean(key, USED_GROUPS))
+        cure = cure_of_key(key.replace("/", "."), str(value)) or did_you_mean(key, USED_GROUPS)
+        return _fault(key, "a group that exp does not use", " or ".join(USED_GROUPS), cure)
     for refused, (got, expected) in REFUSED.items():
         if key == refused or key.startswith(refused + "."):
             return _fault(key, got, expected, cure_of_key(refused, str(value)))
@@ -96,9 +90,11 @@ def swept_fault(key: str, text: str) -> Fault:
 def hydra_node_faults(
     config: DictConfig, layers: Sequence[Layer], *, multirun: bool, typed: Mapping[str, str]
 ) -> list[Fault]:
-    """What is wrong with the hydra node of a composed config, whoever wrote it.
+    """Return the errors of the hydra node of a composed config.
 
-    layers: the files that were merged. typed: Hydra's own keys that the command line sets, with the text of each value.
+    Args:
+        layers: The files that were merged.
+        typed: Hydra's own keys that the command line sets, with the text of each value.
     """
     written = [fault for layer in layers for fault in _file_faults(layer, config)]
     keys = {fault.key for fault in written}
@@ -106,21 +102,21 @@ def hydra_node_faults(
 
 
 def _file_faults(layer: Layer, config: DictConfig) -> Iterator[Fault]:
-    """Settings of Hydra's in a file that would do nothing, or run code before the check; exp's own files have some."""
+    """Yield an error for each setting of Hydra's in a file that would have no effect, or run code before the check."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
     content, source = read_yaml(layer.file), shown(layer.file)
     faults = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
-    for group, choice in chosen_groups(content):
-        if group in USED_GROUPS and config.hydra.runtime.choices[group] != choice:
-            got = f"{choice}, which the choice of the primary config or of the command line overrules"
-            cure = f"Write {group}={choice} on the command line"
+    for group, option in _hydras(choices_of(content)):
+        if group in USED_GROUPS and str(config.hydra.runtime.choices[group]) != option:
+            got = f"{option}, which the choice of the primary config or of the command line overrules"
+            cure = f"Write {group}={option} on the command line"
             faults.append(_fault(group, got, "a choice that takes effect", cure))
     yield from (replace(fault, source=source) for fault in faults)
 
 
 def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
-    """What a file sets of Hydra's own, and chooses of its groups, beyond what exp reads, and what exp's own files say.
+    """Return an error for each setting and group of Hydra's that a file has, and neither exp nor its own files use.
 
     package: where the file is merged.
     """
@@ -130,18 +126,18 @@ def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
     faults: dict[str, Fault] = {}
     for key, value in settings_of(content, package):
         is_known = key == "hydra.mode" or (key in known and known[key] == value)
-        fault = None if is_known else hydra_key_fault(key, value, lambda _: [])
+        fault = None if is_known else hydra_key_fault(key, value)
         if fault is not None:
             short = ".".join(key.split(".")[:3])
             faults.setdefault(short, replace(fault, key=short))
-    for group, choice in chosen_groups(content):
-        if group not in USED_GROUPS and (group, choice) not in chosen_groups(own):
-            faults[group] = _fault(group, f"{choice}: a group that exp does not use", among(USED_GROUPS))
+    for group, option in _hydras(choices_of(content)):
+        if group not in USED_GROUPS and (group, option) not in _hydras(choices_of(own)):
+            faults[group] = _fault(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
     return list(faults.values())
 
 
 def settings_of(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Every dotted key below hydra that a file sets, with its value; lists are values."""
+    """Yield every dotted key below hydra that a file sets, with its value; lists are values."""
     key = ".".join(package)
     if isinstance(content, dict) and content:
         for name, value in content.items():
@@ -151,16 +147,10 @@ def settings_of(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any
         yield key, content
 
 
-def chosen_groups(content: Any) -> list[tuple[str, Any]]:
-    """Hydra's own groups that a defaults list chooses from, and the choices."""
-    defaults = content.get("defaults") if isinstance(content, dict) else None
-    entries = [entry for entry in defaults if isinstance(entry, dict)] if isinstance(defaults, list) else []
-    named = [
-        (str(name).removeprefix("optional ").removeprefix("override ").strip().lstrip("/").partition("@")[0], choice)
-        for entry in entries
-        for name, choice in entry.items()
-    ]
-    return [(group, choice) for group, choice in named if group.startswith("hydra/")]
+def _hydras(choices: Sequence[Choice]) -> list[tuple[str, str]]:
+    """Return Hydra's own groups that a defaults list chooses from, and the options."""
+    hydras = [choice for choice in choices if choice.group.startswith("hydra/")]
+    return [(choice.group, option) for choice in hydras for option in choice.options]
 
 
 def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]) -> list[Fault]:
@@ -173,6 +163,8 @@ def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
     for name in ("sweeper", "launcher"):
         faults += _plugin_faults(config, name)
+    if multirun:
+        faults += _direction_faults(config)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     return faults + _directory_faults(config, key, typed=typed.get(key))
 
@@ -206,34 +198,16 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
     return faults
 
 
-def follow_mode(config: DictConfig, layers: Sequence[Layer], *, typed: Mapping[str, str]) -> list[Fault]:
-    """Have a sweeper that has a direction of its own search in that of `mode`; faults where somebody said another.
-
-    typed: as of `hydra_node_faults`.
-    """
-    mode = OmegaConf.select(config, "mode", default=None)
-    written = {key for layer in layers for key in _keys_of_hydra(layer)} | set(typed)
-    faults = []
+def _direction_faults(config: DictConfig) -> Iterator[Fault]:
+    """Yield an error if the sweeper of another package has a direction of its own that is not the one of `mode`."""
+    plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
+    mode = plain["mode"] if isinstance(plain, dict) and "mode" in plain else None
     for key, words in DIRECTIONS.items():
-        said = OmegaConf.select(config, key, default=None)
-        if mode not in ("min", "max") or said is None or OmegaConf.is_config(said):
-            continue
-        wanted, word = words[mode], said.name if isinstance(said, Enum) else said
-        if word == wanted:
-            continue
-        if key in written:
-            got, cure = f"{show(word)}, with mode={mode}", f"Write {key}={show(wanted).strip(QUOTES)}, or leave it out"
-            faults.append(_fault(key, got, "the direction of mode, which it follows by itself", cure))
-        else:
-            OmegaConf.update(config, key, wanted)
-    return faults
-
-
-def _keys_of_hydra(layer: Layer) -> Iterator[str]:
-    """Every key below hydra that a file of somebody else's than exp's sets."""
-    if layer.file is not None and not layer.file.is_relative_to(OWN_CONF):
-        package = split("" if layer.package == "_global_" else layer.package)
-        yield from (key for key, _ in settings_of(read_yaml(layer.file), package))
+        value = OmegaConf.select(config, key, default=None)
+        word = value.name if isinstance(value, Enum) else value
+        if mode in ("min", "max") and value is not None and not OmegaConf.is_config(value) and word != words[mode]:
+            cure = f"Write {key}={show(words[mode]).strip(QUOTES)}"
+            yield _fault(key, f"{show(word)}, with mode={mode}", "the direction of mode", cure)
 
 
 def _keys_in(plain: Any) -> Iterator[str]:
@@ -245,16 +219,6 @@ def _keys_in(plain: Any) -> Iterator[str]:
         elif isinstance(value, str) and "=" in value:
             yield value.partition("=")[0]
         yield from _keys_in(value)
-
-
-def recorded_override_faults(config: DictConfig, given: Sequence[str]) -> list[Fault]:
-    """A fault where a file wrote into Hydra's record of the overrides, from which a sweep takes those of its jobs."""
-    faults = []
-    for name in ("hydra", "task"):
-        others = [text for text in recorded_overrides(config, name) if text not in given]
-        if others:
-            faults.append(_fault(f"hydra.overrides.{name}", f"{others[0]} in a file", "what the command line says"))
-    return faults
 
 
 def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None) -> list[Fault]:
@@ -330,8 +294,8 @@ def resolve_hydra_values(config: DictConfig) -> list[Fault]:
     Return an error for each that has no value before the run.
     """
     faults = []
-    for key, text in text_values(config):
-        if "${hydra" not in text:
+    for key, text in text_values(OmegaConf.to_container(config, resolve=False, throw_on_missing=False)):
+        if "${hydra" not in text or key.startswith("hydra."):
             continue
         try:
             OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))

@@ -18,8 +18,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.freeze import COMPOSITION
+from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
-from exp.config.hydra_adapter import Layer, parse_override
+from exp.config.hydra_adapter import Layer
 from exp.config.reading import UNKNOWN, Values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.sources import Setting, setters_of

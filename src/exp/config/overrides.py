@@ -13,21 +13,15 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.copying import copied
-from exp.config.groups import COMMAND_LINE, Vocabulary
-from exp.config.habits import cure_of_key, cure_of_option, known_keys
-from exp.config.hydra_adapter import (
-    CHOSEN_ALREADY,
-    HYDRA_ERRORS,
-    Loader,
-    Numbers,
-    dotted_keys,
-    fault_of,
-    parse_override,
-)
-from exp.config.hydra_node import USED_GROUPS, hydra_key_fault, swept_fault
+from exp.config.grammar import Numbers, parse_override
+from exp.config.groups import COMMAND_LINE, USED_GROUPS, Vocabulary, dotted_keys
+from exp.config.habits import cure_of_key, cure_of_option
+from exp.config.hydra_adapter import CHOSEN_ALREADY
+from exp.config.hydra_node import hydra_key_fault, swept_fault
 from exp.config.slots import AXIS, MANY, OF_CLASSES
+from exp.config.values import adds_keys, deepest, set_value, takes_new_key
 from exp.errors import ConfigError, Fault
 from exp.redaction import covered, exposed
 from exp.spelling import among, did_you_mean, is_slip, nearest
@@ -66,6 +60,8 @@ SUBCOMMANDS = {
     "predict": "Write train=false test=false predict=true resume=auto",
 }
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
+# A model need not name the container that its class is, and the conditions of a sweep are a mapping of any keys.
+ADDING = ("model.container", "sweep.when")
 NO_SUCH_KEY, IS_THERE = "there is no such key", "+ on a key that is there"
 
 
@@ -111,7 +107,7 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
             faults.append(_key_fault(text))
             continue
         # Hydra takes a mapping given to a group for values of the node.
-        chooses = vocabulary.loader.group_exists(parsed.key_or_group) and not isinstance(parsed.value(), dict)
+        chooses = vocabulary.group_exists(parsed.key_or_group) and not isinstance(parsed.value(), dict)
         lines.append(Line(
             text=text, parsed=parsed, sign=SIGNS[parsed.type.value], key=parsed.key_or_group,
             group=parsed.key_or_group if chooses else "",
@@ -151,21 +147,20 @@ def mended(text: str, cure: str | None, vocabulary: Vocabulary) -> str | None:
 
 
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
-    """The overrides to hand to Hydra, so that `+` means one thing whatever else stands on the command line.
+    """Return the choices of groups for Hydra, so that `+` means one thing whatever else is on the command line.
 
-    An axis is always written `=`, in its own place of the defaults list. The `+` of a many-group are joined with each
-    other and with its `=`, because Hydra takes one `+` a group and ignores it in silence beside an `=`.
+    An axis is always written `=`, at its place of the defaults list. The `+` of a many-group are joined with each
+    other and with its `=`, because Hydra takes one `+` per group and ignores it next to an `=`.
     """
-    whole = [line for line in lines if line.group and line.parsed.package is None and not line.is_sweep]
-    replaced = {line.group: line.value for line in whole if line.sign == ""}
+    choices = [line for line in lines if line.group and not line.is_sweep]
+    replaced = {line.group: line.value for line in choices if line.sign == "" and line.parsed.package is None}
     added: dict[str, list[str]] = {}
     result = []
-    for line in lines:
-        is_axis = vocabulary.kind(line.group) == "axis"
+    for line in choices:
         is_placed = line.parsed.package is not None or vocabulary.kind(line.group) == "own"
-        if line.sign != "+" or not line.group or (line.is_sweep and not is_axis) or is_placed:
-            result.append(_text_for_hydra(line))
-        elif is_axis:
+        if line.sign != "+" or is_placed:
+            result.append(line.text)
+        elif vocabulary.kind(line.group) == "axis":
             result.append(line.text.removeprefix("+"))
         else:
             added.setdefault(line.group, []).extend(_options(line.value))
@@ -207,12 +202,6 @@ def with_value(fault: Fault, lines: Sequence[Line]) -> Fault:
     if added is None or fault.cure != CHOSEN_ALREADY.format(group=fault.key):
         return fault
     return replace(fault, cure=f"Write {added.text[1:]}", source=COMMAND_LINE)
-
-
-def _text_for_hydra(line: Line) -> str:
-    # A model need not name the container that it has by its class; one without containers refuses it by its signature.
-    # The conditions of a sweep are a mapping of any keys.
-    return f"++{line.text}" if line.key in ("model.container", "sweep.when") and line.sign == "" else line.text
 
 
 def sweep_fault(parsed: Override) -> Fault | None:
@@ -264,7 +253,7 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if top == "hydra":
         if line.is_sweep:
             return swept_fault(line.key, line.value_text)
-        fault = hydra_key_fault(line.key, line.value, vocabulary.loader.options)
+        fault = hydra_key_fault(line.key, line.value)
         if fault is not None or line.group not in USED_GROUPS:
             return fault
     elif cure is not None and line.group == "":
@@ -354,7 +343,7 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
     if isinstance(value, list):
         if kind == "one" or (kind == "axis" and value):
             wanted = "one option" if kind == "one" else "one option, for it tunes the whole config"
-            known = [str(one) for one in value if vocabulary.loader.has_option(group, str(one))]
+            known = [str(one) for one in value if vocabulary.has_option(group, str(one))]
             several = f", or -m {group}={','.join(known)} for a run with each" if len(known) > 1 else ""
             cure = f"Write {group}={known[0]}{several}" if known else f"Write {example}"
             return _fault(group, f"a list, {line.value_text}", wanted, cure)
@@ -366,7 +355,7 @@ def _chosen_value_fault(line: Line, value: Any, vocabulary: Vocabulary, example:
 
 def _option_fault(group: str, option: object, vocabulary: Vocabulary) -> Fault | None:
     """What is wrong with one option of a group, or None."""
-    if isinstance(option, str) and vocabulary.loader.has_option(group, option):
+    if isinstance(option, str) and vocabulary.has_option(group, option):
         return None
     options = vocabulary.options(group)
     expected = f"one of {among(options, word=str(option))}" if options else "an option, of which it has none"
@@ -411,89 +400,64 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     return _fault(line.key, what, f"one of {among(vocabulary.words(), word=top)}", cure)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """What failed, and what is left without it.
+def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabulary) -> list[tuple[Line, Fault]]:
+    """Apply the overrides of values one by one to what the choices of groups compose to.
 
-    config: None where not even the choices of groups compose. healthy: the overrides that it holds.
+    The key of a swept value is looked at, and its value is left to the jobs. If options of a group are swept, they may
+    have the keys: then a value that does not fit is left to the jobs, too.
+
+    Returns:
+        The overrides that do not fit, each with its error.
     """
-
-    faults: tuple[Fault, ...]
-    config: DictConfig | None
-    healthy: tuple[Line, ...]
-
-
-def diagnose(loader: Loader, lines: Sequence[Line]) -> Diagnosis:
-    """Applies the values one by one to what the choices of groups compose to, and says which of them fail."""
-    config = loader.chosen
-    if config is None:
-        return Diagnosis(faults=(), config=None, healthy=())
-    faults, healthy = [], [line for line in lines if line.group]
+    is_open = any(line.group and line.is_sweep for line in lines)
+    # Keys that the jobs of a sweep have: `+precision.keep.a=fp32,fp64 precision.keep.a=fp64`.
+    added = set()
+    found = []
     for line in lines:
-        if line.group or line.is_sweep:
+        # Hydra's own groups that exp does not use have passed the check with the value that exp has anyway.
+        if line.group or "/" in line.key:
             continue
+        fault = None if line.key in added else _unfit_fault(line, config, vocabulary)
+        if line.is_sweep and line.sign.startswith("+"):
+            added.add(line.key)
         try:
-            loader.apply(line.parsed, config)
-            healthy.append(line)
-        except HYDRA_ERRORS as error:
-            faults.append(_refused_fault(line, config, loader, error))
-    return Diagnosis(faults=tuple(faults), config=config, healthy=tuple(healthy))
+            if fault is None and not line.is_sweep:
+                set_value(config, line.parsed, declared=vocabulary.declared)
+        except RecursionError:
+            fault = _fault(line.key, "nested too deeply", "a value of a few levels")
+        except OmegaConfBaseException as error:
+            got = f"{_short(line.text)}: {str(error).splitlines()[0]}"
+            fault = _fault(line.key, got, "a value that fits")
+        if fault is not None and not is_open:
+            found.append((line, fault))
+    return found
 
 
-def swept_key_faults(loader: Loader, config: DictConfig, lines: Sequence[Line]) -> list[Fault]:
-    """What is wrong with the keys that are swept, told once and not for each job.
-
-    None where the options of a group are swept, too, for another option may have other keys.
-    """
-    swept = [line for line in lines if line.is_sweep]
-    if not swept or any(line.group for line in swept):
-        return []
-    tried = copied(config)
-    faults = []
-    for line in swept:
-        try:
-            loader.apply(parse_override(f"{line.sign}{line.key}=null"), tried)
-        except HYDRA_ERRORS as error:
-            faults.append(_refused_fault(line, tried, loader, error))
-    return faults
-
-
-def _refused_fault(line: Line, config: DictConfig, loader: Loader, error: Exception) -> Fault:
-    """What is wrong with a value that could not be applied to the composed config."""
-    parent, node = _longest_part(config, line.key)
-    if parent != line.key:
-        return _missing_key_fault(line, config, loader, parent=parent, node=node)
-    holds_keys = isinstance(node, DictConfig) and bool(node) and not line.value_text.startswith("{")
-    if line.sign == "+" and not holds_keys:
+def _unfit_fault(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Fault | None:
+    """Return the error of an override whose key a composed config does not have, or has already."""
+    there, node = deepest(config, line.key)
+    holder, _, last = line.key.rpartition(".")
+    if line.key in ADDING and line.sign == "":
+        return None
+    if there != line.key:
+        is_new = line.sign == "" and there == holder and takes_new_key(holder, node, last)
+        if line.sign in ("+", "++") or is_new:
+            return None
+        return _missing_key_fault(line, config, vocabulary, parent=there, node=node)
+    is_plain = line.is_sweep or not isinstance(line.value, dict | list)
+    if line.sign == "+" and node is not None and is_plain:
+        if isinstance(node, DictConfig) and node:
+            keys = [str(key) for key in node]
+            adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
+            return _fault(line.key, f"{_short(line.text)}, one value for a mapping", "a value that fits", adds)
         return _fault(line.key, IS_THERE, "= to change it", f"Write {line.text[1:]}")
-    is_mapping = line.sign == "" and isinstance(node, DictConfig)
-    adds = f"Write '+{line.text}', which adds to the mapping" if is_mapping else None
-    if isinstance(node, DictConfig) and holds_keys:
-        keys = [str(key) for key in node]
-        adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
-    return _fault(line.key, f"{_short(line.text)}: {fault_of(error).got}", "a value that fits", adds)
-
-
-def _longest_part(config: DictConfig, key: str) -> tuple[str, object]:
-    parts = key.split(".")
-    for count in range(len(parts), 0, -1):
-        part = ".".join(parts[:count])
-        try:
-            node = OmegaConf.select(config, part, throw_on_missing=False)
-        except HYDRA_ERRORS:
-            node = None
-        if node is not None or _holds(config, part):
-            return part, node
-    return "", config
-
-
-def _holds(config: DictConfig, key: str) -> bool:
-    parent, _, last = key.rpartition(".")
-    try:
-        node = OmegaConf.select(config, parent) if parent else config
-    except HYDRA_ERRORS:
-        return False
-    return isinstance(node, DictConfig) and last in node
+    is_merged = line.sign == "" and not line.is_sweep and isinstance(line.value, dict) and isinstance(node, DictConfig)
+    if is_merged and not ("_target_" in line.value and "_target_" in node) and adds_keys(node, line.value):
+        cure = f"Write '+{line.text}', which adds to the mapping"
+        return _fault(line.key, f"{_short(line.text)}, with keys that are not there", "a value that fits", cure)
+    if line.sign == "~" and line.value not in (None, "", node):
+        return _fault(line.key, f"{line.value_text}, and the value is {node}", "the value that is there")
+    return None
 
 
 def _habit_fault(line: Line, cure: str) -> Fault:
@@ -502,48 +466,31 @@ def _habit_fault(line: Line, cure: str) -> Fault:
     return _fault(line.key, got, "a key of exp", cure)
 
 
-def _missing_key_fault(line: Line, config: DictConfig, loader: Loader, *, parent: str, node: object) -> Fault:
-    """A fault for a key that the composed config does not hold.
+def _missing_key_fault(line: Line, config: DictConfig, vocabulary: Vocabulary, *, parent: str, node: object) -> Fault:
+    """Return the error of a key that the composed config does not hold.
 
-    parent: the longest part of the key that is there; node: its value.
+    parent: the longest beginning of the key that is there. node: its value.
     """
     last = line.key.rpartition(".")[2]
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key
     siblings = [str(key) for key in node if key != "hydra"] if isinstance(node, DictConfig) else []
+    known = cure_of_key(line.key, line.value_text)
+    if known is not None:
+        return _habit_fault(line, known)
     near = nearest(word, siblings)
     elsewhere = [key for key in dotted_keys(config) if key.rpartition(".")[2] == last]
-    cure, habit = None, _near_habit(line.key)
-    if parent in MANY and loader.has_option(parent, word):
+    cure = None
+    if parent in MANY and vocabulary.has_option(parent, word):
         cure = f"Write +{parent}={word} {line.key}={line.value_text}"
     elif isinstance(node, DictConfig) and not siblings and line.sign == "":
         # A mapping by names, such as precision.keep: what is not there is added.
         cure = f"To add it, write +{line.text}"
-    elif near:
-        cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?"
-    elif elsewhere:
-        cure = f"Did you mean {elsewhere[0]}?"
-    elif habit:
-        meant = cure_of_key(habit, line.value_text)
-        cure = f"{meant}." if meant else None
-    known = cure_of_key(line.key, line.value_text)
-    if known is not None:
-        return _habit_fault(line, known)
-    if "_target_" in siblings and line.sign == "" and isinstance(node, DictConfig):
+    elif near or elsewhere:
+        cure = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"Did you mean {elsewhere[0]}?"
+    if isinstance(node, DictConfig) and "_target_" in siblings and line.sign == "":
         cure = f"{cure + ' ' if cure else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
     return _fault(line.key, NO_SUCH_KEY, where, cure)
-
-
-def _near_habit(key: str) -> str | None:
-    """The known habit that a key is a misspelling of: another word in the same place, never a part of a longer one."""
-    parent, _, word = key.rpartition(".")
-    words = {
-        known.rpartition(".")[2]: known
-        for known in known_keys()
-        if known.rpartition(".")[0] == parent and known[-1] != "."
-    }
-    found = nearest(word, words, likeness=0.81)
-    return words[found[0]] if found else None
 
 
 def _exposed_fault(text: str, secret: str) -> Fault:

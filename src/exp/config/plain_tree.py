@@ -22,6 +22,11 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, path)
 
 
+def text_values(plain: Any) -> Iterator[tuple[str, str]]:
+    """Yield key and text of every text and interpolation of a plain tree."""
+    return ((key, value) for key, value in leaves(plain) if isinstance(value, str))
+
+
 def are_same(one: Any, other: Any) -> bool:
     """Return whether two plain values are equal and of the same types.
 

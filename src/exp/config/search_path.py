@@ -42,8 +42,7 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
                 source="command line",
             )])  # fmt: skip
         places.append(Place(provider="command-line", directory=directory.absolute()))
-    # Hydra takes the provider called main for the one that must be there.
-    places.append(Place(provider="main", directory=OWN_CONF))
+    places.append(Place(provider="exp", directory=OWN_CONF))
     return places + plugin_places()
 
 
@@ -52,6 +51,12 @@ def own_groups(places: Sequence[Place]) -> list[str]:
     folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
     own = {path.name for path in OWN_CONF.iterdir()}
     return sorted({path.name for path in folders if path.name not in {*own, "local", "module", "hydra"}})
+
+
+def options_in(folder: Path) -> list[str]:
+    """Return the options in a folder of a group. `_loader` is a part that options include, not an option."""
+    paths = folder.glob("*.yaml") if folder.is_dir() else ()
+    return sorted(path.stem for path in paths if not path.name.startswith(("_", ".")))
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 
 from exp.config import yaml_files
 from exp.config.freeze import COMPOSITION
+from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
-from exp.config.hydra_adapter import Layer, parse_override
+from exp.config.hydra_adapter import Layer
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import ConfigError

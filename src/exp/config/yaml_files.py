@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -87,6 +87,31 @@ def parse_yaml(text: str, *, name: str) -> Any:
         raise _refused(name, " ".join(str(error).split()), "valid YAML in UTF-8") from error
     except RecursionError as error:
         raise _too_deep(name) from error
+
+
+class Choice(NamedTuple):
+    """One entry of a defaults list: options of a group, or without a group the path of a config.
+
+    number: of the line in the list, from 0.
+    """
+
+    group: str
+    options: tuple[str, ...]
+    is_override: bool
+    number: int
+
+
+def choices_of(content: Any) -> list[Choice]:
+    """Return the entries of the defaults list of a file's content."""
+    lines = content["defaults"] if isinstance(content, dict) and "defaults" in content else None
+    found = []
+    for number, line in enumerate(lines if isinstance(lines, list) else ()):
+        for words, value in line.items() if isinstance(line, dict) else [("", line)]:
+            *signs, group = str(words).split() or [""]
+            options = value if isinstance(value, list) else [] if value is None else [value]
+            group = group.lstrip("/").partition("@")[0]
+            found.append(Choice(group, tuple(map(str, options)), "override" in signs, number))
+    return found
 
 
 def split(key: str) -> tuple[str, ...]:

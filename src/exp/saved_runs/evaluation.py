@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.stages import compose
 from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
-from exp.config.freeze import COMPOSITION, OWN_GROUPS, literal
+from exp.config.freeze import ALLOWED, COMPOSITION, OWN_GROUPS, literal
+from exp.config.grammar import packages_allowed_by
 from exp.errors import ConfigError, Fault, RunError
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
@@ -91,6 +92,7 @@ def evaluation_config(
         record = {
             "directory": literal(str(place)),
             "overrides": [literal(text) for text in (*again, *overrides)],
+            ALLOWED: packages_allowed_by(overrides),
         }
         config[COMPOSITION] = OmegaConf.create({**record, "of_sweep": [], "layers": layers, OWN_GROUPS: keys})
     return config

@@ -18,13 +18,15 @@ from exp.check.stages import early_faults, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded, with_values
 from exp.config.copying import copied
 from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
-from exp.config.hydra_adapter import parse_override, recorded_overrides, task_overrides
+from exp.config.grammar import parse_override
+from exp.config.hydra_adapter import recorded_overrides
 from exp.config.module_key import has_module
 from exp.config.overrides import IS_THERE, NO_SUCH_KEY
 from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Unknown, Values, plain_values, read
 from exp.config.slots import MANY
 from exp.config.sources import source_of
+from exp.config.values import set_value
 from exp.errors import ConfigError, Fault
 from exp.spelling import show
 
@@ -135,7 +137,7 @@ class Jobs:
         self.config_dir, self.config_name = master.config_dir, master.config_name
         self.reads, self._settings = reads, _settings(master.config, reads)
         self._hydra_overrides = recorded_overrides(master.config, "hydra")
-        typed = [parse_override(text) for text in task_overrides(master.config)]
+        typed = [parse_override(text) for text in recorded_overrides(master.config)]
         # Of two equal keys the last one counts.
         last = {line.get_key_element(): line for line in typed}
         fixed = [line for line in typed if not line.is_sweep_override()]
@@ -167,7 +169,7 @@ class Jobs:
             others = self._other_settings(composition.config)
             config = job_config(composition, job=number, sweep=str(self.directory))
             if others:
-                options = [key for key in swept if composition.loader.group_exists(key)]
+                options = [key for key in swept if composition.vocabulary.group_exists(key)]
                 groups = [text for line, text in zip(lines, overrides, strict=True) if line.key_or_group in options]
                 cure = f"Start one sweep for each option: -m {' '.join(groups)}"
                 raise ConfigError([replace(one, cure=cure, source=source_of(config, one.key)) for one in others])
@@ -210,7 +212,7 @@ class Jobs:
             return None
         config = cast(DictConfig, pickle.loads(pattern.pickled))
         for _, now in changed:
-            pattern.composition.loader.apply(now, config)
+            set_value(config, now)
         values = {path: OmegaConf.select(config, key) for path, key in zip(paths, keys, strict=True)}
         directory = self.directory.absolute() / str(job.number)
         config[COMPOSITION].overrides = recorded(job.overrides)
@@ -300,7 +302,7 @@ def _is_other_value(was: Override, now: Override, composition: Composition) -> b
         and isinstance(was.value(), plain)
         and isinstance(now.value(), plain)
         and "${" not in f"{was.value()}{now.value()}"
-        and not composition.loader.group_exists(now.key_or_group)
+        and not composition.vocabulary.group_exists(now.key_or_group)
     )
 
 

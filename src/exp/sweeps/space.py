@@ -17,7 +17,9 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.hydra_adapter import Loader, Numbers, parse_override, swept_texts, task_overrides
+from exp.config.grammar import Numbers, parse_override
+from exp.config.groups import Vocabulary
+from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
 from exp.errors import ConfigError, Fault
@@ -148,21 +150,21 @@ class Space:
         return list(done.values())
 
 
-def sizes(config: DictConfig, loader: Loader) -> dict[str, int] | None:
+def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
     """How many values each key takes, none of them made, in a grid; None of a sweeper that exp does not know."""
-    lines = _lines(config, loader)
+    lines = _lines(config, vocabulary)
     if lines is None:
         return None
-    return {line.get_key_element(): _size(line, loader) for line in lines if line.is_sweep_override()}
+    return {line.get_key_element(): _size(line, vocabulary) for line in lines if line.is_sweep_override()}
 
 
-def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
+def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
     """What the command line, and hydra.sweeper.params, ask for.
 
     seed: of the order that shuffle gives.
     Raises: ConfigError with a fault for each interval that cannot be drawn from, and each condition on nothing.
     """
-    lines = _lines(config, loader) or []
+    lines = _lines(config, vocabulary) or []
     axes: list[Axis] = []
     fixed: list[str] = []
     faults: list[Fault] = []
@@ -171,7 +173,7 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
             fixed.append(line.input_line or line.get_key_element())
             continue
         try:
-            axes.append(_axis(line, loader, seed=seed))
+            axes.append(_axis(line, vocabulary, seed=seed))
         except ConfigError as error:
             faults += error.faults
     if faults:
@@ -183,20 +185,20 @@ def space_of(config: DictConfig, loader: Loader, *, seed: int) -> Space:
     return space
 
 
-def _lines(config: DictConfig, loader: Loader) -> list[Override] | None:
+def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
     """The overrides, the last of each key; None of a sweeper that exp does not know."""
     texts = swept_texts(config)
     if texts is None:
         return None
     last: dict[str, Override] = {}
-    typed = task_overrides(config)
+    typed = recorded_overrides(config)
     for text in texts:
         try:
             line = read_swept(text)
         except ConfigError as error:
             source = error.faults[0].source if text in typed else "hydra.sweeper.params"
             raise ConfigError([replace(error.faults[0], source=source)]) from error
-        is_group = loader.group_exists(line.key_or_group)
+        is_group = vocabulary.group_exists(line.key_or_group)
         if not line.is_delete() and not is_group:
             line = _behind_others(line, last)
         # Of a group, a `+` adds to what `=`, and another `+`, chooses.
@@ -277,11 +279,11 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-def _axis(line: Override, loader: Loader, *, seed: int) -> Axis:
+def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> Axis:
     key, value = line.get_key_element(), line.value()
     if not isinstance(value, IntervalSweep):
         is_range = isinstance(value, Numbers) and not value.shuffle
-        texts = _texts(line, loader, seed=seed)
+        texts = _texts(line, vocabulary, seed=seed)
         _refuse_twice(line, texts)
         return Axis(key=key, texts=texts, is_range=is_range)
     low, high = value.start, value.end
@@ -329,10 +331,10 @@ def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, ta
     return None
 
 
-def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:
+def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:
     value = line.value()
     if isinstance(value, Glob):
-        return tuple(value.filter(loader.options(line.key_or_group)))
+        return tuple(value.filter(vocabulary.options(line.key_or_group)))
     if isinstance(value, ChoiceSweep) and value.shuffle:
         # Hydra draws another order each time, and a sweep that is gone on with has to find its jobs again.
         value.shuffle = False
@@ -343,10 +345,10 @@ def _texts(line: Override, loader: Loader, *, seed: int) -> tuple[str, ...]:
     return tuple(line.sweep_string_iterator())
 
 
-def _size(line: Override, loader: Loader) -> int:
+def _size(line: Override, vocabulary: Vocabulary) -> int:
     value = line.value()
     if isinstance(value, Glob):
-        return len(value.filter(loader.options(line.key_or_group)))
+        return len(value.filter(vocabulary.options(line.key_or_group)))
     if isinstance(value, ChoiceSweep):
         return len(value.list)
     return 1  # an interval

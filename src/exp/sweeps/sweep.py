@@ -264,8 +264,6 @@ def compose_sweep(
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
     refuse_settings(master)
     refuse_size(master)
-    # Hydra's own sweeper composes every job for a try, and stops at the first error.
-    master.loader.tries_jobs = False
     return master
 
 
@@ -318,7 +316,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     try:
         jobs = Sweep(master=master, directory=directory, executor=executor, check=check, is_dry=is_dry)
         jobs.begin()
-        run_sweeper(master.config, master.loader, jobs, directory=directory)
+        run_sweeper(master.config, jobs, directory=directory)
     except (Interrupted, KeyboardInterrupt) as error:
         return _end_interrupted(error, jobs, directory)
     except Exception as error:

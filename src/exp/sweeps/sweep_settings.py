@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from exp.check.stages import located, refuse_nodes
 from exp.config.compose import Composition, shared_config
 from exp.config.groups import COMMAND_LINE
-from exp.config.hydra_adapter import hydra_config, parse_override, task_overrides
+from exp.config.grammar import parse_override
+from exp.config.hydra_adapter import hydra_config, recorded_overrides
 from exp.errors import ConfigError, Fault
 from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
@@ -147,11 +148,11 @@ def read_settings(master: Composition) -> SweepSettings:
     config, seed = master.config, int(master.config.seed)
     return SweepSettings(
         values=cast(dict[str, Any], OmegaConf.to_container(config.sweep, resolve=True)),
-        overrides=tuple(text for text in task_overrides(config) if not text.lstrip("+").startswith(OF_RESUME)),
+        overrides=tuple(text for text in recorded_overrides(config) if not text.lstrip("+").startswith(OF_RESUME)),
         monitor=config.monitor,
         mode=config.mode,
         seed=seed,
-        space=space_of(config, master.loader, seed=seed),
+        space=space_of(config, master.vocabulary, seed=seed),
     )
 
 
@@ -163,7 +164,7 @@ def refuse(faults: Iterable[Fault]) -> None:
 
 def refuse_settings(master: Composition) -> None:
     """Raise ConfigError for settings of the sweep itself that no sweep can have, before any of them is read."""
-    lines = [parse_override(text) for text in filter(is_of_sweep, task_overrides(master.config))]
+    lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
     faults = [
         Fault(key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE)
         for line in lines
@@ -189,7 +190,7 @@ def refuse_settings(master: Composition) -> None:
 
 def refuse_size(master: Composition) -> None:
     """Raise ConfigError for a sweep without a job, and for one with too many jobs, before they are listed."""
-    counts = sizes(master.config, master.loader)
+    counts = sizes(master.config, master.vocabulary)
     if counts is None:
         return
     faults = [no_job(key) for key, count in counts.items() if count == 0]

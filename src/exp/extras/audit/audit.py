@@ -27,6 +27,8 @@ from exp.output import exit_status
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
 MAX_FILES = 20_000
+# A variable of the environment in an interpolation.
+VARIABLE = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 MAX_PICKLE_BYTES = 200_000_000
 # A dtype of Python objects in the header of a .npy file, or an escape that could hide one.
 OBJECTS = re.compile(rb"O|object|\\")
@@ -37,7 +39,7 @@ ARCHIVED = (".pkl", ".npy", ".py")
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 # Opcodes of a pickle that import a name.
 IMPORTS = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
-Kind = Literal["calls", "allows", "reads", "path", "hydra", "env", "unreadable"]
+Kind = Literal["calls", "allows", "reads", "path", "hydra", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,6 @@ def _of_file(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
             yield Finding(kind="path", what="a pipe, a socket or a device", where=where, is_outside=True)
         elif path.suffix in CONFIGS:
             yield from _of_yaml(path, root=root, allow=allow)
-        elif path.name == ".env":
-            yield from _of_env(path, root=root)
         elif path.suffix in PICKLES or path.name == ".metadata":
             yield from _of_pickle(path)
     except (OSError, ValueError, zipfile.BadZipFile, IndexError) as error:
@@ -127,7 +127,6 @@ def _of_file(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 
 
 def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Finding]:
-    from exp.config.env_file import READ
     from exp.config.hydra_node import settings_of, unused_settings
     from exp.config.plain_tree import leaves
     from exp.config.yaml_files import read_yaml, split
@@ -139,7 +138,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
         if name == "_target_" or (key.split(".")[-2:-1] == ["functions"] and isinstance(value, str)):
             yield _target(value, where=where, root=root, allow=allow)
         elif isinstance(value, str):
-            for variable in READ.findall(value):
+            for variable in VARIABLE.findall(value):
                 yield Finding(kind="reads", what=variable, where=where, is_outside=is_secret(variable))
             if "oc.env:${" in value.replace(" ", ""):
                 yield Finding(kind="reads", what=f"a variable by {value}", where=where, is_outside=True)
@@ -174,16 +173,6 @@ def _target(dotted: Any, *, where: str, root: Path, allow: Sequence[str]) -> Fin
     own = next((path for path in (root / f"{top}.py", root / top, root.parent / f"{top}.py") if path.exists()), None)
     what = str(dotted) if own is None or not is_outside else f"{dotted}, code of {own}"
     return Finding(kind="calls", what=what, where=where, is_outside=is_outside)
-
-
-def _of_env(path: Path, *, root: Path) -> Iterator[Finding]:
-    from exp.config.env_file import read_env_file
-
-    values, faults = read_env_file(path, configs=[root])
-    for name in values:
-        yield Finding(kind="env", what=f"sets {name}", where=str(path), is_outside=False)
-    for fault in faults:
-        yield Finding(kind="env", what=f"{fault.key}: {fault.got}", where=fault.source or str(path), is_outside=True)
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:

@@ -1,0 +1,128 @@
+"""Hydra's grammar of overrides, with exact ranges and without silent rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from hydra import version
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
+from hydra.errors import HydraException
+
+VERSION_BASE = "1.3"
+# A longer range would fill the memory before the sweep is refused as too large.
+MAX_NUMBERS = 1_000_000
+
+
+class Numbers(ChoiceSweep):
+    """The numbers of a range, in order."""
+
+
+@contextlib.contextmanager
+def hydra_base() -> Iterator[None]:
+    """Emulate one version of Hydra, and restore the version that another Hydra program in this process has set."""
+    kept = version.VersionBase.instance().version_base
+    version.setbase(VERSION_BASE)
+    try:
+        yield
+    finally:
+        version.VersionBase.instance().version_base = kept
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_override(text: str) -> Override:
+    """Return a parsed override, which callers must not change.
+
+    Raises:
+        HydraException: The text is no override.
+        RecursionError: The value is nested too deeply.
+    """
+    with hydra_base():
+        return _parser().parse_overrides([text])[0]
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    parser = OverridesParser.create()
+    functions = parser.functions.functions
+    functions["int"] = functools.partial(_whole, functions["int"])
+    functions["range"] = _numbers
+    return parser
+
+
+def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
+    """Return the numbers `start + i * step` before `stop`, computed in decimals as they are typed.
+
+    Hydra adds the step in binary, so that its `range(0.01,0.05,0.01)` contains 0.05. Its `sort` of a range with
+    `reverse` gives numbers that are not in the range.
+
+    Raises:
+        ValueError: A number is infinite or nan, the step is 0, or the range is too long.
+    """
+    if stop is None:
+        start, stop = 0, start
+    if not all(map(math.isfinite, (start, stop, step))) or step == 0:
+        raise ValueError("a number is infinite or nan, or the step is 0")
+    first, end, distance = (Fraction(repr(number)) for number in (start, stop, step))
+    count = max(0, math.ceil((end - first) / distance))
+    if count > MAX_NUMBERS:
+        raise ValueError(f"{count:,} numbers are more than {MAX_NUMBERS:,}")
+    kind = int if all(isinstance(number, int) for number in (start, stop, step)) else float
+    return Numbers(list=[kind(first + place * distance) for place in range(count)])
+
+
+def _whole(convert: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what Hydra's int(...) returns, and the whole numbers inside an interval.
+
+    Raises:
+        ValueError: A number has a fraction, which Hydra cuts off, or an interval contains no whole number.
+    """
+    given = [*args, *kwargs.values()]
+    if len(given) == 1 and isinstance(given[0], IntervalSweep):
+        low, high = given[0].start, given[0].end
+        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError("an interval of whole numbers has two ends")
+        if math.ceil(low) > math.floor(high) and low <= high:
+            raise ValueError(f"there is no whole number from {low:g} to {high:g}")
+        # An interval with its ends swapped stays swapped, and the sweep reports it.
+        start, end = (math.ceil(low), math.floor(high)) if low <= high else (math.floor(low), math.ceil(high))
+        return IntervalSweep(start=start, end=end, tags=set(given[0].tags))
+    for number in _floats_in(given):
+        if not number.is_integer():
+            raise ValueError(f"{number:g} is no whole number")
+    return convert(*args, **kwargs)
+
+
+def _floats_in(value: Any) -> Iterator[float]:
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, ChoiceSweep):
+        yield from _floats_in(value.list)
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _floats_in(inner)
+
+
+def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
+    """Return the packages that overrides of `security.allow`, or of `security` as a whole, name one by one."""
+    found: set[str] = set()
+    for text in overrides:
+        if "security" not in text:
+            continue
+        try:
+            line = parse_override(text)
+        except (HydraException, RecursionError):
+            continue  # which is reported where the overrides are read
+        value = None if line.is_sweep_override() or line.is_delete() else line.value()
+        if line.key_or_group == "security" and isinstance(value, dict):
+            value = next((inner for name, inner in value.items() if str(name) == "allow"), None)
+        elif line.key_or_group != "security.allow":
+            continue
+        if isinstance(value, list):
+            found |= set(map(str, value))
+    return sorted(found)

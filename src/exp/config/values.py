@@ -1,0 +1,155 @@
+"""Overrides of values, applied to a composed config one by one."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from exp.config.habits import cure_of_key
+from exp.config.plain_tree import is_node
+from exp.spelling import is_slip
+
+# `1e3` and `1.5e3`, which Hydra reads as floats. Above the limit a float no longer counts one by one.
+WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
+MOST_EXACT = 2**53
+Container = DictConfig | ListConfig
+# The value of a key that is not there.
+ABSENT: Any = object()
+
+
+def held_value(node: Any, name: Any) -> Any:
+    """Return the value of an entry: ABSENT if there is none, None if it has no value yet or cannot be resolved."""
+    name = _entry(node, name)
+    if name is ABSENT:
+        return ABSENT
+    try:
+        return None if OmegaConf.is_missing(node, name) else node[name]
+    except OmegaConfBaseException:
+        return None
+
+
+def _entry(node: Any, part: str) -> Any:
+    """Return the name of an entry as the node has it: YAML reads the names of `unfreeze: {10: ...}` as numbers."""
+    if isinstance(node, ListConfig):
+        return int(part) if part.isdecimal() and int(part) < len(node) else ABSENT
+    names = list(node) if isinstance(node, DictConfig) else []
+    number = int(part) if part.isdecimal() else part
+    return part if part in names else number if number in names else ABSENT
+
+
+def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
+    """Return the longest beginning of a dotted key that a config holds, and its value."""
+    node: Any = config
+    parts = key.split(".")
+    for count, part in enumerate(parts):
+        inner = held_value(node, part)
+        if inner is ABSENT:
+            return ".".join(parts[:count]), node
+        node = inner
+    return key, node
+
+
+def adds_keys(node: DictConfig, value: Mapping[str, Any]) -> bool:
+    """Return whether a mapping has keys, at any depth, that a node does not have."""
+    pairs = [(held_value(node, str(name)), inner) for name, inner in value.items()]
+    return any(
+        old is ABSENT or (isinstance(old, DictConfig) and isinstance(inner, dict) and adds_keys(old, inner))
+        for old, inner in pairs
+    )
+
+
+def takes_new_key(holder: str, node: Any, name: str) -> bool:
+    """Return whether a node takes a key that no file shows without a `+`.
+
+    A node with a `_target_` does, because its class decides, and so does an entry of `phases`. A slip of a key that is
+    there is an error, and so is a word of other frameworks that no class of exp or torch has as a parameter.
+    """
+    is_phase = holder.startswith("phases.") and holder.count(".") == 1
+    is_hydras = holder.partition(".")[0] in ("", "hydra")
+    if is_hydras or not isinstance(node, DictConfig) or not (is_phase or "_target_" in node):
+        return False
+    target = "" if is_phase else str(node["_target_"])
+    is_habit = cure_of_key(f"{holder}.{name}", "") is not None and target.partition(".")[0] in ("exp", "torch")
+    return not is_habit and not is_slip(name, map(str, node))
+
+
+def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, Any] | None = None) -> None:
+    """Set, add or delete the value of an override.
+
+    A mapping is merged into a mapping, and replaces anything else. A node with a `_target_` that is set without a `+`
+    replaces the node that the groups chose, except for the keys that the primary config declares.
+
+    Args:
+        declared: The values of the primary config.
+
+    Raises:
+        OmegaConfBaseException: The hydra node, which has types, does not take the value.
+    """
+    *way, last = override.key_or_group.split(".")
+    with open_dict(config):
+        holder: Any = config
+        is_made = False
+        for part in way:
+            inner = held_value(holder, part)
+            if not isinstance(inner, Container):
+                name = _name_in(holder, part, is_made=is_made)
+                holder[name] = {}
+                inner, is_made = holder[name], True
+            holder = inner
+        name = _name_in(holder, last, is_made=is_made)
+        if override.is_delete():
+            del holder[name]
+            return
+        old = held_value(holder, last)
+        value = _whole(override, old)
+        if (
+            is_node(value)
+            and override.type is OverrideType.CHANGE
+            and isinstance(old, DictConfig)
+            and "_target_" in old
+        ):
+            holder[name] = _declared_at(declared or {}, override.key_or_group)
+        _merge(holder, name, value)
+
+
+def _name_in(holder: Any, part: str, *, is_made: bool) -> Any:
+    """Return the name of an entry. A new one is a number if all others are. is_made: the holder is new, too."""
+    name = _entry(holder, part)
+    if name is not ABSENT:
+        return name
+    is_numbered = isinstance(holder, DictConfig) and not is_made and all(type(one) is int for one in holder)
+    return int(part) if part.isdecimal() and is_numbered else part
+
+
+def _whole(override: Override, old: Any) -> Any:
+    """Return the value of an override: for `1e3`, which Hydra reads as 1000.0, an int if an int or null is there."""
+    value: Any = override.value()
+    text = (override.input_line or "").partition("=")[2]
+    is_exact = isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
+    if not is_exact or WITH_EXPONENT.fullmatch(text) is None:
+        return value
+    # 1.0 of Lightning's limits is all batches, and 1 is one batch.
+    return int(value) if type(old) is int or (old is None and abs(value) > 1) else value
+
+
+def _declared_at(declared: Mapping[str, Any], key: str) -> dict[str, Any]:
+    node: Any = declared
+    for part in key.split("."):
+        node = node[part] if isinstance(node, Mapping) and part in node else {}
+    return copy.deepcopy(node) if isinstance(node, dict) else {}
+
+
+def _merge(holder: Any, name: Any, value: Any) -> None:
+    is_reference = OmegaConf.is_interpolation(holder, name)
+    old = held_value(holder, str(name))
+    if isinstance(value, dict) and isinstance(old, DictConfig) and not is_reference:
+        for inner, one in value.items():
+            _merge(old, inner, one)
+    else:
+        holder[name] = value

@@ -6,22 +6,20 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.cli import completion
 from exp.cli.commands import COMMANDS
-from exp.cli.completion import answer, completed, main
+from exp.cli.completion import answer, main
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    yield tmp_path
-    completion._places_of.cache_clear()
+    return tmp_path
 
 
-def offered(line: str, after: str = "") -> list[str]:
-    """Return the words that may complete the last word of a line. after: the line after the cursor."""
-    return answer("bash", line.rpartition(" ")[2], line, after)
+def offered(line: str) -> list[str]:
+    """Return the words that may complete the last word of a line."""
+    return answer(line.rpartition(" ")[2], line)
 
 
 def test_commands_groups_and_their_flags_are_offered():
@@ -31,10 +29,8 @@ def test_commands_groups_and_their_flags_are_offered():
     assert offered("exp gallery len") == ["lenet"]
     assert offered("exp train --cfg=") == ["--cfg=job", "--cfg=hydra", "--cfg=all"]
     assert offered("exp train --config-name x mo") == offered("exp train mo")
-    assert offered("python -m exp.pl") == ["exp.plan"]
     assert offered("exp trian mod") == []
-    assert completed(["python", "-m", "http.server"], "80").names == ()
-    assert offered("python -m exp.train optimizer=ada")[0] == "optimizer=adadelta"
+    assert offered("exp train optimizer=ada")[0] == "optimizer=adadelta"
     assert {"model=", "model.", "monitor=", "mode="} == set(offered("exp train mo")) - {"module="}
 
 
@@ -49,7 +45,6 @@ def test_signs_lists_and_sweeps_restrict_what_is_offered():
 
 def test_keys_follow_the_overrides_on_the_line():
     assert "optimizer.momentum=" not in offered("exp train optimizer.")
-    assert "optimizer.momentum=" in offered("exp train optimizer.", after="x optimizer=sgd")
     assert "optimizer.momentum=" in offered("exp train -m optimizer=sgd,adam optimizer.")
     assert offered("exp train model=lenet model.layers.conv1.out_c") == ["model.layers.conv1.out_channels="]
     assert "logger.own.a=" in offered("exp train 'vars={b:1}' +logger.own={a:2} logger.own.")
@@ -60,40 +55,24 @@ def test_keys_follow_the_overrides_on_the_line():
 
 @pytest.mark.parametrize(
     ("key", "values"),
-    [
-        ("mode", ["min", "max"]),
-        ("checkpoint.async", ["true", "false", "null"]),
-        ("monitor", ["loss/val", "accuracy/val"]),
-        ("hydra/launcher", ["exp", "slurm", "ray"]),
-        ("optimizer.lr", []),
-    ],
+    [("test", ["true", "false"]), ("hydra/launcher", ["exp", "slurm", "ray"]), ("optimizer.lr", []), ("resume", [])],
 )
 def test_values_of_a_key_are_offered(key, values):
     assert offered(f"exp train {key}=") == [f"{key}={value}" for value in values]
-
-
-def test_files_are_offered_for_keys_that_are_paths(here):
-    (here / "a folder").mkdir()
-    (here / ".hidden").touch()
-    assert offered("exp train resume=") == ["resume=auto", "resume=a\\ folder/"]
-    # Inside quotes nothing is escaped.
-    assert answer("bash", "a fo", "exp train 'resume=a fo", "") == ["a folder/", "a folder/..."]
-    assert offered("exp evaluate run=") == ["run=a\\ folder/"]
 
 
 def test_user_configs_come_first_and_are_read_again(here):
     conf = here / "conf" / "optimizer"
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text("# Mine: optimizer=mine\n_target_: torch.optim.SGD\nlr: 0.1\n")
-    completion._places_of.cache_clear()
     assert offered("exp train optimizer=")[0] == "optimizer=mine"
     assert "optimizer.own_key=" not in offered("exp train optimizer=mine optimizer.")
     (conf / "mine.yaml").write_text("# Mine: optimizer=mine\n_target_: torch.optim.SGD\nlr: 0.1\nown_key: 1\n")
     assert "optimizer.own_key=" in offered("exp train optimizer=mine optimizer.")
-    more = here / "more" / "model" / "small"
+    more = here / "more" / "model"
     more.mkdir(parents=True)
-    (more / "tiny.yaml").write_text("# Tiny: model=small/tiny\n_target_: torch.nn.Flatten\n")
-    assert offered("exp train --config-dir more model=sm") == ["model=small/"]
+    (more / "tiny.yaml").write_text("# Tiny: model=tiny\n_target_: torch.nn.Flatten\n")
+    assert offered("exp train --config-dir more model=ti") == ["model=tiny"]
 
 
 def test_a_user_class_is_not_imported(here):
@@ -102,15 +81,14 @@ def test_a_user_class_is_not_imported(here):
     assert "model._target_=" in offered("exp train model._target_=own.Net model.")
 
 
-def test_zsh_gets_the_separator_of_the_word():
-    """The script removes the text before the separator and offers the rest."""
-    assert answer("zsh", "", "exp train model=le", "") == ["=", "lenet"]
-    assert answer("zsh", "", "exp train model=zzz", "") == []
+def test_bash_replaces_the_end_of_a_word():
+    assert answer("le", "exp train model=le") == ["lenet"]
+    assert answer("model=zzz", "exp train model=zzz") == []
 
 
 def test_the_script_of_a_shell_is_printed(capsys):
     assert main(["zsh"]) == 0
-    assert "answer zsh" in capsys.readouterr().out
+    assert "completion answer" in capsys.readouterr().out
     assert main(["fish"]) == 2
     assert "expected bash or zsh" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ TAB = """
 eval "$(exp completion bash)"
 COMP_LINE=$1 COMP_POINT=${#1}
 read -ra COMP_WORDS <<< "$1"
-[[ "$(complete -p "$3")" =~ -F\\ ([^ ]+) ]]
+[[ "$(complete -p exp)" =~ -F\\ ([^ ]+) ]]
 "${BASH_REMATCH[1]}" "$3" "$2"
 echo "${COMPREPLY[@]}"
 """
@@ -21,7 +21,7 @@ echo "${COMPREPLY[@]}"
     [
         ("exp tr", "tr", "train"),
         ("exp train model=le", "le", "lenet"),
-        ("python -m exp.train trainer.max_ep", "trainer.max_ep", "trainer.max_epochs="),
+        ("exp train trainer.max_ep", "trainer.max_ep", "trainer.max_epochs="),
         # A file of the folder, which a tab must not run.
         ("./exp tr", "tr", ""),
     ],
@@ -32,6 +32,6 @@ def test_a_tab_completes_the_line(line, word, completed, scripts, tmp_path):
     # A module that exp must not import.
     (tmp_path / "json.py").write_text("raise SystemExit('the folder was imported')")
     environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path)}
-    command = ["bash", "-c", TAB, "bash", line, word, "python" if line.startswith("python") else "exp"]
+    command = ["bash", "-c", TAB, "bash", line, word, line.partition(" ")[0]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     assert done.stdout == f"{completed}\n"

@@ -61,15 +61,9 @@ def test_every_layer_of_a_key_is_listed(why):
     assert head == "optimizer.lr = 0.75"
     first, second, third, last = columns(rows)
     assert first[0].endswith("conf/optimizer/adamw.yaml:3")
-    assert first[2].startswith("optimizer/adamw, by ")
-    assert second == ["conf/experiment/e.yaml:7", "0.25", "experiment/e, by experiment=e, command line"]
+    assert first[2] == "optimizer/adamw"
+    assert second == ["conf/experiment/e.yaml:7", "0.25", "experiment/e"]
     assert (third[1], last) == ("0.5", ["command line", "0.75", "optimizer.lr=0.75"])
-
-
-def test_a_choice_in_a_file_has_its_line(why):
-    assert why("scheduler._target_", "experiment=e")[1].endswith("scheduler/cosine, by conf/experiment/e.yaml:5")
-    assert "  model/mine, by conf/experiment/e.yaml:4" in why("model", "experiment=e")
-    assert "  model/mine, by model=mine, command line" in why("model", "model=mine")
 
 
 def test_references_are_followed_step_by_step(why):
@@ -82,7 +76,7 @@ def test_references_are_followed_step_by_step(why):
 
 
 def test_variables_are_named_and_secrets_hidden(why, monkeypatch):
-    assert why("data_dir")[-1] == "  ${oc.env:EXP_DATA_DIR,data}: the environment has no EXP_DATA_DIR"
+    assert why("data_dir")[-1].endswith("EXP_DATA_DIR is not set")
     monkeypatch.setenv("EXP_DATA_DIR", "/elsewhere")
     assert why("data_dir")[0] == "data_dir = /elsewhere"
     monkeypatch.setenv("MY_TOKEN", "hush-hush-hush")
@@ -118,7 +112,7 @@ def test_names_with_dots_and_numbers_are_found(why):
 def test_a_removed_key_names_the_removal(why):
     lines = why("hooks.memory", "~hooks.memory")
     assert lines[0] == "hooks.memory: not there any more"
-    assert columns(lines)[-1] == ["command line", "(taken away)", "~hooks.memory"]
+    assert columns(lines)[-1] == ["command line", "(removed)", "~hooks.memory"]
     lines = why("model.layers.hidden", "model={_target_:torch.nn.Linear,in_features:3,out_features:4}")
     assert "(the whole node anew)" in lines[-1]
 
@@ -164,6 +158,4 @@ def test_a_past_run_explains_its_config(why):
     )
     assert "run=DIR alone" in why("seed", "run=outputs/r", "seed=1", status=2)[1]
     Path("conf/experiment/e.yaml").unlink()
-    lines = why("optimizer.lr", "run=outputs/r")
-    assert "does not compose today" in lines[0]
-    assert lines[1] == "optimizer.lr = 0.25"
+    why("optimizer.lr", "run=outputs/r", status=2)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import exp
-from exp.cli.command_line import help_text, parse_arguments, print_tree
+from exp.cli.command_line import help_text, parse_arguments
 from exp.cli.train import main
 from exp.config.groups import open_search_path
 from exp.config.search_path import OWN_CONF
@@ -115,14 +114,6 @@ def test_a_closed_pipe_prints_no_traceback():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0"
-
-
-def test_the_tree_shows_every_node(capsys):
-    config = exp.compose(["print_config=true"])
-    print_tree(config)
-    printed = capsys.readouterr().out
-    assert all(str(key) in printed for key in config if key != "_composition_")
-    assert "_composition_" not in printed
 
 
 def test_a_console_script_finds_modules_next_to_conf(tmp_path):

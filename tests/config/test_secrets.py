@@ -123,7 +123,7 @@ def test_a_failing_constructor_prints_no_secret(place, capfd):
     assert places_of(CANARY, place) == []
 
 
-@pytest.mark.parametrize("flags", [("--cfg", "job", "--resolve"), ("--cfg", "all", "--resolve"), ("--info", "config")])
+@pytest.mark.parametrize("flags", [("--cfg", "job", "--resolve"), ("--cfg", "all", "--resolve")])
 def test_a_printed_config_shows_the_interpolation(flags, capfd):
     assert train([*flags, *SMALL]) == 0
     screen = capfd.readouterr()

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.compose import composition_of, expanded
-from exp.config.freeze import COMPOSITION
+from exp.config.found_run import key_of
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.habits import cure_of_flag
 from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config, show_info
@@ -206,16 +206,18 @@ def answer_question(arguments: argparse.Namespace) -> None:
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
     """Return the part of a composed config that --cfg and --package name, as YAML."""
     names = [str(name) for name in config if arguments.cfg == "all" or (name == "hydra") == (arguments.cfg == "hydra")]
-    shown = OmegaConf.masked_copy(config, names)
-    package = arguments.package
     try:
-        part = shown if package is None else OmegaConf.select(config, package, throw_on_missing=True)
-        if package is not None and not OmegaConf.is_config(part):
-            raise ConfigError([_fault("--package", package, "a node of the config")])
-        text = OmegaConf.to_yaml(part, resolve=arguments.resolve)
+        part = OmegaConf.masked_copy(config, names)
+        if arguments.package is not None:
+            part = OmegaConf.select(config, arguments.package, throw_on_missing=True)
+        if not OmegaConf.is_config(part):
+            raise ConfigError([_fault("--package", str(arguments.package), "a node of the config")])
+        if arguments.resolve:
+            OmegaConf.resolve(part)
+        text = OmegaConf.to_yaml(part)
     except OmegaConfBaseException as error:
         raise ConfigError([_fault("--cfg", str(error).splitlines()[0], "a config whose values resolve")]) from error
-    return text if package is None else f"# @package {package}\n{text}"
+    return text if arguments.package is None else f"# @package {arguments.package}\n{text}"
 
 
 def help_text(vocabulary: Vocabulary) -> str:
@@ -257,25 +259,6 @@ def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
     return Fault(key=key, got=got, expected=expected, cure=cure, source="command line")
 
 
-@secrets_kept()
-def print_tree(config: DictConfig) -> None:
-    """Prints a branch for each node at the top, its values resolved."""
-    from rich.console import Console
-    from rich.syntax import Syntax
-    from rich.tree import Tree
-
-    tree = Tree("config", guide_style="dim")
-    for key in config:
-        if key == COMPOSITION:
-            continue
-        if OmegaConf.is_config(config[key]):
-            text = OmegaConf.to_yaml(config[key], resolve=True).rstrip() or "{}"
-            tree.add(str(key)).add(Syntax(text, "yaml", background_color="default"))
-        else:
-            tree.add(f"{key!s}: {config[key]}")
-    Console(highlight=False).print(tree)
-
-
 def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:
     """Return the command that trains with other values.
 
@@ -284,8 +267,3 @@ def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:
     keys = {*map(key_of, values), "hydra.run.dir"}
     typed = [text for text in overrides if key_of(text) not in keys]
     return shlex.join(["python", "-m", "exp.train", *typed, *(f"{key}={value}" for key, value in values.items())])
-
-
-def key_of(override: str) -> str:
-    """Return the key of an override."""
-    return override.lstrip("+~").partition("=")[0]

@@ -1,4 +1,4 @@
-"""Checks of derivatives in float64 by torch.autograd.gradcheck and gradgradcheck, and of vmap by a loop."""
+"""Checks of derivatives in float64 by torch.autograd.gradcheck and gradgradcheck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exp.nested import tensors_in
 MAX_ENTRIES = 1_000_000
 
 Of = Callable[..., "tuple[Tensor, ...]"]
-What = Literal["gradient", "second gradient", "vmap"]
+What = Literal["gradient", "second gradient"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,11 @@ class Subject:
         function: Returns the floating-point outputs.
         inputs: Inputs of the function; floats require a gradient.
         names: Names of the inputs.
-        by_sample: The same function with all outputs, for torch.func.vmap. None if vmap is not compared.
     """
 
     function: Of
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
-    by_sample: Callable[..., object] | None = None
 
 
 def of_module(network: nn.Module, inputs: Sequence[Tensor], *, seed: int) -> Subject:
@@ -96,12 +94,11 @@ def of_function(function: Any, inputs: Sequence[Tensor], values: Mapping[str, An
         function=lambda *given: _floats(call(*given)),
         inputs=tuple(inputs),
         names=tuple(places[: len(inputs)]),
-        by_sample=call if is_class and _has_setup(function) else None,
     )
 
 
 def compared(subject: Subject) -> list[Verdict]:
-    """Compare the gradient, the gradient of the gradient, and vmap.
+    """Compare the gradient and the gradient of the gradient.
 
     Raises: any exception of the forward.
     """
@@ -114,8 +111,8 @@ def compared(subject: Subject) -> list[Verdict]:
     try:
         _differentiate_twice(subject)
     except RuntimeError as error:
-        return [first, Verdict(what="second gradient", is_right=None, said=one_line(error)), _vmap(subject)]
-    return [first, _checked("second gradient", torch.autograd.gradgradcheck, subject, is_fast=is_fast), _vmap(subject)]
+        return [first, Verdict(what="second gradient", is_right=None, said=one_line(error))]
+    return [first, _checked("second gradient", torch.autograd.gradgradcheck, subject, is_fast=is_fast)]
 
 
 def _checked(what: What, check: Callable[..., bool], subject: Subject, *, is_fast: bool) -> Verdict:
@@ -137,25 +134,6 @@ def _differentiate_twice(subject: Subject) -> None:
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found = torch.autograd.grad(outputs, wanted, back, create_graph=True, materialize_grads=True)
     torch.stack([one.sum() for one in found]).sum().backward()
-
-
-def _vmap(subject: Subject) -> Verdict:
-    """Compare torch.func.vmap over three samples with a loop over them."""
-    if subject.by_sample is None:
-        reason = "only a Function with setup_context has it"
-        return Verdict(what="vmap", is_right=None, said=reason)
-    several = [torch.stack([one.detach() * factor for factor in (1, -1, 2)]) for one in subject.inputs]
-    loop = [subject.function(*(one[index] for one in several)) for index in range(3)]
-    try:
-        found = _floats(torch.func.vmap(subject.by_sample, randomness="same")(*several))
-    except RuntimeError as error:
-        return Verdict(what="vmap", is_right=None, said=one_line(error))
-    wanted = [torch.stack(parts) for parts in zip(*loop, strict=True)]
-    off = [(mine - right).abs().max().item() for mine, right in zip(found, wanted, strict=True) if mine.numel()]
-    is_right = all(torch.allclose(*pair, equal_nan=True) for pair in zip(found, wanted, strict=True))
-    return Verdict(
-        what="vmap", is_right=is_right, said="" if is_right else f"off by {max(off):.2g} from a loop over samples"
-    )
 
 
 def _has_setup(function: Any) -> bool:

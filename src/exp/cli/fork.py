@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError
 from exp.output import exit_status, loading_torch
+from exp.spelling import among
 
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State
@@ -68,7 +69,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
 
     config = compose(merged(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))
     config.resume, config.runtime.autoresume = None, False
-    path, state = _chosen(run, step, allow=list(config.security.allow))
+    path, state = _chosen(run, step)
     resolved = resolve(config)
     changed = {}
     if not resolved.faults:  # else fit tells them
@@ -81,44 +82,19 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     return fit(config, begin=partial(_begin, run=run, path=path, state=state, changed=changed))
 
 
-def _chosen(run: Path, step: int | None, *, allow: Sequence[str]) -> tuple[Path, State]:
-    """The checkpoint to begin from, and its state; between two checkpoints what training again from the first gives."""
+def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
+    """Return the checkpoint to begin from, and its state."""
     from exp.check.starting_point import states_of
-    from exp.cli.resume import train_again
-    from exp.engine.checkpointing import CONFIG, POSITION
+    from exp.engine.checkpointing import POSITION
 
     found = {state[POSITION]["step"]: (path, state) for path, state in reversed(list(states_of(run)))}
     if not found:
         raise RunError(f"{run} has no whole checkpoint to begin from")
     wanted = max(found) if step is None else step
-    if wanted in found:
-        return found[wanted]
-    if not 0 < wanted < max(found):
-        expected = f"one from 1 to {max(found)}, where its last checkpoint is"
+    if wanted not in found:
+        expected = f"a step that has a checkpoint: {among(map(str, sorted(found)))}"
         raise ConfigError([Fault(key="RUN@STEP", got=f"step {wanted}", expected=expected)])
-    before, began = _beginning(run)
-    if wanted < began:
-        expected = f"one from {began} on, where it goes on with {before}"
-        cure = f"Before that it was that run: python -m exp.fork {before}@{wanted}"
-        raise ConfigError([Fault(key="RUN@STEP", got=f"step {wanted}", expected=expected, cure=cure)])
-    _, state = train_again(run, to={"step": wanted, "validation_due": False}, allow=allow)
-    path, last = found[max(found)]
-    return path, {**state, CONFIG: last[CONFIG]}
-
-
-def _beginning(run: Path) -> tuple[Path, int]:
-    """The run that this one goes on with, or is a fork of, and the step at which it does; itself and 0 for others."""
-    from exp.config.freeze import read_frozen, read_parent
-    from exp.engine.checkpoint import read_checkpoint
-    from exp.engine.checkpointing import POSITION
-
-    parent, resume = read_parent(run), read_frozen(run).resume
-    if parent is not None:
-        return Path(parent["run"]), int(parent["step"])
-    # Without that file nobody knows, and the run's own checkpoints serve for what lies behind them.
-    if resume is None or not Path(resume).is_file():
-        return run, 0
-    return Path(resume).parent.parent, int(read_checkpoint(resume)[POSITION]["step"])
+    return found[wanted]
 
 
 def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[Fault]:

@@ -29,7 +29,7 @@ WORDS = {True: "right", False: "WRONG", None: "not compared"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare first and second derivatives with differences in float64, and vmap with a loop.
+    """Compare first and second derivatives with differences in float64.
 
     Returns: 0 where all that there is is right, 1 where something is wrong, 2 for a fault in the command.
     """

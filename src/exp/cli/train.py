@@ -134,7 +134,7 @@ def validate(config: DictConfig, before: Checked | None) -> Checked:
 
 def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
-    from exp.cli.command_line import print_tree
+    from exp.config.freeze import frozen_yaml
 
     # Said at once, for it is what the seconds before the first step are.
     with loading_torch():
@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _refuse_sweep_settings(arguments.overrides)
         importlib.import_module("exp.start")
     if config.print_config:
-        print_tree(config)
+        print(frozen_yaml(config), end="")
 
     report = fit(config)
 

@@ -323,12 +323,12 @@ def hydra_config(config: DictConfig) -> Iterator[None]:
     """Let `${hydra:...}` find the hydra node of this config, and restore the earlier one afterwards."""
     kept = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
+    # Hydra makes the node read-only.
+    OmegaConf.set_readonly(config.hydra, False)
     try:
         yield
     finally:
         HydraConfig.instance().cfg = kept
-        # Hydra makes the node read-only.
-        OmegaConf.set_readonly(config.hydra, False)
 
 
 def registered_targets() -> set[str]:
@@ -381,7 +381,6 @@ class JobConfigs:
 def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
     """Let the configured sweeper name the jobs and the configured launcher run them."""
     with hydra_base(), hydra_config(config):
-        OmegaConf.set_readonly(config.hydra, False)
         config.hydra.mode = RunMode.MULTIRUN
         config.hydra.sweep.dir = str(directory)
         context = HydraContext(config_loader=cast(Any, JobConfigs()), callbacks=Callbacks())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exp.cli.command_line import key_of
+from exp.config.found_run import key_of
 from exp.config.module_key import has_module
 from exp.errors import ConfigError, Fault, Interrupted
 from exp.output import loading_torch

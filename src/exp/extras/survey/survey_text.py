@@ -14,7 +14,7 @@ from exp.extras.survey.survey import Part, Repeats, Survey
 from exp.shared_types import Stage
 from exp.spelling import among
 
-Row = Sequence[object]
+Row = tuple[object, ...]
 
 # Rows of a table. data.json has all columns and classes.
 MOST_ROWS = 40
@@ -87,7 +87,10 @@ def _cell(value: object) -> str:
 
 
 def _rows(survey: Survey, cells: Callable[[Part], Iterator[Row]]) -> list[Row]:
-    return [(stage, *row) for stage, part in survey.parts.items() for row in cells(part)]
+    """Return the rows of all parts, with the parts of each value next to each other."""
+    rows = [(stage, *row) for stage, part in survey.parts.items() for row in cells(part)]
+    places = {row[1:3]: place for place, row in reversed(list(enumerate(rows)))}
+    return sorted(rows, key=lambda row: places[row[1:3]])
 
 
 def _part(part: Part) -> Iterator[Row]:

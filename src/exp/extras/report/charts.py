@@ -137,6 +137,7 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
     groups = [group for group in comparison.groups if _curves_of(comparison, group, tag)]
     others = [group for group in groups if group.rows != comparison.best_group]
     axes = _axes(xlabel="optimizer step", title=tag)
+    axes.locator_params(axis="x", integer=True)
     for place, group in enumerate(others):
         if len(others) <= len(COLORS):
             _draw_group(axes, comparison, group, tag, color=COLORS[place], label=_label(comparison, group))
@@ -214,7 +215,8 @@ def _against(comparison: Comparison, key: str) -> Chart:
     if _spans_decades(np.array([value for *_, value in shown])):
         _make_log(axes, "y")
     if has_columns:
-        axes.set_xticks(range(len(names)), [_short(name, 16) for name in names], rotation=30, ha="right")
+        turned = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > 40 else {}
+        axes.set_xticks(range(len(names)), [_short(name, 16) for name in names], **turned)
         axes.set_xlim(-0.5, len(names) - 0.5)
     elif found is not None and _spans_decades(found):
         _make_log(axes, "x")

@@ -15,7 +15,6 @@ from sklearn.preprocessing import StandardScaler
 import exp
 from exp.check.resolution import resolve
 from exp.construct import build_data
-from exp.errors import is_installed
 from exp.extras.survey.data import main
 
 OWN = '''
@@ -442,11 +441,7 @@ def data_files(place: Path) -> dict[str, list[str]]:
         "csv": ["data.dataset.path=a.csv", "data.dataset.target=kind", "data.dataset.categorical=[word]"],
         "images": ["data.dataset.path=pets"],
         "windows": ["data.dataset.path=b.csv", "data.dataset.targets=[y]", "data.dataset.length=4"],
-        "hf": ["data.dataset.files=shard0.jsonl", "data.dataset.target=kind"],
     }
-
-
-NEEDS_DATASETS = pytest.mark.skipif(not is_installed("datasets"), reason="datasets is not installed")
 
 
 @pytest.mark.parametrize(
@@ -456,7 +451,6 @@ NEEDS_DATASETS = pytest.mark.skipif(not is_installed("datasets"), reason="datase
         ("csv", ["x", "y", "word=u", "word=v", "word=w"], ["a", "b"]),
         ("images", ["channel 0", "channel 1", "channel 2"], ["cat", "dog"]),
         ("windows", ["x", "y", "z"], ["y"]),
-        pytest.param("hf", ["x"], ["a", "b"], marks=NEEDS_DATASETS),
     ],
 )
 def test_columns_and_classes_have_names(option: str, inputs: list[str], targets: list[str], place: Path) -> None:

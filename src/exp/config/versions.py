@@ -60,6 +60,10 @@ MOVED: Mapping[str, str] = {
 # Parameters that classes no longer have. The names of the classes are those of this version.
 REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.data.delimited.Csv": ["packed"],
+    "exp.extras.deepspeed.deepspeed.DeepSpeed": [
+        *("offload_parameters", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "show_gradients"),
+    ],
+    "exp.extras.hf.hf.HuggingFace": ["files"],
     "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
     "exp.extras.debugging.operators.Operators": ["every_n_steps"],
     "exp.extras.debugging.profile.Profile": ["rows"],

@@ -18,10 +18,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-from annotated_types import Ge
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -37,70 +36,50 @@ from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, averages_weights, module_of, network_of, precision_of
 
-# Modules of hooks that read or change gradients.
-OF_GRADIENTS = ("exp.hooks.gradients.", "exp.extras.research.gradient")
-# Hooks that are right without whole weights.
+# Numbers that are sent at once.
+BUCKET = 200_000_000
+# Hooks that need no whole weights.
 WITHOUT_WEIGHTS = ("exp.hooks.gradients.Gradients", "exp.hooks.throughput.Throughput")
 
 
 class DeepSpeed(Strategy):
-    """The engine of DeepSpeed around the network. A step computes what ddp's does.
+    """The engine of DeepSpeed around the network. A step computes what ddp computes.
 
-    stage: what is divided over the ranks: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too.
-    offload_optimizer: the optimizer's state and its step on the CPU of a run on GPUs.
-    offload_parameters: the weights there as well, but for those in use; of stage 3.
-    overlap_comm: sends gradients while the backward goes on.
-    reduce_bucket_size, allgather_bucket_size: numbers that are sent at once.
-    show_gradients: gathers whole gradients before every optimizer step, so that hooks see them.
+    Args:
+        name: Name of the strategy.
+        stage: State that is divided over the ranks: 1 the optimizer's, 2 the gradients, too, 3 the weights, too.
+        offload_optimizer: Whether the optimizer's state and its step are on the CPU of a run on GPUs.
     """
 
     owns_step = True
 
     def __init__(
-        self,
-        *,
-        name: str = "deepspeed",
-        stage: Literal[1, 2, 3] = 2,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
-        overlap_comm: bool = False,
-        reduce_bucket_size: Annotated[int, Ge(1)] = 200_000_000,
-        allgather_bucket_size: Annotated[int, Ge(1)] = 200_000_000,
-        show_gradients: bool = True,
+        self, *, name: str = "deepspeed", stage: Literal[1, 2, 3] = 2, offload_optimizer: bool = False
     ) -> None:
         super().__init__(name=name)
-        self.stage = stage
+        self.stage, self.offload_optimizer = stage, offload_optimizer
         self.shards_parameters = stage == 3
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
-        self.overlap_comm = overlap_comm
-        self.reduce_bucket_size, self.allgather_bucket_size = reduce_bucket_size, allgather_bucket_size
-        self.show_gradients = show_gradients
 
     @property
     def demand(self) -> Demand:
-        """One rank a device; in stage 3 they keep parts of one copy of the weights."""
+        """One rank a device. In stage 3 ranks keep parts of one copy of the weights."""
         return Demand(rest="shard" if self.shards_parameters else "replicate")
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
-        """DeepSpeed that is not there, and what its engine cannot do."""
-        return [
-            *([] if is_installed("deepspeed") else [_missing()]),
-            *self._placement_faults(planned.placement),
-            *self._engine_faults(planned),
-            *self._watching_faults(planned),
-        ]
+        """Return the errors of a missing DeepSpeed, and of settings that its engine does not support."""
+        return [*([] if is_installed("deepspeed") else [_missing()]), *self._faults(planned)]
 
     def footprint(self, load: Load) -> Footprint:
-        """By the stage. The engine's parts are flat: 1 / N of all numbers, whatever tensor they are of."""
+        """Return the footprint of the stage. The engine's parts are flat: each rank has 1 / N of all numbers."""
         ranks = load.placement.data_ranks
         if ranks == 1:
             return super().footprint(load)
         held = {name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in whole(load).items()}
         learning = max((one.itemsize for one in load.sizes.values() if one.learns), default=4)
-        buffers = {"bucket of gradients": min(load.gradient_bytes, self.reduce_bucket_size * learning)}
+        buffers = {"bucket of gradients": min(load.gradient_bytes, BUCKET * learning)}
         if self.stage < 3:
             buffers["the engine's own copy of the part that it steps"] = load.gradient_bytes // ranks
-        place = Place(ranks=tuple(range(ranks)), held=held, buffers=buffers, offloaded=self.offload_parameters)
+        place = Place(ranks=tuple(range(ranks)), held=held, buffers=buffers)
         weights, gradients = load.parameter_bytes, load.gradient_bytes
         reduced = gather(gradients, ranks) if self.stage > 1 else all_reduce(gradients, ranks)
         gathers = 2 * load.micro_batches if self.stage == 3 else 1
@@ -123,24 +102,13 @@ class DeepSpeed(Strategy):
             raise missing_extra()
         return ZeroStrategy(placement=placement, options=self)
 
-    def _placement_faults(self, placement: Placement) -> Iterator[Fault]:
-        offloads = {"offload_optimizer": self.offload_optimizer, "offload_parameters": self.offload_parameters}
-        for name in (name for name, is_on in offloads.items() if is_on):
-            key = f"strategy.{name}"
-            if placement.accelerator == "cpu":
-                expected = "false: everything lies in the CPU's memory already"
-                yield Fault(key=key, got="true on a run on CPU", expected=expected)
-            elif placement.world_size == 1:
-                expected = "two ranks or more: one rank trains without DeepSpeed"
-                yield Fault(key=key, got="true with one rank", expected=expected)
-            elif name == "offload_parameters" and self.stage != 3:
-                got, expected = f"true with strategy.stage={self.stage}", "stage 3, which divides the weights"
-                yield Fault(key=key, got=got, expected=expected)
-
-    def _engine_faults(self, planned: Blueprint) -> Iterator[Fault]:
-        # DeepSpeed keeps a loss scale of its own, and casts the network itself; these words leave both alone.
-        words = [word for word in WORDS.values() if not (word.needs_scaler or word.float8)]
-        known = [word.name for word in words if word.parameters is None]
+    def _faults(self, planned: Blueprint) -> Iterator[Fault]:
+        # DeepSpeed has a loss scale of its own, and casts the network itself; these words need neither.
+        known = [
+            word.name
+            for word in WORDS.values()
+            if not word.needs_scaler and not word.float8 and word.parameters is None
+        ]
         if planned.precision not in known:
             yield Fault(
                 key="precision.word",
@@ -148,30 +116,21 @@ class DeepSpeed(Strategy):
                 expected=f"one of {', '.join(known)}: DeepSpeed would scale the loss or cast the network itself",
             )
         if planned.config["trainer"]["gradient_clip_algorithm"] == "value":
-            yield Fault(
-                key="trainer.gradient_clip_algorithm",
-                got=f"value with strategy={self.name}",
-                expected="norm, or null: DeepSpeed clips by norm alone",
-            )
-
-    def _watching_faults(self, planned: Blueprint) -> Iterator[Fault]:
+            got, expected = f"value with strategy={self.name}", "norm, or null: DeepSpeed clips by norm alone"
+            yield Fault(key="trainer.gradient_clip_algorithm", got=got, expected=expected)
+        placement = planned.placement
+        if self.offload_optimizer and (placement.accelerator == "cpu" or placement.world_size == 1):
+            expected = "false: on a CPU, and with one rank, nothing is offloaded"
+            yield Fault(key="strategy.offload_optimizer", got="true", expected=expected)
+        if self.stage < 3:
+            return
         averages = [name for name, kind in planned.callbacks.items() if averages_weights(kind)]
-        if self.stage == 3 and averages:
-            yield Fault(
-                key=f"callbacks.{averages[0]}",
-                got="an average of the weights with strategy.stage=3, which has them in parts",
-                expected="strategy.stage=1 or 2",
-            )
+        if averages:
+            got = "an average of the weights with strategy.stage=3, which has them in parts"
+            yield Fault(key=f"callbacks.{averages[0]}", got=got, expected="strategy.stage=1 or 2")
         for name, hook in planned.hooks.items():
             names = {f"{base.__module__}.{base.__qualname__}" for base in type(hook).__mro__}
-            if not self.show_gradients and any(base.startswith(OF_GRADIENTS) for base in names):
-                yield Fault(
-                    key="strategy.show_gradients",
-                    got=f"false with hooks.{name}",
-                    expected="true: hooks see the gradients that are gathered for them",
-                    cure=f"Or take the hook out with ~hooks.{name}",
-                )
-            elif self.stage == 3 and (names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",)):
+            if names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",):
                 yield Fault(
                     key=f"hooks.{name}",
                     got=f"{type(hook).__name__} with strategy.stage=3",
@@ -185,7 +144,7 @@ def missing_extra() -> MissingExtraError:
 
 
 def _missing() -> Fault:
-    """The error's words, beside what else is wrong with the config."""
+    """Return the error as one of the config's."""
     got, _, cure = str(missing_extra()).partition(": ")
     return Fault(key="strategy.name", got=got, expected="it, or another strategy", cure=f"Install it: {cure}")
 
@@ -205,7 +164,7 @@ class ZeroStrategy(ModelParallel):
     # --- placing ---
 
     def place_model(self) -> None:
-        """Nothing yet: the engine takes the network with its optimizer."""
+        """Do nothing: the engine takes the network with its optimizer."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -234,20 +193,11 @@ class ZeroStrategy(ModelParallel):
         return engine
 
     def _config(self, trainer: Trainer) -> dict[str, Any]:
-        options = self.options
-        zero: dict[str, Any] = {
-            "stage": options.stage,
-            "overlap_comm": options.overlap_comm,
-            "reduce_bucket_size": options.reduce_bucket_size,
-            "allgather_bucket_size": options.allgather_bucket_size,
-        }
-        if options.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        if options.offload_parameters:
-            zero["offload_param"] = {"device": "cpu"}
         autocast = precision_of(self).word.autocast
+        kind = {} if autocast is None else {"dtype": str(autocast).removeprefix("torch.")}
+        offload = {"offload_optimizer": {"device": "cpu"}} if self.options.offload_optimizer else {}
         return {
-            # For its log alone: the batches are shared out by exp.
+            # For its log alone: exp divides the batches.
             "train_micro_batch_size_per_gpu": 1,
             # Lightning divides the loss; the boundary is set by hand.
             "gradient_accumulation_steps": 1,
@@ -255,12 +205,15 @@ class ZeroStrategy(ModelParallel):
             "zero_allow_untested_optimizer": True,
             # The optimizer is the config's, and not DeepSpeed's for the CPU.
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero,
-            # The engine turns off an autocast that it does not know of.
-            "torch_autocast": {
-                "enabled": autocast is not None,
-                **({} if autocast is None else {"dtype": str(autocast).removeprefix("torch.")}),
+            "zero_optimization": {
+                "stage": self.options.stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": BUCKET,
+                "allgather_bucket_size": BUCKET,
+                **offload,
             },
+            # The engine turns off an autocast that it does not know of.
+            "torch_autocast": {"enabled": autocast is not None, **kind},
         }
 
     # --- a step ---
@@ -270,7 +223,7 @@ class ZeroStrategy(ModelParallel):
         loss = precision_of(self).pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(self.is_last_backward)
         self.engine.backward(loss)
-        if self.is_last_backward and self.options.show_gradients:
+        if self.is_last_backward:
             self._show_gradients()
         return precision_of(self).post_backward(loss, module)
 
@@ -278,7 +231,7 @@ class ZeroStrategy(ModelParallel):
         return super().optimizer_step(cast(Optimizer, EngineStep(self, optimizer)), closure, model)
 
     def _show_gradients(self) -> None:
-        """Whole gradients of the step, where hooks look for them. Clipping is the engine's, and comes after."""
+        """Set the whole gradients of the step for hooks. Clipping is the engine's, and comes later."""
         from deepspeed.utils import safe_get_full_grad
 
         for name, parameter in network_of(self).named_parameters():
@@ -292,13 +245,13 @@ class ZeroStrategy(ModelParallel):
                 parameter.grad = gradient.view(parameter.shape)
 
     def hide_gradients(self) -> None:
-        """The engine has its own; these would be added to the next step's."""
+        """Remove the gradients, which would be added to those of the next step. The engine has its own."""
         self._gradient_norms = {}
         for parameter in network_of(self).parameters():
             parameter.grad = None
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the gradients in stage 3, where hooks cannot have the tensors; every rank has them."""
+        """Return 2-norms by name. In stage 3 they are those of the gradients, which hooks cannot have as tensors."""
         if self.options.stage == 3:
             return dict(self._gradient_norms)
         return {name: torch.linalg.vector_norm(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
@@ -381,16 +334,16 @@ class ZeroStrategy(ModelParallel):
                     safe_set_full_optimizer_state(self._trained[name], value.to(self.root_device), key)
 
     def _link_state(self) -> None:
-        """Lets stages 1 and 2 find the optimizer's state of each parameter.
+        """Let stages 1 and 2 find the optimizer's state of each parameter.
 
-        DeepSpeed does so once, after the first group's first step, when the other groups have no state yet.
+        DeepSpeed does so once, after the first step of the first group, when other groups have no state.
         """
         if self.options.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _gathered(self, *, written: bool = False) -> AbstractContextManager[object]:
-        """Whole weights while it is entered; what rank 0 writes there is divided again."""
+        """Return a context with whole weights. The weights that rank 0 writes there are divided again."""
         if self.engine is None or self.options.stage < 3:
             return nullcontext()
         import deepspeed
@@ -406,11 +359,11 @@ class ZeroStrategy(ModelParallel):
         return dict(module_of(self).named_parameters())
 
     def _members(self) -> list[list[str]]:
-        """Names of the optimizer's parameters, by group."""
+        """Return the names of the optimizer's parameters, by group."""
         return self._groups[0]
 
     def _flat(self) -> dict[str, Tensor]:
-        """The flat tensor in which this rank has its part of each trained parameter."""
+        """Return the flat tensor in which this rank has its part of each trained parameter."""
         engine, names = self.engine.optimizer, self._names()
         if self.options.stage == 3:
             pairs = zip(engine.fp16_groups, engine.fp32_partitioned_groups_flat, strict=True)
@@ -420,14 +373,14 @@ class ZeroStrategy(ModelParallel):
 
 
 class EngineStep:
-    """What Lightning steps in the place of the optimizer: the engine, which steps the optimizer's parts."""
+    """The object that Lightning steps instead of the optimizer: the engine, which steps the optimizer's parts."""
 
     def __init__(self, strategy: ZeroStrategy, optimizer: Optimizer) -> None:
         self._strategy = strategy
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Callable[[], object]) -> object:
-        """closure: forward, backward, and the hooks that see gradients."""
+        """Step the engine. closure: forward, backward, and the hooks that see gradients."""
         output = closure()
         self._strategy.hide_gradients()
         self._strategy.engine.step()
@@ -435,7 +388,7 @@ class EngineStep:
 
 
 def _is_count(value: object) -> bool:
-    """An entry of an optimizer's state that is one number for a parameter, such as the steps."""
+    """Return whether an entry of an optimizer's state is one number for a parameter, such as the steps."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 

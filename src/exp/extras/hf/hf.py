@@ -1,7 +1,6 @@
-"""Data sets of Hugging Face's package `datasets`, an extra, from files of one's own or from memory.
+"""Data sets of Hugging Face's package `datasets`, an extra, from folders of save_to_disk or from memory.
 
-Nothing is downloaded and no code beside a data set is run: folders of save_to_disk and files of tables are read as
-Arrow tables, and pictures that are named by a path from there.
+Nothing is downloaded, and no code in a folder is run: folders are read as Arrow tables, and pictures from their paths.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.dataset_files import data_folder, find_files
+from exp.data.dataset_files import data_folder
 from exp.data.faults import SampleError, data_fault, fitted_entry, name_cure, require_extra
 from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.in_memory import Fitted
@@ -33,28 +32,27 @@ if TYPE_CHECKING:
 
 # What fit() calls the names of the classes.
 FITTED = "hf"
-# The reader of datasets for files that end so.
-READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-Files = str | Sequence[str]
 
 
 class HuggingFace(Dataset[object]):
     """A data set of `datasets`, with columns as inputs and as target.
 
-    One of three says where it is, none of which is asked for on the net:
-    path: a folder that save_to_disk made, of a Dataset or a DatasetDict.
-    files: a glob of .csv, .json, .jsonl, .parquet or .arrow, or several, or a mapping of parts to either.
-    source: a Dataset or a DatasetDict, or a node whose `_target_` is a function of one's own that returns one.
+    Args:
+        path: A folder that save_to_disk made, of a Dataset or a DatasetDict.
+        source: Instead of path a Dataset or a DatasetDict, or a node whose `_target_` is a function of the user that
+            returns one.
+        split: The split of a DatasetDict to take. Without it those called train, validation and test (and so on) are
+            the parts. Others, and a single one, are divided by data.parts and parts_seed.
+        target: See Fields. A ClassLabel has names for its numbers. Texts are classes in alphabetical order, of the
+            training part.
+        directory: Folder in which path is looked for, after the working directory.
+        inputs: See Fields, as task, dtypes and scale.
+        resize: See Images, as crop, mode, mean, std and background.
+        parts_seed: Seed of the division.
 
-    split: the one to take of a DatasetDict. Without it those called train, validation and test (and their like) are
-        the parts; of others, and of a single one, data.parts chooses by parts_seed.
-    target, inputs, task, dtypes, scale: see Fields. A ClassLabel has names for its numbers; texts are classes in the
-        order of the alphabet, of the training part.
-    resize, crop, mode, mean, std, background: of pictures, see Images.
-    directory: where path and files are looked for besides the current folder.
-
-    Raises: ConfigError for files and columns that are not there or cannot be read, columns of texts, sound or video,
-        splits that are no parts; where the package is not installed.
+    Raises:
+        ConfigError: The package is not installed, a folder or a column cannot be read, a column is of texts, sound or
+            video, or splits are no parts.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledRecords"
@@ -63,7 +61,6 @@ class HuggingFace(Dataset[object]):
         self,
         *,
         path: str | None = None,
-        files: Files | Mapping[Stage, Files | None] | None = None,
         source: Any = None,
         split: str | None = None,
         target: Names | None,
@@ -81,14 +78,10 @@ class HuggingFace(Dataset[object]):
         parts_seed: int = 0,
     ) -> None:
         require_extra("datasets", feature="data=hf", extra="hf")
-        given = {"path": path, "files": files, "source": source}
-        if len(named := [f"data.dataset.{name}" for name, one in given.items() if one is not None]) != 1:
-            expected = "one of data.dataset.path, data.dataset.files and data.dataset.source"
-            raise data_fault("dataset", got=" and ".join(named) or "no data set", expected=expected)
-        if path is not None:
-            found = _saved(data_folder(path, directory=directory))
-        else:
-            found = _checked(source) if files is None else _of_files(files, directory=directory)
+        if (path is None) == (source is None):
+            got = "no data set" if path is None else "data.dataset.path and data.dataset.source"
+            raise data_fault("dataset", got=got, expected="one of data.dataset.path and data.dataset.source")
+        found = _checked(source) if path is None else _saved(data_folder(path, directory=directory))
         self.held = _one_split(found, split)
         self.rows: datasets.Dataset | None = next(iter(self.held.values())) if len(self.held) == 1 else None
         self.parts_seed = parts_seed
@@ -106,9 +99,10 @@ class HuggingFace(Dataset[object]):
         self._settle()
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """The splits that are called as parts are; a part that no split is for is taken out of train, by its size.
+        """Return the splits with the names of parts. A part without a split is taken out of train, by its size.
 
-        Raises: ConfigError for splits of other names.
+        Raises:
+            ConfigError: Splits have other names.
         """
         by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in PART_NAMES[stage]}
         if len(by_stage) < len(self.held) and len(self.held) > 1:
@@ -132,13 +126,13 @@ class HuggingFace(Dataset[object]):
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
-        """The names of the classes in order; None where they have none."""
+        """Return the names of the classes in order, or None."""
         rows = self._rows()
         names = _class_names(rows, self._target) if self._target is not None else None
         return {FITTED: {"classes": names}}
 
     def prepare(self, fitted: Fitted) -> Self:
-        """Numbers the classes as the training part does."""
+        """Number the classes as in the training part."""
         part = copy.copy(self)
         part.known = fitted_entry(fitted, FITTED, part=self)["classes"]
         part.fields = copy.copy(self.fields)
@@ -154,7 +148,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def num_classes(self) -> int | None:
-        """How many there are: names, or one more than the largest number; None of a regression."""
+        """The number of names, or the largest class number plus one; None for a regression."""
         if self.known is not None:
             return len(self.known)
         if self._target is None:
@@ -164,7 +158,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def targets(self) -> Tensor | None:
-        """The class of every sample, int64 `[N]`, for a sampler; None where they are no single numbers."""
+        """The class of every sample, int64 `[N]`, for a sampler; None without single class numbers."""
         if self._target is None:
             return None
         labels = [self._label(value) for value in self._rows().with_format(None)[self._target]]
@@ -180,7 +174,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def _target(self) -> str | None:
-        """The column of classes, where it holds single numbers or texts."""
+        """The column of classes, if it holds single numbers or texts."""
         from datasets import ClassLabel, Value
 
         if self.fields.task == "regression" or not self.fields.targets:
@@ -210,7 +204,7 @@ class HuggingFace(Dataset[object]):
         return row
 
     def _label(self, value: Any) -> Any:
-        # -1, which stands for none, is a class of nobody.
+        # -1 stands for no class.
         if self.classes is None or not isinstance(value, int | np.integer) or not 0 <= value < len(self.classes):
             return value
         return self.classes[value]
@@ -260,7 +254,7 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
             "dataset.path",
             got=f"{folder}{told} without a state.json or a dataset_dict.json",
             expected="a folder that save_to_disk made",
-            cure="Files of tables are named in data.dataset.files",
+            cure="data=parquet and data=csv read files of tables",
         )
     try:
         return _checked(datasets.load_from_disk(str(folder.absolute())))
@@ -269,40 +263,11 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
         raise data_fault("dataset.path", got=got, expected="a whole folder of save_to_disk") from error
 
 
-def _of_files(files: Files | Mapping[Stage, Files | None], *, directory: str) -> Mapping[str, datasets.Dataset]:
-    """Return the data sets in files, by part."""
-    given = files if isinstance(files, Mapping) else {"train": files}
-    found: dict[str, datasets.Dataset] = {}
-    for name, patterns in given.items():
-        key = f"dataset.files.{name}" if given is files else "dataset.files"
-        if name not in STAGES:
-            raise data_fault(key, got="no part", expected="train, val or test")
-        if patterns is not None:
-            found[name] = _read(find_files(patterns, directory=directory, key=key), key=key)
-    return found
-
-
-def _read(files: Sequence[Path], *, key: str) -> datasets.Dataset:
-    import datasets
-    from pyarrow import ArrowException
-
-    datasets.disable_progress_bars()
-    kinds = {READERS.get(file.suffix.lower()) for file in files}
-    if len(kinds) > 1 or None in kinds:
-        expected = f"files of one kind, that end in {', '.join(READERS)}"
-        raise data_fault(key, got=", ".join(sorted(file.name for file in files)[:4]), expected=expected)
-    paths = [str(file.absolute()) for file in files]
-    try:
-        return datasets.load_dataset(kinds.pop(), data_files=paths, split="train")
-    except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError) as error:
-        cause = error.__cause__ or error
-        raise data_fault(key, got=f"{paths[0]} ({_line(cause)})", expected="whole files of a table") from error
-
-
 def _checked(found: object) -> Mapping[str, datasets.Dataset]:
-    """What a function of the user's own, or a folder, gives, by split.
+    """Return the result of a function of the user, or a folder, by split.
 
-    Raises: ConfigError for what is no data set.
+    Raises:
+        ConfigError: It is no data set.
     """
     import datasets
 
@@ -328,32 +293,24 @@ def _one_split(found: Mapping[str, datasets.Dataset], split: str | None) -> dict
 
 
 def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
-    """Raises: ConfigError for what no network takes as it stands."""
+    """Raise ConfigError for a column that no network takes."""
     from datasets.features import Array2D, Array3D, Array4D, Array5D, ClassLabel, Image, LargeList, List, Value
 
     inner = feature
     while isinstance(inner, List | LargeList):
         inner = inner.feature
-    is_text = isinstance(inner, Value) and "string" in inner.dtype
-    if is_text and key == "inputs":
-        raise data_fault(
-            "dataset.inputs",
-            got=f"{name}, a column of texts",
-            expected="columns of numbers, lists of them or pictures",
-            cure="data=tokens turns files of text into tokens; or let data.dataset.source name a function of your own "
-            "that returns the data set with a column of numbers of tokens",
-        )
-    if not isinstance(inner, Value | ClassLabel | Image | Array2D | Array3D | Array4D | Array5D):
+    is_text = isinstance(inner, Value) and "string" in inner.dtype and key == "inputs"
+    if is_text or not isinstance(inner, Value | ClassLabel | Image | Array2D | Array3D | Array4D | Array5D):
         raise data_fault(
             f"dataset.{key}",
-            got=f"{name}, a column of {type(inner).__name__}",
+            got=f"{name}, a column of {'texts' if is_text else type(inner).__name__}",
             expected="columns of numbers, lists of them or pictures",
-            cure="Leave it out: data.dataset.inputs names those that the network takes",
+            cure="Leave it out of data.dataset.inputs; data=tokens turns files of text into tokens",
         )
 
 
 def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None:
-    """The names that a ClassLabel has; None where rows hold names themselves."""
+    """Return the names of a ClassLabel; None for another column."""
     from datasets import ClassLabel
 
     feature = None if target is None else rows.features[target]
@@ -361,7 +318,7 @@ def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None
 
 
 def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
-    """The names of the classes: a ClassLabel's, or those of texts by the alphabet; None of plain numbers."""
+    """Return the names of the classes: of a ClassLabel, or texts in alphabetical order; None for plain numbers."""
     if (names := _label_names(rows, target)) is not None:
         return names
     held = [value for value in rows.unique(target) if value is not None]
@@ -369,7 +326,7 @@ def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
 
 
 def _whole(sizes: Mapping[Stage, int | float]) -> dict[Stage, int | float]:
-    """Fractions of the part that is left, where all are fractions."""
+    """Scale fractions so that they sum to one; leave numbers unchanged."""
     if all(isinstance(size, float) for size in sizes.values()):
         total = sum(sizes.values())
         return {stage: size / total for stage, size in sizes.items()} if total > 0 else dict(sizes)

@@ -51,7 +51,7 @@ from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
 from exp.engine.own_module import OwnModule
 from exp.engine.own_recording import OwnRecording
 from exp.engine.predictions import Predictions
-from exp.engine.progress import Limits, in_batches, take_limits
+from exp.engine.progress import Limits, take_limits
 from exp.engine.recording import Recording, StepRecording
 from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
@@ -179,7 +179,7 @@ def _trained(
     data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
     start = resume or plain["resume"]
     if plain["train"] and start is not None and (position := position_in(start)) is not None:
-        limits = replace(limits, resumed=in_batches(position, data, batches=data.batches("train")))
+        limits = replace(limits, resumed=position)
     module = kind(
         network=_network(plan, resume),
         objective=plan.objective,

@@ -138,34 +138,6 @@ def test_a_loader_resumes_at_any_position(kind, workers):
     assert plain(resumed) == epochs[2], "the epoch after a resumed one is not whole"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [*KINDS, "sized stream"])
-def test_batches_of_another_size_go_on_behind_the_samples(kind, workers):
-    sets = {"train": SizedStream()} if kind == "sized stream" else {}
-    kind = kind.split()[-1]
-    order = samples(data(kind, **sets).loader("train"))
-    cases = [(8, False, 10), (3, False, 10), (8, True, 10), (5, False, 20), (64, False, 5), (2, True, 22)]
-    # Workers are processes, of which each case starts ten.
-    for size, drop_last, done in cases[1:3] if workers else cases:
-        again = data(kind, **sets, batch_size=size, drop_last=drop_last, num_workers=workers)
-        batch, shift = again.place_of(done, epoch=0)
-        assert again.samples_before(batch, epoch=0, shift=shift) == done
-        left = SAMPLES - done
-        for world_size in (1, 2):
-            shares = []
-            for rank in range(world_size):
-                loader = again.loader("train", rank=rank, world_size=world_size)
-                loader.set_position(0, batch, shift)
-                shares.append(list(loader))
-            # An epoch has as many batches as any other.
-            assert len(shares[0]) == (left // size if drop_last else -(-left // size))
-            assert kind == "stream" or batch + len(shares[0]) == len(loader)
-            rows = [sorted(x for share in batches for x in samples([share])) for batches in zip(*shares, strict=True)]
-            cut = [sorted(order[first : first + size]) for first in range(done, done + size * len(rows), size)]
-            assert rows == cut
-            assert len(samples(loader)) == (SAMPLES - SAMPLES % size if drop_last else SAMPLES) or world_size > 1
-
-
 class Curriculum(Dataset):
     """Says of each sample the epoch that it was told, and what it drew then."""
 

@@ -236,29 +236,6 @@ def test_a_complete_run_resumes_with_more_epochs(
     assert small_run.saved(longer.last) == small_run.saved(whole.last)
 
 
-@pytest.mark.parametrize(("size", "callbacks"), [(5, ()), (8, ("ema",)), (40, ()), (105, ())])
-def test_a_run_goes_on_behind_its_samples_with_other_batches(
-    tmp_path: Path, small_run: ModuleType, size: int, callbacks: tuple[str, ...]
-) -> None:
-    def run(name: str, batch_size: int, **more: Any) -> Any:
-        batches = small_run.Batches()
-        part = small_run.Small(
-            tmp_path / name, batch_size=batch_size, callbacks=(*callbacks, batches), plain_network=True, **more
-        )
-        part.fit(resume=part.last if part.last.is_file() else None)
-        return part, [
-            row for epoch, _, (inputs, _) in batches.seen for row in [(epoch, *one) for one in inputs.tolist()]
-        ]
-
-    _, expected = run("whole", 16, max_epochs=2)
-    _, first = run("parts", 16, max_epochs=2, max_steps=4)
-    _, second = run("parts", size, max_epochs=2, max_steps=5)
-    last, third = run("parts", 9, max_epochs=2)
-    assert first + second + third == expected
-    assert last.trainer.current_epoch == 2
-    assert last.trainer.global_step == 5 + -(-(105 - 64 - len(second)) // 9) + 12
-
-
 @pytest.mark.parametrize("phases", [False, True])
 def test_a_longer_run_has_the_rates_of_its_length(tmp_path: Path, small_run: ModuleType, phases: bool) -> None:
     small_run.Small(tmp_path, schedule="cosine", max_epochs=2, phases=phases).fit()

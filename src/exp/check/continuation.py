@@ -268,10 +268,8 @@ def _epochs(trainer: Mapping[str, Any], *, done: int) -> list[Fault]:
 
 
 def _other_batches(before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]) -> list[Fault]:
-    """The batches of an epoch that has begun, if they are others and it is not known which samples were in them."""
-    is_counted = position.get("samples") is not None
-    is_chosen = any(one["data"].get("batch_sampler") is not None for one in (before, config))
-    if not position.get("batch") or (is_counted and not is_chosen):
+    """Return an error if the batches of an epoch that has begun are others: their samples are not known."""
+    if not position["batch"]:
         return []
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
     # Of loaders of the user's own any argument may be a batch's size.
@@ -279,7 +277,7 @@ def _other_batches(before: Mapping[str, Any], config: Mapping[str, Any], positio
     told = _differences(saved, now, own if brings_data(config) else BATCHES)
     if not told:
         return []
-    got = f"a checkpoint within epoch {position['epoch']}, whose other batches are not known by their samples: {told}"
+    got = f"a checkpoint within epoch {position['epoch']}, with other batches: {told}"
     cure = "A checkpoint of an epoch's end goes on with other batches"
     return [Fault(key="resume", got=got, expected="the batches that the epoch began with", cure=cure)]
 

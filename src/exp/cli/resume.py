@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,9 +99,14 @@ def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
     """The whole checkpoints of a run, and where it was; not what it brought along from one with another config."""
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import CONFIG, POSITION
+    from exp.engine.progress import Position
 
     text = (run / "config.yaml").read_text(encoding="utf-8")
-    return {path: state[POSITION] for path, state in states_of(run) if state[CONFIG] == text}
+    return {
+        path: dataclasses.asdict(Position.of(state[POSITION]))
+        for path, state in states_of(run)
+        if state[CONFIG] == text
+    }
 
 
 def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) -> tuple[str, State]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import torch
@@ -31,14 +30,14 @@ from exp.data.in_memory import (
 )
 from exp.data.joint_transforms import Transform, callables
 from exp.data.labels import IGNORED, Labels
-from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler, batch_count
+from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_batch
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.split_rules import chooser
 from exp.data.splits import fit, make_splits, prepare
-from exp.data.streams import Recorded, ShareOfStream, StreamLoader, declared_length, open_stream
+from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
 from exp.data.tv_tensors import plain_tensors, wrapping
 from exp.data.workers import (
     Assembly,
@@ -235,35 +234,6 @@ class Data:
         source = self._source(stage)
         assembly = self._assembly(source.named)
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self._options, assembly=assembly)
-
-    def samples_before(self, batch: int, *, epoch: int, shift: int = 0) -> int:
-        """Return the samples of training before a batch of an epoch. shift: see Loader.set_position."""
-        if "train" in self._batched:
-            return max((last for _, last in islice(self._batched["train"].spans(epoch, 0), batch)), default=0)
-        length, samples = self._samples_of_epoch, batch * self.batch_size + shift
-        return samples if length is None else min(samples, length)
-
-    def place_of(self, samples: int, *, epoch: int) -> tuple[int, int]:
-        """Return the batch of training that begins behind so many samples of an epoch, and its shift.
-
-        Batches of this size are counted from the epoch's end, so that an epoch has as many as any other.
-        """
-        if "train" in self._batched:
-            ends = [0, *(last for _, last in self._batched["train"].spans(epoch, 0))]
-            return bisect_left(ends, samples), 0
-        size, length = self.batch_size, self._samples_of_epoch
-        batch = -(-samples // size)
-        if length is not None and samples <= length:
-            counts = [batch_count(count, size, drop_last=self.drop_last) for count in (length, length - samples)]
-            batch = counts[0] - counts[1]
-        return batch, samples - batch * size
-
-    @property
-    def _samples_of_epoch(self) -> int | None:
-        part = self.part("train")
-        if isinstance(part, IterableDataset):
-            return declared_length(part)
-        return samples_in(part) if self._drawn is None else len(self._drawn)
 
     def ordered_loader(
         self, stage: Stage, *, count: int, fingerprint: Callable[[object], object], assembled: ChangeAssembly

@@ -191,12 +191,12 @@ class IndexedLoader(Loader):
     def _length(self) -> int:
         return len(self.batches)
 
-    def _batches(self, epoch: int, start: int, shift: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         dataset, self._epoch = self.dataset, epoch
         if self.stage == "train" and isinstance(dataset, EpochDependent):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
-        if shift or not isinstance(self.batches, GlobalBatches):
-            yield from self._unequal(dataset, epoch, start, shift)
+        if not isinstance(self.batches, GlobalBatches):
+            yield from self._unequal(dataset, epoch, start)
             return
         order = self.batches.order(epoch)
         full = self.batches.length // self.batches.batch_size
@@ -216,10 +216,10 @@ class IndexedLoader(Loader):
             for data in self._views(dataset, indices, each=len(indices)):
                 yield Batch(data, mine.size, size, world_size)
 
-    def _unequal(self, dataset: Indexed, epoch: int, start: int, shift: int) -> Iterator[Batch]:
+    def _unequal(self, dataset: Indexed, epoch: int, start: int) -> Iterator[Batch]:
         """Batches of several sizes, each gathered by itself."""
         order = self.batches.order(epoch)
-        for first, last in self.batches.spans(epoch, start, shift):
+        for first, last in self.batches.spans(epoch, start):
             mine = self.sampler.share_of(last - first)
             indices = order.slice(first + mine.start, first + mine.stop)
             for data in self._views(dataset, indices, each=len(indices)):

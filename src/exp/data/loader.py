@@ -29,13 +29,10 @@ class Loader(ABC):
 
     def __init__(self, *, stage: Stage) -> None:
         self.stage = stage
-        self._position = (0, 0, 0)
+        self._position = (0, 0)
 
-    def set_position(self, epoch: int, batch: int, shift: int = 0) -> None:
+    def set_position(self, epoch: int, batch: int) -> None:
         """The next pass starts at this global batch of this epoch; the one after it at the epoch that follows.
-
-        shift: by how many samples each batch of that pass begins later than by its number, after batches of another
-            size; negative for earlier.
 
         Raises: RunError where the position lies outside the data.
         """
@@ -46,12 +43,12 @@ class Loader(ABC):
                 f"{self.stage} part; expected a position inside it. A checkpoint goes on with the data and the "
                 "data.batch_size that it was written with"
             )
-        self._position = (epoch, batch, shift)
+        self._position = (epoch, batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, start, shift = self._position
-        self._position = (epoch + 1 if self.stage == "train" else 0, 0, 0)
-        return self._batches(epoch if self.stage == "train" else 0, start, shift)
+        epoch, start = self._position
+        self._position = (epoch + 1 if self.stage == "train" else 0, 0)
+        return self._batches(epoch if self.stage == "train" else 0, start)
 
     def __len__(self) -> int:
         """Global batches of an epoch.
@@ -68,8 +65,8 @@ class Loader(ABC):
         """Global batches of an epoch; None where it is not known."""
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int, shift: int) -> Iterator[Batch]:
-        """This rank's shares of the batches from `start` on. shift: see set_position."""
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Return this rank's shares of the batches from `start` on."""
 
 
 @runtime_checkable
@@ -132,8 +129,8 @@ class EpochBatches(ABC):
         """The samples in the order in which they are seen."""
 
     @abstractmethod
-    def spans(self, epoch: int, start: int, shift: int = 0) -> Iterator[tuple[int, int]]:
-        """Where each batch from `start` on begins in that order, and where it ends. shift: see Loader.set_position."""
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        """Yield where each batch from `start` on begins in that order, and where it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +162,9 @@ class GlobalBatches(EpochBatches):
             return shuffled(self.length, seed=self.seed, epoch=epoch)
         return shuffled_blocks(self.length, seed=self.seed, epoch=epoch, block=self.block, window=self.window)
 
-    def spans(self, epoch: int, start: int, shift: int = 0) -> Iterator[tuple[int, int]]:
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
         for batch in range(start, len(self)):
-            first = batch * self.batch_size + shift
+            first = batch * self.batch_size
             yield first, min(first + self.batch_size, self.length)
 
     def size(self, batch: int) -> int:
@@ -208,7 +205,7 @@ class ShareSampler:
 
     def __init__(self, *, batches: EpochBatches, rank: int, world_size: int) -> None:
         self.batches, self.rank, self.world_size = batches, rank, world_size
-        self.epoch = self.start = self.shift = 0
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
         return len(self.batches) - self.start
@@ -217,13 +214,13 @@ class ShareSampler:
         """This rank's part of a global batch of `size` samples."""
         return share(size=size, rank=self.rank, world_size=self.world_size)
 
-    def sizes(self, epoch: int, start: int, shift: int) -> Iterator[tuple[int, Share]]:
+    def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
         """The samples of each global batch from `start` on, and this rank's part of it."""
-        for first, last in self.batches.spans(epoch, start, shift):
+        for first, last in self.batches.spans(epoch, start):
             yield last - first, self.share_of(last - first)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, order = self.epoch, self.batches.order(self.epoch)
-        for first, last in self.batches.spans(epoch, self.start, self.shift):
+        for first, last in self.batches.spans(epoch, self.start):
             mine = self.share_of(last - first)
             yield [(epoch, index) for index in order.slice(first + mine.start, first + mine.stop).tolist()]

@@ -147,7 +147,7 @@ class SampledBatches(EpochBatches):
     def order(self, epoch: int) -> Order:
         return Listed(torch.tensor([index for batch in self._batches(epoch) for index in batch], dtype=torch.int64))
 
-    def spans(self, epoch: int, start: int, shift: int = 0) -> Iterator[tuple[int, int]]:
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
         edges = list(itertools.accumulate(map(len, self._batches(epoch)), initial=0))
         return itertools.pairwise(edges[start:])
 

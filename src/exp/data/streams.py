@@ -58,7 +58,7 @@ class Recorded(Protocol):
 class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     """Yields (collated data, size, global size) for each batch that this worker makes.
 
-    shuffle: whether records come in another order in each epoch. epoch, start, shift: the position of the first batch.
+    shuffle: whether records come in another order in each epoch. epoch, start: the position of the first batch.
     fingerprint: of each sample, before transforms; None takes none.
     """
 
@@ -75,7 +75,6 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     shuffle: bool = False
     epoch: int = 0
     start: int = 0
-    shift: int = 0
     fingerprint: Callable[[object], object] | None = None
 
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
@@ -83,7 +82,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         hide_worker()
         samples = enumerate(self._shuffled(self._seeded()))
-        skipped = islice(samples, self.start * self.batch_size + self.shift)
+        skipped = islice(samples, self.start * self.batch_size)
         if error := next((sample for _, sample in skipped if isinstance(sample, ExpError)), None):
             yield error, 0, 1
             return
@@ -184,8 +183,8 @@ class StreamLoader(Loader):
             return None
         return batch_count(samples, self.stream.batch_size, drop_last=self.stream.drop_last)
 
-    def _batches(self, epoch: int, start: int, shift: int) -> Iterator[Batch]:
-        stream = replace(self.stream, epoch=epoch, start=start, shift=shift)
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        stream = replace(self.stream, epoch=epoch, start=start)
         iterator = iter(self._options.dataloader(stream, batch_size=None))
         for data, size, global_size in isolate_generators(iterator, in_process=not self._options.num_workers):
             yield Batch(received(data), size, global_size, stream.world_size)

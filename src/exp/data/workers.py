@@ -261,11 +261,11 @@ class WorkerLoader(Loader):
     def _length(self) -> int:
         return len(self.sampler.batches)
 
-    def _batches(self, epoch: int, start: int, shift: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         sampler = self.sampler
-        sampler.epoch, sampler.start, sampler.shift = epoch, start, shift
+        sampler.epoch, sampler.start = epoch, start
         fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
-        for data, (size, mine) in zip(fetched, sampler.sizes(epoch, start, shift), strict=False):
+        for data, (size, mine) in zip(fetched, sampler.sizes(epoch, start), strict=False):
             yield Batch(received(data), mine.size, size, sampler.world_size)
 
 

@@ -26,16 +26,13 @@ from exp.engine.checkpoint import (
     on_host,
     read_checkpoint,
 )
-from exp.engine.datamodule import StagedData
 from exp.engine.module import TrainingModule
 from exp.engine.progress import (
     Position,
     after_fit,
     before_batch,
-    epoch_batches,
     fit_loop_state,
     forget_restart,
-    in_batches,
 )
 from exp.errors import RunError
 from exp.files import is_locked, sweep_partial_files
@@ -377,9 +374,7 @@ class Checkpointing(Callback):
                 f"{trainer.ckpt_path} says nothing of its position in the data, so no run can go on from it exactly; "
                 "expected a last.ckpt or best.ckpt of exp. It can be evaluated: train=false test=true"
             )
-        position, data = Position(**checkpoint[POSITION]), vars(trainer)["datamodule"]
-        if isinstance(data, StagedData):
-            position = in_batches(position, data, batches=epoch_batches(trainer, data.batches("train")))
+        position = Position.of(checkpoint[POSITION])
         checkpoint["loops"]["fit_loop"] = fit_loop_state(
             trainer, position, is_manual=not pl_module.automatic_optimization
         )
@@ -406,7 +401,7 @@ class Checkpointing(Callback):
 def position_in(path: Path | str) -> Position | None:
     """Return the position in a checkpoint that was looked at before; None if it holds none."""
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return Position(**state[POSITION]) if POSITION in state else None
+    return Position.of(state[POSITION]) if POSITION in state else None
 
 
 def monitored_value(values: Mapping[str, Any], monitor: str) -> float:

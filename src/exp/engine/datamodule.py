@@ -53,8 +53,6 @@ class StagedData(LightningDataModule):
         self.rank, self.world_size = rank, world_size
         self._all: list[Batches] = []
         self.seconds_waited = 0.0
-        # The epoch that a run resumes in, and the shift of its batches: see Loader.set_position.
-        self._resumed, self._shift = -1, 0
 
     def setup(self, stage: str) -> None:
         """Leave validation out where the data has no val part; Lightning would ask for its loader."""
@@ -72,19 +70,6 @@ class StagedData(LightningDataModule):
             return len(self._loader(stage))
         except TypeError:
             return None
-
-    def resume_at(self, epoch: int, samples: int) -> int:
-        """Begin the pass of an epoch behind so many of its samples. Return the number of its first batch."""
-        batch, self._shift = self.data.place_of(samples, epoch=epoch)
-        self._resumed = epoch
-        return batch
-
-    def shift_in(self, epoch: int) -> int:
-        """Return by how many samples the batches of an epoch of training begin later than by their numbers."""
-        return self._shift if epoch == self._resumed else 0
-
-    def samples_before(self, epoch: int, batch: int) -> int:
-        return self.data.samples_before(batch, epoch=epoch, shift=self.shift_in(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """What the training part told, which Lightning keeps in checkpoints under this class's name."""
@@ -201,7 +186,7 @@ class Batches:
         if self._stage != "train":
             return self._transformed(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
-        self.loader.set_position(*position, self._module.shift_in(position[0]))
+        self.loader.set_position(*position)
         return Ahead(self._transformed(iter(self.loader), position), self.loader, self._module, position)
 
     def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
@@ -272,10 +257,7 @@ class Ahead(Iterator[Batch]):
         start: the number of the batch that training is at. with_data: whether their data is read.
         """
         if self._sampler is not None and not with_data:
-            ranks, sizes = (
-                self._sampler.world_size,
-                self._sampler.sizes(self._epoch, start, self._module.shift_in(self._epoch)),
-            )
+            ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)
             return [Batch(None, mine.size, size, ranks) for size, mine in islice(sizes, stop - start)]
         began = time.perf_counter()
         self._read.extend(islice(self._batches, max(0, stop - self._first - len(self._read))))

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -158,8 +158,6 @@ class Position:
     """How much of a run is done: what comes next is batch `batch` of epoch `epoch`, both counted from 0.
 
     step: optimizer steps done. batches: training batches done, over all epochs.
-    samples: those of the epoch before the batch, by which a run goes on with batches of another size; None if they are
-        not known, of loaders of the user's own.
     validation_due: the validation behind batch `batch - 1` comes first.
     epoch_complete: that batch was the last one of its epoch, so that nothing but the validation is left of it.
     """
@@ -170,37 +168,16 @@ class Position:
     batches: int
     validation_due: bool = False
     epoch_complete: bool = False
-    samples: int | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Position:
+        """Return the position in a checkpoint. Earlier versions also saved a number of samples."""
+        return cls(**{name: value for name, value in saved.items() if name != "samples"})
 
     @property
     def is_inside(self) -> bool:
-        """Whether the epoch has begun."""
-        return bool(self.batch or self.samples)
-
-
-@runtime_checkable
-class CountsSamples(Protocol):
-    """Data that know which samples the batches of training have."""
-
-    def samples_before(self, epoch: int, batch: int) -> int: ...
-
-    def resume_at(self, epoch: int, samples: int) -> int: ...
-
-
-def in_batches(position: Position, data: object, *, batches: int | None) -> Position:
-    """Return a position in the batches that the data give now, which may have another size than before.
-
-    batches: of an epoch; None if they are not known.
-    """
-    if position.samples is None or not isinstance(data, CountsSamples):
-        return position
-    batch = data.resume_at(position.epoch, position.samples)
-    if batch == position.batch:
-        return position
-    if batches is not None and (position.epoch_complete or batch >= batches):
-        # Too few samples are left for a batch: what is left of the epoch is its end.
-        return replace(position, batch=batches, validation_due=True, epoch_complete=True)
-    return replace(position, batch=batch)
+        """Return whether the epoch has begun."""
+        return self.batch > 0
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
@@ -210,8 +187,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
     again gives the same gradients.
     """
     again = batch_idx % trainer.accumulate_grad_batches
-    return _with_samples(
-        trainer,
+    return Position(
         epoch=trainer.current_epoch,
         batch=batch_idx - again,
         step=trainer.global_step,
@@ -224,8 +200,7 @@ def in_validation(trainer: Trainer) -> Position:
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
-    return _with_samples(
-        trainer,
+    return Position(
         epoch=trainer.current_epoch,
         batch=batch - again,
         step=trainer.global_step,
@@ -241,19 +216,12 @@ def after_fit(trainer: Trainer) -> Position:
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
     again = batch % trainer.accumulate_grad_batches
-    return _with_samples(
-        trainer,
+    return Position(
         epoch=trainer.current_epoch - 1,
         batch=batch - again,
         step=trainer.global_step,
         batches=batches - again,
     )
-
-
-def _with_samples(trainer: Trainer, *, epoch: int, batch: int, **more: Any) -> Position:
-    data = vars(trainer).get("datamodule")
-    samples = data.samples_before(epoch, batch) if isinstance(data, CountsSamples) else None
-    return Position(epoch=epoch, batch=batch, samples=samples, **more)
 
 
 def is_epoch_complete(trainer: Trainer) -> bool:

@@ -138,7 +138,7 @@ class Member:
         path = last_checkpoint(directory)
         self._resumed: State | None = None if path is None else read_checkpoint(path)
         saved = self._resumed or {POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
-        self.position = Position(**saved[POSITION])
+        self.position = Position.of(saved[POSITION])
         self.module = TrainingModule(
             network=(build_starting_network if path is None else build_network)(plain, decided.spec),
             objective=build_objective(plain),

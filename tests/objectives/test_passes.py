@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from exp.errors import ConfigError, RunError
 from exp.models.containers import SequentialModel
@@ -170,42 +169,3 @@ def test_half_precision_parameters_have_no_full_precision() -> None:
     for ask in (lambda: passes.run(precision="full"), lambda: passes.call("0", x, precision="full")):
         with pytest.raises(RunError, match=r"precision: full, and (0\.)?weight is bfloat16 itself; it must be float32"):
             ask()
-
-
-@pytest.mark.parametrize("model", [mlp(), SequentialModel(layers={"a": nn.Linear(4, 6), "b": nn.Linear(6, 3)})])
-def test_per_sample_gradients_equal_those_of_single_samples(model: nn.Module) -> None:
-    x, y = sample(5, 4), torch.tensor([0, 1, 2, 0, 1])
-
-    def term(values: dict[str, Tensor]) -> Tensor:
-        return functional.cross_entropy(values["output"], values["target"])
-
-    passes = Passes(network=model, run=run, data=(x, y), loss_scale=1024.0)
-    found = passes.per_sample_gradients(term)
-    assert found.keys() == dict(model.named_parameters()).keys()
-    for index in range(5):
-        loss = functional.cross_entropy(model(x[index : index + 1]), y[index : index + 1])
-        for (name, _), one in zip(model.named_parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
-            torch.testing.assert_close(found[name][index], one)
-    norms = sum(one.flatten(1).square().sum(1) for one in found.values())
-    norms.mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert not next(iter(passes.per_sample_gradients(term, create_graph=False).values())).requires_grad
-
-
-def test_a_large_loss_scale_does_not_overflow() -> None:
-    model, x, y = mlp(), 2 * sample(64, 4), 8 * sample(64, 3)
-    term = Term(loss=nn.MSELoss())
-    with torch.autocast("cpu", dtype=torch.float16):
-        passes = Passes(network=model, run=run, data=(x, y), loss_scale=2.0**16)
-        found = passes.per_sample_gradients(term, create_graph=False)
-    wanted = Passes(network=model, run=run, data=(x, y)).per_sample_gradients(term, create_graph=False)
-    for name, gradients in found.items():
-        # float16 keeps 11 bits of each of the numbers that are multiplied and summed.
-        torch.testing.assert_close(gradients, wanted[name], rtol=2e-2, atol=2e-3 * float(wanted[name].abs().max()))
-
-
-def test_per_sample_gradients_refuse_batch_norm() -> None:
-    mixing = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    passes = Passes(network=mixing, run=run, data=(sample(5, 4), sample(5, 3)))
-    with pytest.raises(RunError, match=r"1 is a BatchNorm1d, which mixes the samples.*Take torch\.nn\.GroupNorm"):
-        passes.per_sample_gradients(Term(loss=nn.MSELoss()))

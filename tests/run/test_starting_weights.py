@@ -82,16 +82,14 @@ def test_patterns_match_names_and_copy_values(names, keys, taken):
     assert "head.weight" not in matching.taken or torch.equal(own["head.weight"], net(seed=1).head.weight)
 
 
-def test_the_table_gives_a_reason_per_unmatched_tensor():
+def test_the_summary_names_each_unmatched_tensor():
     given = {**net(classes=5).state_dict(), "extra.weight": torch.zeros(3)}
     del given["body.0.bias"]
     matching = match_weights(given, net(), keys={"extra.*": None, "nowhere.*": "body.*"})
-    table = matching.table("FILE")
-    assert "weights: 6 of 9 tensors start from FILE" in table
-    assert "body: 6 taken" in table
-    assert "head.weight: as initialised, for its shape is [10, 16], and that of head.weight [5, 16]" in table
-    assert "body.0.bias: as initialised, for the weights have no such name" in table
-    assert "extra.weight of the weights: left out by weights.keys" in table
+    assert matching.summary("FILE") == (
+        "weights: 6 of 9 tensors start from FILE; head.weight is [5, 16] there and [10, 16] here; "
+        "head.bias is [5] there and [10] here; not there: body.0.bias; left out by weights.keys: extra.weight"
+    )
     assert list(matching.unmatched) == ["nowhere.*"]
     assert not matching.is_whole
 

@@ -439,7 +439,7 @@ class Examination:
             notes += training_notes(decided)
         source = plain["weights"]["from"]
         if self.matching is not None:
-            notes.append(self.matching.table(source))
+            notes.append(self.matching.summary(source))
         elif source is not None and plain["resume"] is not None:
             notes.append(f"weights.from={source} is not read, because the run resumes from {plain['resume']}")
         return tuple(notes)

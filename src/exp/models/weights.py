@@ -22,7 +22,6 @@ from exp.spelling import among, did_you_mean
 Keys = Mapping[str, str | None]
 # Of BatchNorm, for a momentum that is null; weights older than torch 0.4.1 have none.
 COUNTER = ".num_batches_tracked"
-SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +48,11 @@ class Matching:
         """Whether every tensor of the network starts from the weights, and none of these is left over."""
         return not (self.shapes or self.missing or self.unused)
 
-    def table(self, source: str) -> str:
-        """A line on the whole, and one on each part of the network: what matched, what did not and why."""
-        lines = [f"weights: {len(self.taken)} of {self.count} tensors start from {source}"]
-        parts = Counter((_part(own), _part(theirs)) for own, theirs in self.taken.items())
-        lines += [
-            f"  {own}: {count} taken" + (f", from {theirs}" if theirs != own else "")
-            for (own, theirs), count in parts.items()
-        ]
-        lines += _cut([
-            f"  {own}: as initialised, for its shape is {here}, and that of {theirs} {there}"
-            for own, (theirs, there, here) in self.shapes.items()
-        ])  # fmt: skip
-        lines += _cut([f"  {own}: as initialised, for the weights have no such name" for own in self.missing])
-        lines += _cut([f"  {theirs} of the weights: not used, for the network has no such name"
-                       for theirs in self.unused])  # fmt: skip
-        lines += _cut([f"  {theirs} of the weights: left out by weights.keys" for theirs in self.left_out])
-        return "\n".join(lines)
+    def summary(self, source: str) -> str:
+        """Return a line on what starts from the weights, and what does not."""
+        line = f"weights: {len(self.taken)} of {self.count} tensors start from {source}"
+        left_out = f"left out by weights.keys: {among(self.left_out, count=4)}" if self.left_out else ""
+        return "; ".join(filter(None, [line, self._words(), left_out]))
 
     def faults(self, source: str, *, is_strict: bool) -> Iterator[Fault]:
         """Patterns that match nothing, weights of which nothing fits and, where all have to, those that do not."""
@@ -108,11 +95,10 @@ class Matching:
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
             there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))
-            there.update(("*", f"{own.removesuffix(theirs)}*") for theirs in self.unused if own.endswith(f".{theirs}"))
         if not there:
             return None
         (old, new), count = there.most_common(1)[0]
-        return f"With weights.keys: {{{old!r}: {new!r}}} {count} more have the same names".replace("'", '"')
+        return f'With weights.keys: {{"{old}": "{new}"}} {count} more have the same names'
 
 
 def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
@@ -211,7 +197,3 @@ def _renamed(name: str, keys: Keys) -> tuple[str, str | None]:
 
 def _part(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _cut(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= SHOWN else [*lines[: SHOWN - 1], f"  ... and {len(lines) - SHOWN + 1} more of these"]

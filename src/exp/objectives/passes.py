@@ -15,11 +15,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from exp.errors import RunError
-from exp.models.matching import ANY_BATCH_NORM
-from exp.nested import mapped, rebuilt, tensors_in
+from exp.nested import mapped, rebuilt
 from exp.objectives.loss_inputs import HALF, Values, full
 from exp.shared_types import dtype_name
 
@@ -129,33 +127,6 @@ class Passes:
             result = tuple(full(one) if factor is None else full(one) / factor for one in found)
         return result[0] if isinstance(inputs, Tensor) else result
 
-    def per_sample_gradients(self, term: Callable[[Values], Tensor], *, create_graph: bool = True) -> dict[str, Tensor]:
-        """The gradient of a term for each sample by itself: parameter name to `[b, *shape]`, in float32 (or float64).
-
-        Computed by torch.func.vmap of grad of functional_call. Parameters that do not learn are left out.
-
-        term: called with the values of a batch of one sample, gives a 0-d tensor; an objective's own term will do.
-        create_graph: whether the gradients can be differentiated again, with respect to the parameters.
-        Raises: RunError where a layer mixes the samples of a batch.
-        """
-        _refuse_mixing(self.network)
-        learning: dict[str, Tensor] = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-
-        def loss(parameters: dict[str, Tensor], sample: object) -> Tensor:
-            def runner(*inputs: Any, **named: Any) -> object:
-                return functional_call(self.network, parameters, inputs, named)
-
-            with self._as_the_step():
-                values = self._run(runner, mapped(sample, lambda tensor: tensor.unsqueeze(0)))
-            with torch.autocast(self._device, enabled=False):
-                value = full(term(values))
-            return value if factor is None else value * factor
-
-        factor = self._factor(len(next(iter(tensors_in(self.data)))))
-        with torch.set_grad_enabled(create_graph):
-            found = vmap(grad(loss), in_dims=(None, 0), randomness="different")(learning, self.data)
-        return {name: full(one) if factor is None else full(one) / factor for name, one in found.items()}
-
     def _as_the_step(self) -> torch.autocast:
         # Without a cache of cast weights, which may have been filled where no gradient was kept.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
@@ -210,13 +181,3 @@ def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
         )
     if not output.requires_grad:
         raise RunError("a term takes the gradient of a value that depends on no input and no parameter")
-
-
-def _refuse_mixing(network: nn.Module) -> None:
-    """Raises: RunError for batch norm, which has no gradient of one sample by itself while it trains."""
-    for name, module in network.named_modules():
-        if module.training and isinstance(module, ANY_BATCH_NORM):
-            raise RunError(
-                f"{name} is a {type(module).__name__}, which mixes the samples of a batch: there is no gradient of one "
-                "sample by itself. Take torch.nn.GroupNorm or torch.nn.LayerNorm in its place"
-            )

@@ -21,11 +21,10 @@ NEEDS = {
     "input_gradients": "the network's inputs require grad, and the step's graph can be differentiated twice",
     "forward_passes": "the network, or a part of it, can be run again",
     "parameter_gradients": "the step's graph, of a whole batch in one process, is differentiated by parameters",
-    "per_sample_gradients": "a term's gradient for each sample by itself",
     "retained_graph": "gradients taken from the step's graph before its backward",
 }
 # Of these, what differentiates a gradient once more: no compiled network, no fused attention.
-TWICE = frozenset({"input_gradients", "parameter_gradients", "per_sample_gradients"})
+TWICE = frozenset({"input_gradients", "parameter_gradients"})
 
 
 class AbstractTerm(nn.Module, ABC):

@@ -7,7 +7,6 @@ Its reducer counts one backward a forward; phases with several backwards, and pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -37,24 +36,42 @@ def average_gradients(
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    # All on their way before the first is awaited.
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    buckets = [_send(bucket, group) for bucket in _buckets(trained, bucket_bytes)]
-    for bucket in buckets:
-        _receive(bucket)
+    if not trained:
+        return
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
+        raise RunError(
+            "a gradient is sparse; expected dense ones, which ranks can average. Write sparse: false in its layer"
+        )
+    present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
+    dist.all_reduce(present, group=group)
+    missing = [place for place, parameter in enumerate(trained) if parameter.grad is None]
+    # Read only if something is missing here: it waits for the device.
+    counts = present.tolist() if missing else []
+    for place in missing:
+        if counts[place]:
+            trained[place].grad = torch.zeros_like(trained[place])
+    average_tensors([one.grad.detach() for one in trained if one.grad is not None], group=group, most=bucket_bytes)
 
 
-def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+def average_tensors(
+    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, most: int = BUCKET_BYTES
+) -> None:
     """Replaces each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
 
-    tensors: of the same shapes, in the same order, on every rank.
+    tensors: of the same shapes, in the same order, on every rank. most: bytes that one collective sends, or one tensor.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    for bucket in _buckets(tensors, BUCKET_BYTES):
+    sent = []
+    for bucket in _buckets(tensors, most):
         pieces = [local(tensor) for tensor in bucket]
+        # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
-        dist.all_reduce(flat, group=group)
+        sent.append((pieces, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    # All on their way before the first is awaited.
+    for pieces, flat, work in sent:
+        work.wait()
         for piece, mean in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
             piece.copy_(mean.view_as(piece))
 
@@ -89,16 +106,6 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> No
             own.copy_(sent)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """A bucket on its way. flat: the gradients one after the other, then for each whether a rank had it."""
-
-    parameters: list[nn.Parameter]
-    sizes: list[int]
-    flat: Tensor
-    work: dist.Work
-
-
 def _buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
     """Yield tensors of one dtype and device, of at most `most` bytes or one alone, in the same order on every rank."""
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
@@ -113,39 +120,3 @@ def _buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
         open_buckets[kind] = (bucket, filled + size)
     for bucket, _ in open_buckets.values():
         yield bucket
-
-
-def _send(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> _Sent:
-    pieces = []
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RunError(
-                "a gradient is sparse; expected dense ones, which ranks can average. Write sparse: false in its layer"
-            )
-        held = local(parameter if parameter.grad is None else parameter.grad).detach()
-        pieces.append(torch.zeros_like(held).reshape(-1) if parameter.grad is None else held.reshape(-1))
-    first = pieces[0]
-    had = torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
-    flat = torch.cat([*pieces, had])
-    # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
-    flat.div_(dist.get_world_size(group))
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    return _Sent(parameters=parameters, sizes=[piece.numel() for piece in pieces], flat=flat, work=work)
-
-
-def _receive(sent: _Sent) -> None:
-    sent.work.wait()
-    *means, had = torch.split(sent.flat, [*sent.sizes, len(sent.sizes)])
-    missing = [index for index, parameter in enumerate(sent.parameters) if parameter.grad is None]
-    # Read only where something is missing here: it waits for the device.
-    elsewhere = had.tolist() if missing else []
-    for parameter, mean in zip(sent.parameters, means, strict=True):
-        if parameter.grad is not None:
-            held = local(parameter.grad)
-            held.copy_(mean.view_as(held))
-    for index in missing:
-        if elsewhere[index]:
-            parameter = sent.parameters[index]
-            parameter.grad = torch.zeros_like(parameter)
-            held = local(parameter.grad)
-            held.copy_(means[index].view_as(held))

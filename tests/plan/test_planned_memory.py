@@ -39,8 +39,6 @@ MODELS |= {"gpt": TEXT, "domain_adversarial": ("experiment=domain_adversarial",)
 # Muon and SparseAdam refuse the parameters of a GPT. The state of LBFGS grows from step to step, which a note says.
 OPTIMIZERS = {path.stem for path in (CONF / "optimizer").glob("*.yaml")} - {"muon", "sparse_adam", "lbfgs"}
 OTHERS = [
-    ("model=rnn", "model.layers.recurrent._target_=torch.nn.LSTM"),
-    ("model=rnn", "model.layers.recurrent._target_=torch.nn.LSTM", "precision=bf16"),
     ("model=mlp", "freeze.parameters=[stem.*]"),
     ("model=mlp", "lora.layers=[blocks.*.linear]", "lora.rank=4", "lora.trained=[head]"),
     ("model=lenet", "precision=bf16_true", "optimizer=sgd"),

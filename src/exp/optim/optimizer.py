@@ -1,7 +1,4 @@
-"""Build a network's optimizer, fused where torch has that, and its schedule.
-
-Private name of torch (seen in 2.13): torch.utils._foreach_utils._get_fused_kernels_supported_devices.
-"""
+"""Build a network's optimizer, fused where torch has that, and its schedule."""
 
 from __future__ import annotations
 
@@ -15,12 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from exp.errors import ConfigError, Fault, refusal
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
+# Devices whose optimizers torch 2.13 has as one kernel.
+FUSED_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
 # Of DTensors: torch 2.13 has no sharding strategy for the other kernels.
 FUSED_IN_SHARDS = ("Adam", "AdamW")
 
@@ -99,26 +97,13 @@ def build_optimizer(
     _check_options(factory, split, decay=bool(exempt_from_decay))
     options = dict(factory.keywords)
     taken = [parameter for group in split for parameter in group["params"]]
-    is_right = _is_right_in_half(taken, factory)
-    is_even = not (begins_late and _keeps_momentum(factory, split))
-    # No fused kernel takes sparse gradients (seen in torch 2.13).
-    is_dense = not sparse_parameters(network) & {id(parameter) for parameter in taken}
+    obstacles = _obstacles(network, taken, factory, split, begins_late=begins_late)
     if _wants_fused(factory):
-        has_kernel = has_fused(taken) and _has_fused_in_shards(taken, factory)
-        options["fused"] = (has_kernel and is_right and is_even and is_dense) or None
-    elif options.get("fused") and not is_right:
-        expected = "null or false: torch's fused SGD on CPU makes wrong steps there"
-        raise ConfigError(
-            [Fault(key="optimizer.fused", got="true for parameters in half precision", expected=expected)]
-        )
-    elif options.get("fused") and not is_dense:
-        expected = "null or false: no fused kernel takes sparse gradients"
-        raise ConfigError(
-            [Fault(key="optimizer.fused", got="true with a layer that has sparse=true", expected=expected)]
-        )
-    elif options.get("fused") and not is_even:
-        expected = "null or false: torch's fused SGD takes momenta that begin in one step"
-        raise ConfigError([Fault(key="optimizer.fused", got="true with freeze.unfreeze", expected=expected)])
+        options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and not obstacles) or None
+    elif options.get("fused") and obstacles:
+        got, reason = obstacles[0]
+        expected = f"null or false: {reason}"
+        raise ConfigError([Fault(key="optimizer.fused", got=f"true {got}", expected=expected)])
     make = functools.partial(factory.func, split, *factory.args, **options)
     try:
         return make()
@@ -127,32 +112,42 @@ def build_optimizer(
         raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got, make=make)]) from error
 
 
+def _obstacles(
+    network: nn.Module,
+    taken: Sequence[nn.Parameter],
+    factory: functools.partial[Optimizer],
+    split: Sequence[Mapping[str, object]],
+    *,
+    begins_late: bool,
+) -> list[tuple[str, str]]:
+    """Return why the fused kernel would make wrong steps or none: what there is, and what torch 2.13 lacks."""
+    half, is_sgd = (torch.float16, torch.bfloat16), _name(factory) == "SGD"
+    momenta = [factory.keywords.get("momentum"), *(group.get("momentum") for group in split)]
+    found = []
+    if is_sgd and any(one.device.type == "cpu" and one.dtype in half for one in taken):
+        found.append(("for parameters in half precision", "torch's fused SGD on CPU makes wrong steps there"))
+    if sparse_parameters(network) & {id(parameter) for parameter in taken}:
+        found.append(("with a layer that has sparse=true", "no fused kernel takes sparse gradients"))
+    if is_sgd and begins_late and any(momenta):
+        found.append(("with freeze.unfreeze", "torch's fused SGD takes momenta that begin in one step"))
+    return found
+
+
 def sparse_parameters(network: nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients are sparse: those of embeddings with sparse=True."""
+    """Return the ids of the parameters whose gradients are sparse: those of embeddings with sparse=True."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(module.weight) for module in network.modules() if isinstance(module, kinds) and module.sparse}
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether torch can update all of these in one kernel. Seen in torch 2.13: cpu, cuda, mps, xpu and others."""
-    devices = _get_fused_kernels_supported_devices()
-    return all(parameter.device.type in devices and torch.is_floating_point(parameter) for parameter in parameters)
+    return all(
+        parameter.device.type in FUSED_DEVICES and torch.is_floating_point(parameter) for parameter in parameters
+    )
 
 
 def _has_fused_in_shards(parameters: Sequence[nn.Parameter], factory: functools.partial[Optimizer]) -> bool:
     return _name(factory) in FUSED_IN_SHARDS or not any(isinstance(parameter, DTensor) for parameter in parameters)
-
-
-def _is_right_in_half(parameters: Sequence[nn.Parameter], factory: functools.partial[Optimizer]) -> bool:
-    """torch 2.13's fused SGD on CPU is wrong by the size of the step itself in bfloat16 and float16."""
-    half = (torch.float16, torch.bfloat16)
-    return _name(factory) != "SGD" or not any(p.device.type == "cpu" and p.dtype in half for p in parameters)
-
-
-def _keeps_momentum(factory: functools.partial[Optimizer], split: Sequence[Mapping[str, object]]) -> bool:
-    """Of SGD, whose fused kernel wants the momenta of all parameters of a group, or of none (seen in torch 2.13)."""
-    momenta = [factory.keywords.get("momentum"), *(group.get("momentum") for group in split)]
-    return _name(factory) == "SGD" and any(momenta)
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:

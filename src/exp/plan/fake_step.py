@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -465,8 +466,6 @@ class OperatorLog(TorchDispatchMode):
             return func(*args)  # which autograd asks more often than all else
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            result = _with_workspace(result, args)
         results = list(tensors_in(result))
         for tensor in results:
             self._note(tensor)
@@ -502,30 +501,6 @@ class OperatorLog(TorchDispatchMode):
         self._live -= size
 
 
-def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """What oneDNN's LSTM gives, with the workspace that it keeps for the backward, which a fake tensor has not.
-
-    Of T steps over B samples: the gates, the states that go from step to step and layer to layer and their gradients,
-    rows padded as in oneDNN 3's rnn_utils (set_rnn_conf, get_good_ld), in whole pages each. Seen exact
-    (torch 2.13, AVX-512); in half precision what is not a gradient or a cell state takes half.
-    """
-    given, of_state = args[0], args[2]
-    steps, samples, wide = given.shape[0], given.shape[1], of_state.shape[1]
-    item = given.dtype.itemsize
-
-    def row(width: int, size: int) -> int:
-        padded = -(-width * size // 64) * 64
-        return padded + 64 if padded // size % 256 == 0 else padded
-
-    inner = row(max(wide, given.shape[2]), item)
-    # Both ends of a layer, at each step's end: states, their gradients, and cell states with theirs in float32.
-    around = 2 * (steps + 1) * samples
-    pages = [steps * samples * row(4 * wide, item), steps * samples * row(wide, item)]
-    pages += [around * inner, around * row(wide, item), around * row(wide, 4), around * 4 * wide, around * 4 * wide]
-    workspace = torch.empty(sum(-(-one // 4096) * 4096 for one in pages), dtype=torch.uint8)
-    return (*result[:3], workspace)
-
-
 class NodeOwners(TorchFunctionMode):
     """Marks the graph's nodes by the layer that made them, so that a backward knows whose it runs.
 
@@ -544,15 +519,8 @@ class NodeOwners(TorchFunctionMode):
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None:
                 owner = self.layer() if owner is None else owner
-                tensor.grad_fn.register_prehook(_Mark(self, owner))
+                tensor.grad_fn.register_prehook(partial(self._begin, owner))
         return result
 
-
-class _Mark:
-    """A hook of a node: from here on it is this layer's backward."""
-
-    def __init__(self, owners: NodeOwners, layer: str) -> None:
-        self.owners, self.layer = owners, layer
-
-    def __call__(self, gradients: object) -> None:
-        self.owners.current = self.layer
+    def _begin(self, layer: str, gradients: object) -> None:
+        self.current = layer

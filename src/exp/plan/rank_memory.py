@@ -8,7 +8,6 @@ others                               the batch, the network's buffers, averages 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -96,21 +95,17 @@ class OptimizerState:
             try:
                 optimizers = list(self._made())
                 self._cut(held)
-                alike: list[tuple[Optimizer, Counter[Tensor]]] = []
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         group["params"] = [one for one in group["params"] if one.grad is not None]
                     if isinstance(optimizer, LBFGS):
                         self.notes.append(HISTORY)
                         return _history(optimizer)
-                    alike.append((optimizer, _keep_one_of_each(optimizer)))
                     _step(optimizer)
             except UNDECIDED as error:
                 self.notes.append(f"the optimizer's state is not known: {one_line(error)}")
                 return None
-            states = [(counts[key], state) for one, counts in alike for key, state in one.state.items()]
-            several = [count * sum(storages(tensors_in(state)).values()) for count, state in states if count > 1]
-            return sum(several) + sum(storages(tensors_in([state for count, state in states if count <= 1])).values())
+            return sum(storages(tensors_in([list(one.state.values()) for one in optimizers])).values())
 
     def _made(self) -> Iterable[Optimizer]:
         phases = build_phases(self._plain)
@@ -136,23 +131,6 @@ def _step(optimizer: Optimizer) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if any(one not in optimizer.state for one in parameters):
             raise RuntimeError(one_line(error)) from error
-
-
-def _keep_one_of_each(optimizer: Optimizer) -> Counter[Tensor]:
-    """Leave of each group's parameters one of each shape and dtype, and count for how many it stands.
-
-    torch's own optimizers keep a state of its own for each parameter. Others may not, and keep all, as does Adagrad,
-    which has made its state already.
-    """
-    if optimizer.state or not type(optimizer).__module__.startswith("torch.optim."):
-        return Counter()
-    counts = Counter[Tensor]()
-    for group in optimizer.param_groups:
-        kinds: dict[object, Tensor] = {}
-        for parameter in group["params"]:
-            counts[kinds.setdefault((parameter.shape, parameter.dtype), parameter)] += 1
-        group["params"] = list(kinds.values())
-    return counts
 
 
 def _history(optimizer: LBFGS) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from exp.engine.forward import Values
 from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.engine.predictions import Nothing
-from exp.models.partition import Split
 from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stages, cut, micro_batches
+
+if TYPE_CHECKING:
+    from exp.models.partition import Split
 
 
 class PipelinedModule(TrainingModule):

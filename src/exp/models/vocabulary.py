@@ -144,33 +144,28 @@ MATHEMATICS = frozenset(
 NUMBERS = frozenset({"e", "inf", "nan", "pi", "tau"})
 TORCH_NUMBERS = NUMBERS - {"tau"}
 
-METHODS = frozenset(
+# Functions of torch that are no methods of a tensor; the others are both.
+_NO_METHODS = frozenset(
     """
-    abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any
-    arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere asin asinh atan atan2 atanh
-    baddbmm bernoulli bfloat16 bincount bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-    bitwise_xor bmm bool broadcast_to byte cdouble ceil cfloat chalf char cholesky cholesky_inverse cholesky_solve
-    chunk clamp clamp_max clamp_min clip clone conj conj_physical contiguous copysign corrcoef cos cosh
-    count_nonzero cov cross cummax cummin cumprod cumsum deg2rad det detach diag diag_embed diagflat diagonal
-    diagonal_scatter diff digamma dim dist div divide dot double dsplit element_size eq erf erfc erfinv exp exp2
-    expand expand_as expm1 fix flatten flip fliplr flipud float float_power floor floor_divide fmax fmin fmod frac
-    frexp gather gcd ge geqrf ger greater greater_equal gt half hardshrink heaviside histc histogram hsplit hypot i0
-    igamma igammac index_add index_copy index_fill index_put index_reduce index_select inner int inverse is_complex
-    is_contiguous is_floating_point isclose isfinite isinf isnan isneginf isposinf isreal istft kron kthvalue lcm
-    ldexp le lerp less less_equal lgamma log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet
-    logical_and logical_not logical_or logical_xor logit logsumexp long lt lu lu_solve masked_fill masked_scatter
-    masked_select matmul matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort
-    mul multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ndimension ne neg
-    negative nelement new_full new_ones new_tensor new_zeros nextafter nonzero nonzero_static norm not_equal numel
-    orgqr ormqr outer permute pinverse polygamma positive pow prelu prod put qr quantile rad2deg ravel reciprocal
-    relu remainder renorm repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 round
-    rsqrt scatter scatter_add scatter_reduce select select_scatter sgn short sigmoid sign signbit sin sinc sinh size
-    slice_scatter slogdet softmax sort split split_with_sizes sqrt square squeeze std stft stride sub subtract sum
-    sum_to_size svd swapaxes swapdims t take take_along_dim tan tanh tensor_split tile to to_dense to_sparse topk
-    trace transpose triangular_solve tril triu true_divide trunc type type_as unbind unflatten unfold unique
-    unique_consecutive unsqueeze var vdot view view_as vsplit where xlogy
+    alias_copy arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window
+    block_diag broadcast_shapes broadcast_tensors bucketize cartesian_prod cat cdist chain_matmul column_stack
+    combinations complex concat concatenate constant_pad_nd cumulative_trapezoid diagonal_copy dstack einsum
+    expand_copy eye fill finfo full full_like gradient grid_sampler_2d grid_sampler_3d hamming_window
+    hann_window histogramdd hstack iinfo imag isin kaiser_window linspace logspace lu_unpack meshgrid
+    native_group_norm native_layer_norm normal ones ones_like pca_lowrank permute_copy poisson polar
+    promote_types rand rand_like randint randint_like randn randn_like randperm real result_type row_stack rsub
+    scalar_tensor searchsorted selu split_with_sizes_copy squeeze_copy stack std_mean svd_lowrank t_copy tensor
+    tensordot transpose_copy trapezoid trapz tril_indices triu_indices unbind_copy unfold_copy unravel_index
+    unsqueeze_copy vander var_mean view_as_complex view_as_real view_copy vstack zeros zeros_like
     """.split()
-) | frozenset("hash_tensor narrow_copy unsafe_chunk unsafe_split".split())
+)
+METHODS = (TORCH_FUNCTIONS - _NO_METHODS) | frozenset(
+    """
+    bfloat16 bool byte cdouble cfloat chalf char contiguous dim double element_size expand expand_as float half
+    hardshrink int is_contiguous long ndimension nelement new_full new_ones new_tensor new_zeros prelu repeat
+    reshape_as short size stride sum_to_size to to_dense to_sparse type type_as unfold view view_as
+    """.split()
+)
 CONTAINER_METHODS = frozenset({"append", "items", "keys", "values"})
 
 ATTRIBUTES = frozenset({"H", "T", "device", "dtype", "imag", "mH", "mT", "ndim", "real", "shape"})

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from exp.models.graphs import TENSOR
-from exp.models.partition import Part, Split
 from exp.nested import mapped, moved, tensors_in
+
+if TYPE_CHECKING:
+    from exp.models.partition import Part, Split
 
 Data = TypeVar("Data")
 Note = TypeVar("Note")

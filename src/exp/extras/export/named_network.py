@@ -20,8 +20,6 @@ from exp.saved_runs.run_files import RunFiles
 from exp.shared_types import DataSpec, TensorSpec, dtype_name
 
 OUTPUT = "output"
-# An ONNX file has no complex inputs.
-DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class NamedNetwork(nn.Module):
@@ -86,13 +84,8 @@ def named_network(
         run: The run.
         weights: The checkpoint, as in RunFiles.network.
         preparations: The preparations of inputs that are raw numbers.
-
-    Raises:
-        RunError: The data declares no inputs, or an input of a dtype that no file can hold.
     """
     plain = run.resolved.plain
-    if not isinstance(plain["data"], Mapping) or "num_outputs" not in plain["data"]:
-        raise RunError("the run's data is of a LightningDataModule, which declares no inputs; expected exp's own data")
     spec = DataSpec.of(plain["data"])
     # As if trained in fp32: without casts between layers.
     resolved = Resolved(
@@ -109,17 +102,8 @@ def named_network(
     prepared = {name: one for name, one in preparations.items() if name in inputs}
     for name, one in prepared.items():
         inputs[name] = TensorSpec(shape=inputs[name].shape, dtype=dtype_name(one.raw_dtype))
-    for name, declaration in inputs.items():
-        if declaration.dtype not in DTYPES:
-            raise RunError(
-                f"the input {name} is {declaration.dtype}; expected one of {', '.join(DTYPES)}, to export it"
-            )
-    return NamedNetwork(
-        network=network.requires_grad_(False),
-        declared=declared,
-        inputs=inputs,
-        preparations=prepared,
-    ).eval()
+    named = NamedNetwork(network=network, declared=declared, inputs=inputs, preparations=prepared)
+    return named.eval().requires_grad_(False)
 
 
 def _tensors(parts: Mapping[str, object], above: str = "") -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from exp.construct import build_objective
 from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
@@ -33,8 +32,7 @@ from exp.extras.export.preprocessing import Standardization, preparations
 from exp.extras.export.served_tables import table_form
 from exp.files import write_whole
 from exp.output import unwritable
-from exp.saved_runs.answers import readings_of
-from exp.saved_runs.prediction import stated_classes
+from exp.saved_runs.prediction import readings_at, stated_classes
 from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.shared_types import Stage
 from exp.spelling import among
@@ -119,7 +117,7 @@ def export(
     if format == "onnx":
         with torch.no_grad():
             outputs = tuple(network(**examples[0]))
-        description = _description(run, units, outputs=outputs, is_raw=preprocessing)
+        description = _description(run, units, outputs=outputs, weights=weights, is_raw=preprocessing)
         content = onnx_bytes(network, program, dimensions=dimensions, outputs=outputs, description=description)
         model = OnnxModel(content)
         difference = compare(network, lambda inputs: model(arrays(inputs)), examples, named="ONNX Runtime")
@@ -141,11 +139,11 @@ def export(
     )
 
 
-def _description(run: RunFiles, units: Mapping[str, str], *, outputs: Sequence[str], is_raw: bool) -> Description:
-    data, plain = run.data, run.resolved.plain
-    columns = value_names(data.part(data.stages[0])).columns
-    is_own = plain["module"] is not None
-    readings = {} if is_own else readings_of(build_objective(plain), data.fitted, classes=stated_classes(run))
+def _description(
+    run: RunFiles, units: Mapping[str, str], *, outputs: Sequence[str], weights: str | Path | None, is_raw: bool
+) -> Description:
+    columns = value_names(run.data.part(run.data.stages[0])).columns
+    readings = readings_at(run.resolved.plain, run.path_of(weights), classes=stated_classes(run))
     return Description(
         run=str(run.directory or run.checkpoint),
         units=units,

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.clusters import refuse_cluster
@@ -22,7 +21,6 @@ from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, i
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
-from exp.config.values import set_value
 from exp.errors import ConfigError, Fault
 
 # Overrides that are not the job's own: of Hydra, and of how a sweep starts its jobs.
@@ -123,18 +121,6 @@ def expanded(
     return [*overrides[: len(overrides) - len(now)], *changes.overrides(), *now]
 
 
-def with_values(composition: Composition, changed: Sequence[Override], *, overrides: Sequence[str]) -> Composition:
-    """Return the composition of the same overrides with some other plain values, without composing again.
-
-    Args:
-        changed: The overrides with other values. Each sets a key that the composition has set.
-        overrides: All of them.
-    """
-    config = copied(composition.config)
-    for override in changed:
-        set_value(config, override)
-    record_overrides(config, overrides)
-    return replace(composition, config=config, overrides=tuple(overrides))
 
 
 @secrets_kept()

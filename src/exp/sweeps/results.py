@@ -13,10 +13,10 @@ import os
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exp.files import write_whole
 from exp.run_report import train_command
@@ -31,18 +31,16 @@ NOT_STARTED = "not started"
 FOLD = "data.split.fold"
 # The word for no repeats.
 NONE = "none"
-# The value of a key that nobody typed, where no config says it.
+# The value of a key that no override and no config has.
 DEFAULT = "(default)"
-# Characters of a swept number on the screen.
-LONGEST = 10
-# Letters of a cell on the screen, behind the first one.
-MOST_LETTERS = 28
-# Of named runs: columns on the screen, and the share of runs in which a column has another value than in most.
-MOST_COLUMNS, LEAST_VARIETY = 6, 0.1
-# Columns that a narrow screen goes without first.
-LEAST = ("peak_mib", "seconds", "step")
-# Who ended as they should, need not be run again, and have a value.
+# The statuses of jobs that ended as they should and are not run again.
 FINISHED = ("completed", "pruned")
+# On the screen: characters of a swept number, and of any cell except the first.
+LONGEST, MOST_LETTERS = 10, 28
+# Of runs that are no jobs: a column is on the screen if this share of the runs differs from the others.
+LEAST_VARIETY = 0.1
+# Columns that a narrow screen drops first.
+LEAST = ("step", "seconds", "peak_mib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,43 +84,51 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """Jobs that differ in the repeated key alone. swept: what they share."""
+    """Jobs that differ in the repeated key alone. swept: The values that they share."""
 
     swept: Mapping[str, str]
     rows: Sequence[Row]
 
     @property
     def values(self) -> list[float]:
-        """Of the completed jobs."""
+        """The values of the completed jobs."""
         return [row.value for row in self.rows if row.has_value]
 
     @property
     def mean(self) -> float:
-        """nan where no job has a value."""
+        """The mean of the values. nan if no job has a value."""
         return statistics.fmean(self.values) if self.values else math.nan
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the sample, over n - 1; nan of fewer than two values."""
+        """The standard deviation of the sample, over n - 1. nan for fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
     @property
     def monitor(self) -> str | None:
-        """The tag of the values; None where no job has one."""
+        """The tag of the values. None if no job has one."""
         return next(iter(monitors_of(self.rows)), None)
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """The completed job with the best monitored value; None where there is none, or where jobs watch different tags."""
+    """Return the completed job with the best value. Return None without one, or if jobs watch different tags."""
     done = [row for row in rows if row.has_value]
-    if not done or len({(row.monitor, row.mode) for row in rows}) > 1:
+    if not done or _watch_several(rows):
         return None
-    pick = min if done[0].mode == "min" else max
-    return pick(done, key=lambda row: row.value)
+    best: Row = _pick(rows)(done, key=lambda row: row.value)
+    return best
+
+
+def _watch_several(rows: Sequence[Row]) -> bool:
+    return len({(row.monitor, row.mode) for row in rows}) > 1
+
+
+def _pick(rows: Sequence[Row]) -> Callable[..., Any]:
+    return max if rows[0].mode == "max" else min
 
 
 def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
-    """The rows by what they share, in the order in which that comes first. over: the repeated key."""
+    """Return the rows grouped by the values of all keys except the repeated key `over`."""
     groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple((key, value) for key, value in row.swept.items() if key != over), []).append(row)
@@ -130,79 +136,70 @@ def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
 
 
 def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
-    """The repeats with the best mean, among those of which most completed: one lucky seed of three is no winner.
+    """Return the repeats with the best mean among those of which most completed: one lucky seed of three does not win.
 
-    None where there is none, or where jobs watch different tags.
+    Return None if no job has a value, or if jobs watch different tags.
     """
     groups = repeats_of(rows, over=over)
     most = max((len(group.values) for group in groups), default=0)
-    if not most or len({(row.monitor, row.mode) for row in rows}) > 1:
+    if not most or _watch_several(rows):
         return None
-    pick = min if rows[0].mode == "min" else max
-    return pick((group for group in groups if len(group.values) == most), key=lambda group: group.mean)
+    found: Repeats = _pick(rows)((one for one in groups if len(one.values) == most), key=lambda group: group.mean)
+    return found
 
 
 def best_of(rows: Sequence[Row], *, repeat_over: str | None = None) -> Row | None:
-    """The best job; of repeats, the best one of those with the best mean."""
-    if repeat_over is None:
-        return best_row(rows)
-    group = best_repeats(rows, over=repeat_over)
-    return None if group is None else best_row(group.rows)
+    """Return the best job. With repeats, return the best job of the repeats with the best mean."""
+    group = None if repeat_over is None else best_repeats(rows, over=repeat_over)
+    return best_row(rows) if repeat_over is None else None if group is None else best_row(group.rows)
 
 
 def again_command(directory: Path, row: Row | None) -> str:
-    """What starts from the config of a job, for overrides to be typed behind it; nothing of None.
-
-    directory: below which the row's own is.
-    """
+    """Return the command that starts from the config of a job below a directory. Return "" for None."""
     return "" if row is None else train_command([], key="from_run", path=str(directory / row.directory))
 
 
 def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
-    """Writes table.csv with every value that a job had last, and table.md with losses and metrics, for readers.
+    """Write table.csv with all values, and table.md with losses and metrics, each whole or not at all.
 
-    Each whole or not at all. repeat_over: the key whose jobs are repeats; their mean, deviation and n are columns of
-    table.csv and a table of their own in table.md.
+    repeat_over: The key whose jobs are repeats. Their mean, deviation and number are columns of table.csv and a table
+        of table.md.
     """
     header, cells = table_cells(rows)
     if repeat_over is not None:
-        names = repeat_columns(rows)
-        groups, tags = repeats_of(rows, over=repeat_over), monitors_of(rows)
-        told = {row.job: _repeat_figures(group, tags) for group in groups for row in group.rows}
-        header, cells = [*header, *names], [[*line, *told[row.job]] for row, line in zip(rows, cells, strict=True)]
+        header = [*header, *repeat_columns(rows)]
+        figures = {
+            row.job: _repeat_figures(group, monitors_of(rows))
+            for group in repeats_of(rows, over=repeat_over)
+            for row in group.rows
+        }
+        cells = [[*line, *figures[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(cells)
+    csv.writer(text, lineterminator="\n").writerows([header, *cells])
     write_whole(directory / "table.csv", text.getvalue())
     write_whole(directory / "table.md", _markdown(rows, directory, repeat_over))
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
-    """Prints the table, the best job, and how to look further. repeat_over: as of `write_table`."""
+    """Print the table, the best job, and commands that show more. repeat_over: As of `write_table`."""
     from rich.console import Console
 
     console = Console(highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
     for table in rich_tables(rows, repeat_over=repeat_over, width=console.width):
         console.print(table)
-    unstarted = [str(row.job) for row in rows if row.status == NOT_STARTED]
-    if unstarted:
-        say(f"not started: job{'' if len(unstarted) == 1 else 's'} {', '.join(unstarted)}")
-    for row in rows:
-        if row.error:
-            say(f"job {row.job} {row.status}: {row.error}")
+    lines = []
+    if unstarted := [str(row.job) for row in rows if row.status == NOT_STARTED]:
+        lines.append(f"not started: job{'' if len(unstarted) == 1 else 's'} {', '.join(unstarted)}")
+    lines += [f"job {row.job} {row.status}: {row.error}" for row in rows if row.error]
     shown = os.path.relpath(directory)
-    best = best_line(rows, repeat_over=repeat_over)
-    if best:
-        say(f"best       {best}")
-        say(f"again      {again_command(directory, best_of(rows, repeat_over=repeat_over))}")
-    say(f"results    {shown}")
-    say(f"compare    python -m exp.report {shown}")
-    say(f"dashboard  python -m exp.dashboard {shown}")
+    if best := best_line(rows, repeat_over=repeat_over):
+        lines.append(f"best       {best}")
+        lines.append(f"again      {again_command(directory, best_of(rows, repeat_over=repeat_over))}")
+    lines.append(f"results    {shown}")
+    lines.append(f"compare    python -m exp.report {shown}")
+    lines.append(f"dashboard  python -m exp.dashboard {shown}")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
@@ -212,16 +209,14 @@ def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
         best = best_row(rows)
         if best is None:
             return ""
-        swept = _typed(best.swept, shown)
-        return f"{best.name}, {best.monitor} {best.value:.6g}  {swept}".rstrip()
+        return f"{best.name}, {best.monitor} {best.value:.6g}  {_typed(best.swept, shown)}".rstrip()
     group = best_repeats(rows, over=repeat_over)
     if group is None:
         return ""
-    swept = _typed(group.swept, shown)
     called = ", ".join(row.name for row in group.rows if row.has_value)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
-    return f"{called}: {mean}  {swept}".rstrip()
+    return f"{called}: {mean}  {_typed(group.swept, shown)}".rstrip()
 
 
 def _typed(swept: Mapping[str, str], shown: Sequence[str]) -> str:
@@ -239,117 +234,80 @@ def _kind(rows: Sequence[Row]) -> str:
 def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = None) -> list[Table]:
     """Return the table of jobs and, if there are repeats, the table of repeats, with the best in bold.
 
-    Jobs are sorted by number. Other runs are sorted by value, the best first, and have few columns.
+    Jobs are sorted by number. Other runs are sorted by value, the best first.
 
     Args:
         rows: Rows of jobs, or of other runs.
         width: Columns of the screen.
         repeat_over: As of `write_table`.
     """
-    are_jobs = _kind(rows) == "job"
-    if not are_jobs:
-        rows = [rows[place] for place in _ranked(rows, [row.value if row.has_value else math.nan for row in rows])]
+    least_variety = -1.0
+    if _kind(rows) == "run" and len(rows) > 1:
+        least_variety = LEAST_VARIETY
+        if not _watch_several(rows):
+            sign = -1 if rows[0].mode == "max" else 1
+            rows = sorted(rows, key=lambda row: sign * row.value if row.has_value else math.inf)
     best = best_row(rows)
     header, cells = table_cells(rows, brief=True)
-    title = _counted(rows)
-    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
-    keys = sorted(differing(rows), key=lambda key: -_variety(columns[key]))
-    first = [header[0], *(name for name in header if name.startswith("best "))]
-    others = ["status", *keys, *(name for name in header if name.endswith("/val")), *reversed(LEAST)]
-    others = [name for name in dict.fromkeys(others) if name in header and name not in first]
-    most = len(header)
-    if not are_jobs and len(rows) > 1:
-        most, least = MOST_COLUMNS, {"status": 0.0}
-        others = [name for name in others if _variety(columns[name]) > least.get(name, LEAST_VARIETY)]
-    bold = [row is best for row in rows]
-    tables = [_rich(title, header, cells, first=first, others=others, bold=bold, width=width, most=most)]
+    varieties = [1 - max(Counter(column).values()) / len(rows) for column in zip(*cells, strict=True)]
+    kept = [place for place, variety in enumerate(varieties) if variety > least_variety or not place]
+    header, cells = [header[place] for place in kept], [[line[place] for place in kept] for line in cells]
+    tables = [_rich(_counted(rows), header, cells, bold=[row is best for row in rows], width=width)]
     if repeat_over is not None:
-        groups = repeats_of(rows, over=repeat_over)
-        if not are_jobs:
-            groups = [groups[place] for place in _ranked(rows, [group.mean for group in groups])]
         top = best_repeats(rows, over=repeat_over)
-        bold = [top is not None and group.rows == top.rows for group in groups]
-        header, cells = repeat_cells([row for group in groups for row in group.rows], over=repeat_over)
-        first, keys = repeat_columns(rows), [key for key in keys if key in header]
-        title = f"over {repeat_over}"
-        tables.append(_rich(title, header, cells, first=first, others=keys, bold=bold, width=width, most=most))
+        bold = [top is not None and group.rows == top.rows for group in repeats_of(rows, over=repeat_over)]
+        header, cells = repeat_cells(rows, over=repeat_over)
+        tables.append(_rich(f"over {repeat_over}", header, cells, bold=bold, width=width))
     return tables
 
 
-def _ranked(rows: Sequence[Row], values: Sequence[float]) -> list[int]:
-    """Return the places of values, the best first, those without one last; as they are if rows watch different tags."""
-    if len({(row.monitor, row.mode) for row in rows}) > 1:
-        return list(range(len(values)))
-    sign = -1 if rows[0].mode == "max" else 1
-    return sorted(range(len(values)), key=lambda at: sign * values[at] if math.isfinite(values[at]) else math.inf)
-
-
-def _variety(cells: Sequence[str]) -> float:
-    """Return the share of cells that hold something else than most do."""
-    return 1 - max(Counter(cells).values()) / len(cells)
-
-
 def _rich(
-    title: str,
-    header: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    *,
-    first: Sequence[str],
-    others: Sequence[str],
-    bold: Sequence[bool],
-    width: int,
-    most: int,
+    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool], width: int
 ) -> Table:
-    """A table with a line a row. Columns that have no room are left out, and named.
-
-    first: columns that are there in any case. others: further ones, what matters most first. most: columns.
-    """
+    """Return a table with one line for each row. Its title names the columns that have no room."""
     from rich.markup import escape
     from rich.table import Table
 
-    columns = {name: [name, *map(_cut, column)] for name, *column in zip(header, *cells, strict=True)}
-    columns[header[0]] = [header[0], *(line[0] for line in cells)]  # what a run is called is copied
-    if _needed(columns.values()) > width:
-        columns = {name: [re.sub(r"([/.])| ", "\\1\n", name), *column[1:]] for name, column in columns.items()}
-    kept = list(first)
-    for name in others:
-        if len(kept) < most and _needed([columns[one] for one in (*kept, name)]) <= width:
+    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
+    first = [name for name in header if name == header[0] or name.startswith(("best ", "mean ")) or name == "status"]
+    most = {name: MOST_LETTERS if name != header[0] else width for name in header}
+    heads = {name: name for name in header}
+    widths = {name: min(most[name], max(map(len, cells))) for name, cells in columns.items()}
+    if 1 + sum(3 + max(len(name), widths[name]) for name in header) > width:
+        heads = {name: re.sub(r"([/.])| ", "\\1\n", name) for name in header}
+    kept: list[str] = []
+    left = width - 1
+    for name in sorted(header, key=lambda name: (name not in first, name in LEAST)):
+        needed = 3 + max(widths[name], *map(len, heads[name].splitlines()))
+        if needed <= left or name in first:
             kept.append(name)
-    left_out = [name for name in header if name not in kept]
-    if left_out:
+            left -= needed
+    if left_out := [name for name in header if name not in kept]:
         title = f"{title}; columns left out: {among(left_out)}"
     table = Table(title=title, title_justify="left")
-    shown = [columns[name] for name in header if name in kept]
-    for column in shown:
-        table.add_column(column[0], no_wrap=True)
-    for place, is_best in enumerate(bold, 1):
-        table.add_row(*(escape(column[place]) for column in shown), style="bold" if is_best else None)
+    shown = [name for name in header if name in kept]
+    for name in shown:
+        longest = max(map(len, heads[name].splitlines()))
+        table.add_column(heads[name], no_wrap=True, overflow="ellipsis", max_width=max(most[name], longest))
+    for place, is_best in enumerate(bold):
+        texts = (" ".join(columns[name][place].split()) for name in shown)
+        table.add_row(*map(escape, texts), style="bold" if is_best else None)
     return table
 
 
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 1]}…"
-
-
-def _needed(columns: Iterable[Sequence[str]]) -> int:
-    """Columns of a screen that a table needs."""
-    return 1 + sum(3 + max(len(line) for cell in column for line in [*cell.splitlines(), ""]) for column in columns)
-
-
 def differing(rows: Sequence[Row]) -> list[str]:
-    """The swept keys whose values differ; all of them where there is one row, and nothing to differ from."""
+    """Return the swept keys whose values differ; all swept keys of a single row."""
     keys = dict.fromkeys(key for row in rows for key in row.swept)
     return [key for key in keys if len(rows) == 1 or len({row.swept.get(key) for row in rows}) > 1]
 
 
 def monitors_of(rows: Sequence[Row]) -> list[str]:
-    """The monitored tags, each once."""
+    """Return the monitored tags, each once."""
     return list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
 
 
 def repeat_columns(rows: Sequence[Row]) -> list[str]:
-    """The names of what is said of repeats: a mean of each monitored tag."""
+    """Return the columns of repeats: a mean of each monitored tag, the deviation and the number."""
     return [*(f"mean {tag}" for tag in monitors_of(rows) or ["value"]), "deviation", "n"]
 
 
@@ -360,7 +318,7 @@ def _repeat_figures(group: Repeats, tags: Sequence[str]) -> list[str]:
 
 
 def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
-    """The header and the cells of the table of repeats."""
+    """Return the header and the cells of the table of repeats."""
     keys, tags = [key for key in differing(rows) if key != over], monitors_of(rows)
     cells = [
         [*(group.swept.get(key, "") for key in keys), *_repeat_figures(group, tags)]
@@ -382,7 +340,7 @@ def table_cells(
     swept, monitors = differing(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
-        # <metric>/<stage>, loss/<stage>/<term>: hooks log dozens of tags a parameter or a layer, a metric one a class.
+        # <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer, a metric one per class.
         metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     if brief:
@@ -391,12 +349,13 @@ def table_cells(
     header = [_kind(rows), "status", *swept, *best, "step", *metrics, "seconds", "peak_mib"]
     cells = []
     for row in rows:
+        is_finite = math.isfinite(row.value)
         values = (row.swept.get(key, "") for key in swept)
-        name = str(row.job) if row.is_job else row.directory
-        line = [name, row.status, *(map(_shortened, values) if brief else values)]
+        line = [str(row.job) if row.is_job else row.directory, row.status]
+        line += map(_shortened, values) if brief else values
         # A job that was not completed has no best.
-        line += [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
-        line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
+        line += [_number(row.value) if row.monitor == name and is_finite else "" for name in monitors]
+        line.append("" if row.step is None or not is_finite else str(row.step))
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
         line.append("" if row.status == NOT_STARTED or not math.isfinite(row.seconds) else f"{row.seconds:.1f}")
         line.append("" if row.peak_memory_mib is None else f"{row.peak_memory_mib:.0f}")
@@ -409,11 +368,9 @@ def table_cells(
 
 def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> str:
     lines = [f"# {_counted(rows)}", ""]
-    best = best_line(rows, repeat_over=repeat_over)
-    if best:
-        lines += [f"Best: {best}", ""]
-        lines += ["Again, with what you change behind it:", ""]
-        lines += [f"    {again_command(directory, best_of(rows, repeat_over=repeat_over))}", ""]
+    if best := best_line(rows, repeat_over=repeat_over):
+        command = again_command(directory, best_of(rows, repeat_over=repeat_over))
+        lines += [f"Best: {best}", "", "Again, with what you change behind it:", "", f"    {command}", ""]
     lines += _markdown_table(*table_cells(rows, results=True))
     if repeat_over is not None:
         lines += ["", f"## Over {repeat_over}", "", *_markdown_table(*repeat_cells(rows, over=repeat_over))]
@@ -430,7 +387,7 @@ def _line(values: Sequence[str]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A drawn number, which has all of its digits in table.csv, with six of them; any other text as it is."""
+    """Return a drawn number with six digits, and any other text unchanged. table.csv has all digits."""
     if len(text) <= LONGEST:
         return text
     try:

@@ -263,8 +263,6 @@ def test_a_key_of_some_swept_options_names_its_fix():
         assert fault.cure == "Write ++model.constants.width=8, which sets it or adds it"
     _, runs = run_sweep("model=mlp,lenet", "++model.constants.width=8")
     assert [config.model.constants.width for config in runs.configs] == [8, 8]
-    with pytest.raises(ConfigError, match=r"Write conf/callbacks/NAME\.yaml with `defaults: \[ema\]` and this value"):
-        run_sweep("callbacks=[],[ema]", "callbacks.ema.decay=0.9")
 
 
 def test_two_sweeps_never_share_a_directory():
@@ -392,22 +390,6 @@ def test_a_damaged_file_of_a_sweep_is_refused(name, content):
     (SWEEP / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"sweep\.resume: outputs/s/{name}: .*Put a whole one back"):
         run_sweep(*overrides, RESUME)
-
-
-@pytest.mark.parametrize(("kept", "lost"), [(0, "0, 1"), (1, "1")])
-def test_runs_that_jobs_jsonl_lost_do_not_run_twice(kept, lost):
-    run_sweep("seed=1,2", HERE, is_kept=True)
-    # An evaluation inside a run is no job.
-    (SWEEP / "0" / "evaluations" / "1").mkdir(parents=True)
-    (SWEEP / "0" / "evaluations" / "1" / "config.yaml").touch()
-    jobs = SWEEP / "jobs.jsonl"
-    jobs.write_text("".join(jobs.read_text().splitlines(keepends=True)[:kept]))
-    with pytest.raises(ConfigError, match=rf"sweep\.resume: .*jobs\.jsonl, which has no line of {lost}, where"):
-        run_sweep("seed=1,2", RESUME)
-    jobs.unlink()
-    with pytest.raises(ConfigError, match="which has no line of 0, 1"):
-        run_sweep("seed=1,2", RESUME)
-    assert directories() == ["0", "1"]
 
 
 @pytest.mark.parametrize(

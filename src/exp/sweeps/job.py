@@ -127,14 +127,11 @@ class GpuView:
 
 def _ended(how: str) -> ConfigError:
     """Return the error of a job whose check did not finish."""
-    fault = Fault(
-        key="config",
-        got=f"its check ended {how}",
-        expected="a check that comes to its end",
-        cure="Constructors, imports and forwards of your own are called in it, and one of them ends the process: "
-        "leave parts of your own out, one after another, to see which",
+    got, expected = f"its check ended {how}", "a check that comes to its end"
+    cure = (
+        "The check runs constructors, imports and forwards of your own: leave them out one by one to find which ends it"
     )
-    return ConfigError([fault])
+    return ConfigError([Fault(key="config", got=got, expected=expected, cure=cure)])
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
@@ -213,14 +210,10 @@ class JobProcesses:
         directory = Path(config[COMPOSITION].directory)
         try:
             came = self.call(ended, self.fit, config)
-        except Died as error:
-            dead = dead_job(directory, error)
-            report_bad_end(directory, dead)
-            raise dead from error
-        except Interrupted as error:
-            killed = interrupted(directory, error.signum)
-            report_bad_end(directory, killed)
-            raise killed from error
+        except (Died, Interrupted) as error:
+            bad = dead_job(directory, error) if isinstance(error, Died) else interrupted(directory, error.signum)
+            report_bad_end(directory, bad)
+            raise bad from error
         if isinstance(came, ExpError):
             raise came
         return came
@@ -263,12 +256,10 @@ def _last_words(directory: Path) -> str:
     if "Fatal Python error: " in output:
         what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
         frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in FRAME.findall(stack)]
-        if not frames:
-            return f"; {what}"
-        frame = innermost_frame(frames[::-1])
-        return f"; {what} in {frame.filename}, line {frame.lineno}, in {frame.name}"
-    told = {"its log": last_line(directory / "train.log"), OUTPUT: last_line(directory / OUTPUT)}
-    return "".join(f"; the last line of {whose}: {STAMP.sub('', words)}" for whose, words in told.items() if words)
+        frame = innermost_frame(frames[::-1]) if frames else None
+        return f"; {what}" + (f" in {frame.filename}, line {frame.lineno}, in {frame.name}" if frame else "")
+    lines = {"its log": last_line(directory / "train.log"), OUTPUT: last_line(directory / OUTPUT)}
+    return "".join(f"; the last line of {whose}: {STAMP.sub('', line)}" for whose, line in lines.items() if line)
 
 
 def last_line(path: Path) -> str:

@@ -341,10 +341,10 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
             label = "every job"
         else:
             label = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
-            if fault.got in (NO_SUCH_KEY, IS_THERE):
-                texts = [text for text in having[0].overrides if parse_override(text).key_or_group == fault.key]
-                cure = f"Write ++{texts[0].lstrip('+')}, which sets it or adds it" if texts else None
-                fault = replace(fault, cure=cure)
+        if fault.got in (NO_SUCH_KEY, IS_THERE) and len(having) < len(jobs):
+            texts = [text for text in having[0].overrides if parse_override(text).key_or_group == fault.key]
+            cure = f"Write ++{texts[0].lstrip('+')}, which sets it or adds it" if texts else None
+            fault = replace(fault, cure=cure)
         faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
     if len(where) > MAX_FAULTS:
         faults.append(Fault(key="sweep", got=f"{len(where) - MAX_FAULTS} more faults", expected="none"))

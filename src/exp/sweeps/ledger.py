@@ -1,9 +1,9 @@
-"""What a sweep's directory remembers, so that the same command goes on with it: how it was started, which job is which.
+"""The files of a sweep's directory with which the same command resumes it: how it was started, and which job is which.
 
-sweep.json     the command's overrides, and of a search what its proposals depend on
-jobs.jsonl     a line a job, written before it starts: its number, its identity, its directory
+sweep.json     the overrides of the command, and what the proposals of a search depend on
+jobs.jsonl     one line for each job, written before it starts: its number, its identity, its directory
 
-The directory itself is locked while the sweep runs: its files are replaced.
+The directory itself is locked while the sweep runs, because its files are replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from exp.config.versions import as_before
 from exp.errors import ConfigError, Fault, RunError, one_line
 from exp.files import holding, is_locked, write_whole
 from exp.run_report import Report, read_report
-from exp.spelling import among
 
 if TYPE_CHECKING:
     from exp.sweeps.jobs import Job
@@ -35,16 +34,16 @@ if TYPE_CHECKING:
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
 AUTO = "auto"
-# What does not tell one job from another: names, places, what is shown, and how the sweep goes about it.
+# Keys that do not distinguish jobs: names, places, what is shown, and the settings of the sweep.
 BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
 # The differences between two searches in words, by key of sweep.json.
 OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
-# A killed sweep's jobs die with it, and need a moment for that.
+# The jobs of a killed sweep end with it within seconds.
 DEATH_SECONDS = 10.0
 
 
 def identity_of(plain: Mapping[str, Any]) -> str:
-    """What a job computes, in 16 hexadecimal digits: the same for the same resolved config, whatever it is called."""
+    """Return 16 hexadecimal digits that are equal for jobs that compute the same, whatever they are called."""
     left = as_before({key: value for key, value in plain.items() if key not in BESIDE})
     text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -52,7 +51,7 @@ def identity_of(plain: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One job. directory: relative to the sweep's."""
+    """A job that was started. directory: Relative to the directory of the sweep."""
 
     job: int
     identity: str
@@ -60,9 +59,10 @@ class Entry:
 
 
 class Ledger:
-    """The record of one sweep; of a directory that another sweep left, with what that one wrote.
+    """The record of one sweep, with the entries of an earlier sweep of the same directory.
 
-    Raises: ConfigError where what is there cannot be read.
+    Raises:
+        ConfigError: A file of the earlier sweep cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,48 +78,25 @@ class Ledger:
                 raise _damaged(path, error) from error
             if len(whole) < len(content):
                 os.truncate(path, len(whole))
+        self.has_jobs = bool(entries)
         self._unclaimed: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._unclaimed[entry.identity].append(entry)
-        self._directories = {(directory / entry.directory).absolute() for entry in entries}
-        self.has_jobs = bool(entries)
         self._next = max((entry.job for entry in entries), default=-1) + 1
 
     def claimed(self, identity: str) -> Entry | None:
-        """The job of an earlier sweep here that computes this, each of them once; None where there is none."""
+        """Return an entry of an earlier sweep that computes this, each once. Return None without one."""
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
 
     @property
     def unclaimed(self) -> list[Entry]:
-        """The jobs of an earlier sweep here that nobody has claimed, by their numbers."""
+        """The entries of an earlier sweep that no job has claimed, sorted by number."""
         left = (entry for entries in self._unclaimed.values() for entry in entries)
         return sorted(left, key=lambda entry: entry.job)
 
-    def refuse_lost(self) -> None:
-        """Reject a directory with runs of which no line is left: they would be run again, beside themselves.
-
-        Raises: ConfigError.
-        """
-        lost: set[Path] = set()
-        for path in sorted(self.directory.absolute().rglob("config.yaml")):
-            run = path.parent
-            # What an evaluation left in a run is no job.
-            if not {run, *run.parents} & (self._directories | lost):
-                lost.add(run)
-        if lost:
-            names = sorted(os.path.relpath(run, self.directory.absolute()) for run in lost)
-            raise ConfigError([
-                Fault(
-                    key="sweep.resume",
-                    got=f"{self.directory / JOBS}, which has no line of {among(names)}, where runs are",
-                    expected="a line of each job that was started",
-                    cure=f"Put a whole {JOBS} back, or move those directories to another place to run them again",
-                )
-            ])  # fmt: skip
-
     def next_number(self) -> int:
-        """A number that no job of an earlier sweep has."""
+        """Return a number that no job of an earlier sweep has."""
         self._next += 1
         return self._next - 1
 
@@ -156,44 +133,39 @@ class Ledger:
             search: What the proposals of a search depend on. None for a grid.
 
         Raises:
-            ConfigError: The sweep of this directory was another one.
+            ConfigError: The sweep of this directory was of another kind, or another search.
         """
-        before = self.settings()
+        before = self._settings()
         if before is not None:
-            self.refuse_lost()
             known = before["search"]
             if (known is None) != (search is None):
                 got = f"{'a grid' if search is None else 'a search'}, where a sweep of the other kind was"
-                raise ConfigError([Fault(key="sweep.resume", got=got, expected="the same kind")])
+                raise _refusal(got, "the same kind")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
                 # The record of the search would mix the results of different jobs.
                 what, typed = OF_SEARCH.get(other[0], f"another {other[0]}"), " ".join(before["overrides"])
                 got = f"{what} than {self.directory} was begun with: {typed}"
-                expected = "the same search, of more trials if you like"
-                raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+                raise _refusal(got, "the same search, of more trials if you like")
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 
     def kept(self, key: str, value: Any) -> Any:
         """Return a value of the search as it was when the search began, on whatever machine it resumes."""
-        settings = dict(self.settings() or {"search": {}})
+        settings = dict(self._settings() or {"search": {}})
         if key not in settings["search"]:
             settings["search"][key] = value
             self._keep_settings(settings)
         return settings["search"][key]
 
-    def settings(self) -> Mapping[str, Any] | None:
-        """What the sweep was started with; None where nothing was written."""
+    def _settings(self) -> Mapping[str, Any] | None:
         path = self.directory / SETTINGS
         if not path.is_file():
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not isinstance(found["overrides"], list):
-                raise TypeError("no command in it")
-            if not isinstance(found["search"], dict | None):
-                raise TypeError("no search in it")
+            if not isinstance(found["overrides"], list) or not isinstance(found["search"], dict | None):
+                raise TypeError("no command of a sweep")
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise _damaged(path, error) from error
         return cast(Mapping[str, Any], found)
@@ -203,7 +175,7 @@ class Ledger:
 
 
 def _entry(line: bytes, directory: Path) -> Entry:
-    """Raises: ValueError, TypeError where a line is none that a sweep wrote."""
+    """Return the entry of a line. Raise ValueError or TypeError if no sweep wrote it."""
     entry = Entry(**json.loads(line))
     if type(entry.job) is not int or not isinstance(entry.identity, str) or not isinstance(entry.directory, str):
         raise TypeError(f"no job in {line.decode(errors='replace')}")
@@ -212,19 +184,26 @@ def _entry(line: bytes, directory: Path) -> Entry:
     return entry
 
 
-def _damaged(path: Path, error: Exception) -> ConfigError:
-    """The fault of a sweep to go on with of which a file cannot be read."""
-    shown = os.path.relpath(path)
-    cure = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
-    got, expected = f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it"
+def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
     return ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
 
 
-def found_sweep(wanted: str, *, beside: Path) -> Path | None:
-    """The directory of the sweep to go on with; None where `auto` finds none.
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    shown = os.path.relpath(path)
+    cure = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
+    return _refusal(f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it", cure)
 
-    wanted: a directory, or auto. beside: where a new sweep of this name would be, <sweeps>/<date>/<time>.
-    Raises: ConfigError where it is none, is neither below the working directory nor there, or is still going on.
+
+def found_sweep(wanted: str, *, beside: Path) -> Path | None:
+    """Return the directory of the sweep that is resumed. Return None if `auto` finds none.
+
+    Args:
+        wanted: A directory, or `auto`.
+        beside: Directory that a new sweep would have, <sweeps>/<date>/<time>.
+
+    Raises:
+        ConfigError: The directory holds no sweep, a running sweep, or is neither below the working directory nor beside
+            other sweeps of the name.
     """
     if wanted == AUTO:
         found = sorted(sweeps_of(beside).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
@@ -234,45 +213,45 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     else:
         directory = Path(os.path.abspath(wanted))
         if not (directory / SETTINGS).is_file():
-            got, expected = f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto"
-            raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected)])
+            raise _refusal(f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto")
     if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(beside)):
-        got, expected = f"{directory}", "a directory below the working directory, or where hydra.sweep.dir leads"
+        expected = "a directory below the working directory, or where hydra.sweep.dir leads"
         cure = f"Add hydra.sweep.dir={directory.parent}/again, or start in the directory in which it was begun"
-        raise ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
+        raise _refusal(f"{directory}", expected, cure)
     if is_locked(directory):
-        raise _going_on(directory)
+        raise _running(directory)
     return directory
 
 
 def sweeps_of(wanted: Path) -> Path:
-    """The directory of all sweeps of a name, by the directory that one of them would have."""
+    """Return the directory of all sweeps of a name, from the directory of one of them."""
     return wanted.absolute().parent.parent
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Keep other sweeps out of a sweep's directory, for as long as this is entered.
+    """Lock the directory of a sweep.
 
-    Raises: ConfigError where one is still going on there.
+    Raises:
+        ConfigError: Another sweep runs there.
     """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(holding(directory, alone=True))
         except BlockingIOError as error:
-            raise _going_on(directory) from error
+            raise _running(directory) from error
         yield
 
 
-def _going_on(directory: Path) -> ConfigError:
-    got = f"{directory}, where a sweep is still going on"
-    return ConfigError([Fault(key="sweep.resume", got=got, expected="one that has ended, or was killed")])
+def _running(directory: Path) -> ConfigError:
+    return _refusal(f"{directory}, where a sweep is still going on", "one that has ended, or was killed")
 
 
 def clear_unfrozen(directory: Path) -> None:
-    """Take away a job's run directory that holds no config.yaml yet: its process ended before it had frozen that.
+    """Remove the run directory of a job whose process ended before it froze its config.
 
-    Raises: RunError where a process of a killed sweep's job still writes into it, and does not end.
+    Raises:
+        RunError: A process of the job does not end.
     """
     if directory.is_dir() and not (directory / "config.yaml").is_file():
         wait_for_dead(directory)
@@ -280,9 +259,10 @@ def clear_unfrozen(directory: Path) -> None:
 
 
 def wait_for_dead(directory: Path) -> None:
-    """Wait until no process of a killed sweep's job writes into a run directory any more.
+    """Wait until no process of a killed sweep writes into a run directory.
 
-    Raises: RunError where one does not end.
+    Raises:
+        RunError: A process does not end.
     """
     end = time.monotonic() + DEATH_SECONDS
     while any(map(is_locked, (directory / "config.yaml", *directory.glob(".*.partial")))):

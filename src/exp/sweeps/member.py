@@ -46,9 +46,10 @@ from exp.engine.checkpointing import (
     note_metrics,
     restored_best,
 )
+from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule
-from exp.engine.non_finite import CURES, Kinds, broken_entries, refuse_lost
+from exp.engine.non_finite import CURES, broken_entries, kinds_by_design, refuse_lost
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
@@ -67,6 +68,7 @@ from exp.spelling import among
 
 # The strategy over which values are summed: there is one process.
 HERE = SingleDeviceStrategy(device="cpu")
+IO = AtomicCheckpointIO(is_synced=False)
 LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 
@@ -80,26 +82,14 @@ class Progress:
     batches: int
     epochs: int
 
+    @classmethod
+    def at(cls, position: Position) -> Progress:
+        one = position
+        return cls(epoch=one.epoch, batch=one.batch, step=one.step, batches=one.batches, epochs=one.epoch)
+
     @property
     def position(self) -> Position:
         return Position(epoch=self.epoch, batch=self.batch, step=self.step, batches=self.batches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Objects that all members of a stack share.
-
-    Attributes:
-        io: Writes checkpoints.
-        fitted: State of the data module in a checkpoint.
-        by_design: Result of `kinds_by_design`.
-        progress: Progress of the stack.
-    """
-
-    io: AtomicCheckpointIO
-    fitted: Mapping[str, Any]
-    by_design: Mapping[str, Kinds]
-    progress: Progress
 
 
 class Member:
@@ -149,6 +139,9 @@ class Member:
             inputs=tuple(decided.spec.inputs),
         )
         precision.represent(self.module)
+        self._by_design = kinds_by_design(self.module)
+        fitted = decided.data.fitted
+        self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
         self.parameters = [one for one in self.network.parameters() if one.requires_grad]
         self.monitor: str | None = plain["monitor"]
@@ -173,9 +166,9 @@ class Member:
         self._stages: dict[str, int] = {}
         self._saved = "no checkpoint was saved before it"
 
-    def join(self, shared: Shared, *, total_steps: int, total_epochs: int) -> None:
+    def join(self, progress: Progress, *, total_steps: int, total_epochs: int) -> None:
         """Make the optimizer and the schedule, and resume. The tensors of the network are rows of the stack."""
-        self._shared, self._progress = shared, shared.progress
+        self._progress = progress
         self.optimizer, self.schedule = self.module.optimization.make(
             self.network, total_steps=total_steps, total_epochs=total_epochs
         )
@@ -406,7 +399,7 @@ class Member:
         Raises:
             NonFiniteError: A number of it is not finite.
         """
-        shared, step = self._shared, self._progress.step
+        step = self._progress.step
         found: State = {
             "epoch": self._progress.epochs,
             "global_step": step,
@@ -417,7 +410,7 @@ class Member:
             "callbacks": {},
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [] if self.schedule is None else [self.schedule.state_dict()],
-            **shared.fitted,
+            **self._fitted,
             LATEST: dict(self.latest),
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
             POSITION: dataclasses.asdict(self._progress.position),
@@ -426,7 +419,7 @@ class Member:
             CONFIG: self._text,
             SECONDS: self._seconds,
         }
-        if broken := broken_entries(found, shared.by_design):
+        if broken := broken_entries(found, self._by_design):
             what = among(broken, count=6)
             raise NonFiniteError(
                 f"not finite after step {step}: {what}. Nothing of it is saved; {self._saved}. {CURES}"
@@ -444,11 +437,11 @@ class Member:
         state = on_host(self._state())
         saves_last, step = self.plain["checkpoint"]["save_last"], self._progress.step
         if saves_last:
-            self._shared.io.save_checkpoint(state, self._last_path)
+            IO.save_checkpoint(state, self._last_path)
         if self._best_state is not None and saves_last and self.best is not None and self.best["step"] == step:
             copy_checkpoint(self._last_path, self._best_path)
         elif self._best_state is not None:
-            self._shared.io.save_checkpoint(self._best_state, self._best_path)
+            IO.save_checkpoint(self._best_state, self._best_path)
         self._saved = f"checkpoints/last.ckpt is of step {step}, and good"
 
     def _restore(self, state: State) -> None:

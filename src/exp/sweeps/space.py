@@ -7,12 +7,12 @@ asked for.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +23,7 @@ from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
 from exp.errors import ConfigError, Fault
-from exp.spelling import among, show
+from exp.spelling import among
 from exp.tensorboard.hparams import Domain
 
 Combination = Mapping[str, str]
@@ -73,8 +73,13 @@ class Axis:
             values=[text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
         )
 
+    def texts_of(self, wanted: object) -> tuple[str, ...]:
+        """Return the texts of a value of a list, however the value is written: 1e-3 is 0.001."""
+        parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
+        return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
+
     def text(self, value: float) -> str:
-        """A drawn number as an override ends: read again, it is the same number."""
+        """Return a drawn number as text that reads as the same number."""
         return str(int(value)) if self.is_integer else repr(float(value))
 
 
@@ -151,7 +156,7 @@ class Space:
 
 
 def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
-    """How many values each key takes, none of them made, in a grid; None of a sweeper that exp does not know."""
+    """Return the number of values of each key without making them. Return None for a sweeper that exp does not know."""
     lines = _lines(config, vocabulary)
     if lines is None:
         return None
@@ -159,34 +164,37 @@ def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
 
 
 def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
-    """What the command line, and hydra.sweeper.params, ask for.
+    """Return the space of the command line and of hydra.sweeper.params.
 
-    seed: of the order that shuffle gives.
-    Raises: ConfigError with a fault for each interval that cannot be drawn from, and each condition on nothing.
+    seed: Seed of the order of shuffled values.
+
+    Raises:
+        ConfigError: An interval cannot be drawn from, a list has a value twice, or a condition never holds.
     """
-    lines = _lines(config, vocabulary) or []
     axes: list[Axis] = []
     fixed: list[str] = []
     faults: list[Fault] = []
-    for line in lines:
+    for line in _lines(config, vocabulary) or []:
         if not line.is_sweep_override():
             fixed.append(line.input_line or line.get_key_element())
             continue
-        try:
-            axes.append(_axis(line, vocabulary, seed=seed))
-        except ConfigError as error:
-            faults += error.faults
+        fault, axis = _axis(line, vocabulary, seed=seed)
+        faults += fault
+        axes.append(axis)
+    if not faults:
+        axes = [replace(axis, when=_condition(axis.name, config, axes, faults)) for axis in axes]
+        for key in set(map(str, config.sweep.when)) - {axis.name for axis in axes}:
+            expected = f"one of {among([axis.name for axis in axes], word=key)}"
+            faults.append(Fault(key=f"sweep.when.{key}", got=f"{key}, which is not swept", expected=expected))
     if faults:
         raise ConfigError(faults)
-    conditions = _conditions(config, axes)
-    axes = [replace(axis, when=conditions.get(axis.name)) for axis in axes]
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
     return space
 
 
 def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
-    """The overrides, the last of each key; None of a sweeper that exp does not know."""
+    """Return the last override of each key. Return None for a sweeper that exp does not know."""
     texts = swept_texts(config)
     if texts is None:
         return None
@@ -201,13 +209,13 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
         is_group = vocabulary.group_exists(line.key_or_group)
         if not line.is_delete() and not is_group:
             line = _behind_others(line, last)
-        # Of a group, a `+` adds to what `=`, and another `+`, chooses.
+        # `+` of a group adds to the options that `=` and other `+` choose.
         last[text if is_group and line.is_add() else line.get_key_element()] = line
     return list(last.values())
 
 
 def _behind_others(line: Override, last: dict[str, Override]) -> Override:
-    """An override with the sign that it needs where it takes the place of a swept one of another sign."""
+    """Return an override with the sign that it needs if it replaces a swept override with another sign."""
     key = line.get_key_element().lstrip("+")
     for sign in ("", "+", "++"):
         before = last.get(f"{sign}{key}")
@@ -219,116 +227,56 @@ def _behind_others(line: Override, last: dict[str, Override]) -> Override:
     return line
 
 
-def _conditions(config: DictConfig, axes: Sequence[Axis]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """By the names of axes, what `sweep.when` asks of others.
-
-    Raises: ConfigError with a fault for each condition on nothing.
-    """
-    said = OmegaConf.to_container(config.sweep.when, resolve=True)
-    assert isinstance(said, dict)
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
-    faults: list[Fault] = []
-    for key, condition in said.items():
-        try:
-            found[str(key)] = _condition(str(key), condition, axes)
-        except ConfigError as error:
-            faults += error.faults
-    if faults:
-        raise ConfigError(faults)
-    return found
-
-
-def _condition(key: str, condition: Mapping[str, Any], axes: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
-    """The values of other axes, as overrides end, beside which a key is there.
-
-    Raises: ConfigError where one of them is not swept, or never has such a value.
-    """
+def _condition(
+    key: str, config: DictConfig, axes: Sequence[Axis], faults: list[Fault]
+) -> dict[str, tuple[str, ...]] | None:
+    """Return the values of other axes with which a key is there, from `sweep.when`. Add errors to `faults`."""
+    conditions = cast(dict[str, Any], OmegaConf.to_container(config.sweep.when, resolve=True))
+    if key not in conditions:
+        return None
     known = {axis.name: axis for axis in axes}
-    unknown = [name for name in (key, *condition) if name not in known]
-    if unknown:
-        got, expected = f"{unknown[0]}, which is not swept", f"one of {among(known, word=unknown[0])}"
-        raise ConfigError([Fault(key=f"sweep.when.{key}", got=got, expected=expected)])
-    found = {}
-    for name, wanted in condition.items():
+    found: dict[str, tuple[str, ...]] = {}
+    for name, wanted in conditions[key].items():
+        if name not in known:
+            expected = f"one of {among(known, word=name)}"
+            faults.append(Fault(key=f"sweep.when.{key}", got=f"{name}, which is not swept", expected=expected))
+            continue
         values = wanted if isinstance(wanted, list) else [wanted]
-        each = [_texts_with(known[name], value) for value in values]
+        each = [known[name].texts_of(value) for value in values]
         if not values or not all(each):
-            got = "[]" if not values else f"{_shown(values[each.index(())])}, which {name} never is"
-            raise ConfigError([Fault(key=f"sweep.when.{key}.{name}", got=got, expected=_domain_in_words(known[name]))])
-        found[str(name)] = tuple(text for texts in each for text in texts)
+            got = "[]" if not values else f"{values[each.index(())]}, which {name} never is"
+            expected = f"one of {among(known[name].texts)}" if known[name].texts else "a key that is swept by a list"
+            faults.append(Fault(key=f"sweep.when.{key}.{name}", got=got, expected=expected))
+        found[name] = tuple(text for texts in each for text in texts)
     return found
 
 
-def _texts_with(axis: Axis, wanted: Any) -> tuple[str, ...]:
-    """The values of an axis, as overrides end, that are this one however it is written: 1e-3 is 0.001."""
-    if axis.is_interval:
-        is_there = axis.is_integer and type(wanted) is int and axis.low <= wanted <= axis.high
-        return (axis.text(wanted),) if is_there else ()
-    parsed = ((text, parse_override(f"{axis.name}={text}").value()) for text in axis.texts)
-    return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
-
-
-def _domain_in_words(axis: Axis) -> str:
-    if axis.is_interval:
-        whole = "a whole number of the interval" if axis.is_integer else "a key that is swept by a list"
-        return f"{whole}: a search draws {axis.name} from {axis.text(axis.low)} to {axis.text(axis.high)}"
-    return f"one of {among(axis.texts)}"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else show(value)
-
-
-def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> Axis:
-    key, value = line.get_key_element(), line.value()
-    if not isinstance(value, IntervalSweep):
-        is_range = isinstance(value, Numbers) and not value.shuffle
-        texts = _texts(line, vocabulary, seed=seed)
-        _refuse_twice(line, texts)
-        return Axis(key=key, texts=texts, is_range=is_range)
-    low, high = value.start, value.end
-    assert low is not None
-    assert high is not None
-    is_log = "log" in value.tags
-    refused = _interval_fault(line, low, high, is_log=is_log, tags=value.tags - {"log"})
-    if refused is not None:
-        raise ConfigError([refused])
-    is_integer = isinstance(low, int) and isinstance(high, int)
-    if low == high:
-        cure = f"Write {line.key_or_group}={low}"
-        got, expected = f"{line.get_value_string()}, in which {low} is alone", "an interval of several numbers"
-        raise ConfigError([Fault(key=line.key_or_group, got=got, expected=expected, cure=cure)])
-    return Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
-
-
-def _refuse_twice(line: Override, texts: Sequence[str]) -> None:
-    """Raise ConfigError if a list has a value twice, however it is written: the same job would run twice."""
-    first: dict[object, str] = {}
-    for text in texts:
-        value: object = text
-        for number in (int, float):
-            with contextlib.suppress(ValueError):
-                value = (number, number(text))
-                break
-        if value in first:
-            both = text if first[value] == text else f"{first[value]} and {text}"
-            rest = ",".join(first.values())
-            cure = f"Write {line.key_or_group}={rest}" if len(rest) < 60 and len(first) == len(texts) - 1 else None
-            raise ConfigError([
-                Fault(key=line.key_or_group, got=f"{both}, twice", expected="each value once", cure=cure)
-            ])  # fmt: skip
-        first[value] = text
-
-
-def _interval_fault(line: Override, low: float, high: float, *, is_log: bool, tags: set[str]) -> Fault | None:
-    key, got = line.key_or_group, line.get_value_string()
-    if tags:
-        return Fault(key=key, got=f"the tag {min(tags)}", expected="log, the one tag that a search reads")
-    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-        return Fault(key=key, got=got, expected="an interval from a number to one that is not below it")
-    if is_log and low <= 0:
-        return Fault(key=key, got=got, expected="numbers above 0, of which there is a logarithm")
-    return None
+def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Fault], Axis]:
+    """Return the axis of an override, and its errors."""
+    name, key, value = line.key_or_group, line.get_key_element(), line.value()
+    if isinstance(value, IntervalSweep):
+        # Their types stay, because sweep.json compares the axes of a resumed search.
+        low, high, got = cast(float, value.start), cast(float, value.end), str(line.get_value_string())
+        is_log, is_integer = "log" in value.tags, isinstance(low, int) and isinstance(high, int)
+        fault = None
+        if tags := value.tags - {"log"}:
+            fault = Fault(key=name, got=f"the tag {min(tags)}", expected="log, the one tag that a search reads")
+        elif not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            fault = Fault(key=name, got=got, expected="an interval from a number to one that is not below it")
+        elif is_log and low <= 0:
+            fault = Fault(key=name, got=got, expected="numbers above 0, of which there is a logarithm")
+        elif low == high:
+            got, cure = f"{got}, in which {low} is alone", f"Write {name}={low}"
+            fault = Fault(key=name, got=got, expected="an interval of several numbers", cure=cure)
+        axis = Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
+        return [] if fault is None else [fault], axis
+    texts = _texts(line, vocabulary, seed=seed)
+    faults = []
+    if twice := [text for text, count in Counter(texts).items() if count > 1]:
+        once = ",".join(dict.fromkeys(texts))
+        cure = f"Write {name}={once}" if len(once) < 60 else None
+        faults.append(Fault(key=name, got=f"{twice[0]}, twice", expected="each value once", cure=cure))
+    return faults, Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
 
 
 def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:
@@ -336,10 +284,10 @@ def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, .
     if isinstance(value, Glob):
         return tuple(value.filter(vocabulary.options(line.key_or_group)))
     if isinstance(value, ChoiceSweep) and value.shuffle:
-        # Hydra draws another order each time, and a sweep that is gone on with has to find its jobs again.
+        # Hydra draws another order each time, and a resumed sweep has to find its jobs again.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
-        value.shuffle = True  # whoever parses the same text has the same object
+        value.shuffle = True  # other overrides of the same text share the object
         random.Random(f"{seed} {line.key_or_group}").shuffle(texts)
         return tuple(texts)
     return tuple(line.sweep_string_iterator())
@@ -349,6 +297,4 @@ def _size(line: Override, vocabulary: Vocabulary) -> int:
     value = line.value()
     if isinstance(value, Glob):
         return len(value.filter(vocabulary.options(line.key_or_group)))
-    if isinstance(value, ChoiceSweep):
-        return len(value.list)
-    return 1  # an interval
+    return len(value.list) if isinstance(value, ChoiceSweep) else 1

@@ -10,7 +10,6 @@ exp.engine.recording and exp.engine.checkpointing.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import time
@@ -35,10 +34,7 @@ from exp.config.yaml_files import yaml_text
 from exp.construct import build_network, build_run_precision
 from exp.data.in_memory import EpochDependent, IndexedLoader
 from exp.data.loader import GlobalBatches, ShareSampler
-from exp.engine.checkpoint import AtomicCheckpointIO
-from exp.engine.datamodule import RunData
 from exp.engine.forward import forward_by_name
-from exp.engine.non_finite import kinds_by_design
 from exp.engine.recording import is_written
 from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, one_line
@@ -51,7 +47,7 @@ from exp.run_report import Report, explain
 from exp.shared_types import Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
-from exp.sweeps.member import Member, Progress, Shared
+from exp.sweeps.member import Member, Progress
 from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import StackedNetwork, Step, Unstackable, examine, of_first
 from exp.sweeps.stacking import STACK, is_member, obstacle
@@ -96,12 +92,12 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     _refuse(decided, was_stacked=any(is_member(Path(config[COMPOSITION].directory)) for config in configs))
     refuse_other_data(decided)
     precision = build_run_precision(decided.plain, device_type="cpu")
-    values, origin = _Values(configs[0], decided), {**shared_origin(), STACK: True}
+    first, origin = plain_values(configs[0]), {**shared_origin(), STACK: True}
     by_position: dict[object, list[Member]] = {}
     for place, config in enumerate(configs):
         try:
-            plain = values.of(config)
-            text = values.text(plain)
+            plain = _resolved(config, first, decided)
+            text = yaml_text(plain)
             directory = _directory(config, text, origin)
             member = Member(place, decided, plain=plain, text=text, directory=directory, precision=precision)
         except ExpError as error:
@@ -115,8 +111,8 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     try:
         most = most_members(decided, stacks=at_once)
         for members in by_position.values():
-            for first in range(0, len(members), most):
-                yield from Stack(decided, members[first : first + most], precision=precision, flag=flag).run()
+            for start in range(0, len(members), most):
+                yield from Stack(decided, members[start : start + most], precision=precision, flag=flag).run()
     finally:
         flag.restore()
 
@@ -189,33 +185,19 @@ def _directory(config: DictConfig, text: str, origin: Mapping[str, Any]) -> Path
     return freeze(config, text=text, origin=origin, is_synced=False)
 
 
-class _Values:
-    """Resolves and formats configs that differ in few values, and computes the shared parts once.
+def _resolved(config: DictConfig, first: Mapping[str, Any], decided: Plan) -> Mapping[str, Any]:
+    """Return the values that `resolve` gives for a config.
 
     Args:
-        first: One of the configs.
-        decided: Its plan.
+        config: Config of a job.
+        first: Result of `plain_values` for the config of another job.
+        decided: Plan of the other job.
     """
-
-    def __init__(self, first: DictConfig, decided: Plan) -> None:
-        self._first, self._resolved = plain_values(first), decided.plain
-        self._texts: dict[tuple[str, str], str] = {}
-
-    def of(self, config: DictConfig) -> Mapping[str, Any]:
-        """Return the values that `resolve` gives for a config."""
-        changed = changes(self._first, {**plain_values(config), COMPOSITION: self._first[COMPOSITION]})
-        # `resolve` looks up the run whose weights are named.
-        if changed is None or any(path[0] == "weights" for path in changed):
-            return resolve(config).plain
-        return with_changes(self._resolved, changed)
-
-    def text(self, plain: Mapping[str, Any]) -> str:
-        """Return the YAML text of the values."""
-        keys = [(name, json.dumps(value, default=repr)) for name, value in plain.items()]
-        for key in keys:
-            if key not in self._texts:
-                self._texts[key] = yaml_text({key[0]: plain[key[0]]})
-        return "".join(self._texts[key] for key in keys)
+    changed = changes(first, {**plain_values(config), COMPOSITION: first[COMPOSITION]})
+    # `resolve` looks up the run whose weights are named.
+    if changed is None or any(path[0] == "weights" for path in changed):
+        return resolve(config).plain
+    return with_changes(decided.plain, changed)
 
 
 class Stack:
@@ -229,13 +211,7 @@ class Stack:
         self._running = list(members)
         first, trainer = members[0], decided.plain["trainer"]
         self._start = first.position
-        self._progress = Progress(
-            epoch=self._start.epoch,
-            batch=self._start.batch,
-            step=self._start.step,
-            batches=self._start.batches,
-            epochs=self._start.epoch,
-        )
+        self._progress = Progress.at(self._start)
         self._epochs: int = trainer["max_epochs"]
         self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
         self._log_every: int = trainer["log_every_n_steps"] or 50
@@ -251,15 +227,8 @@ class Stack:
             autocast=precision.forward_context,
             compiled=_compiled(decided.plain),
         )
-        fitted = decided.data.fitted
-        shared = Shared(
-            io=AtomicCheckpointIO(is_synced=False),
-            fitted={RunData.__qualname__: dict(fitted)} if fitted else {},
-            by_design=kinds_by_design(first.module),
-            progress=self._progress,
-        )
         for member in members:
-            member.join(shared, total_steps=total_steps, total_epochs=self._epochs)
+            member.join(self._progress, total_steps=total_steps, total_epochs=self._epochs)
         self._optimizers = DirectSteps(
             [member.optimizer for member in members], [member.parameters for member in members]
         )

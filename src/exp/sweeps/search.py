@@ -1,18 +1,19 @@
-"""Draw the jobs of a search: Optuna proposes, behind a record of every trial that its own tools read.
+"""Draw the trials of a search. Optuna proposes them, and a record keeps every trial for its tools.
 
-What is proposed depends on the seed and on the results before, never on which of two jobs ended first: a trial is
-proposed once all but the last few before it are told, and their results come to the sampler in their order. So a search
-that was killed goes on with the proposals that it would have made; it draws them all again and finds them as recorded.
+Proposals depend on the seed and on earlier results, never on which of two jobs ends first: a trial is proposed when all
+but the last few trials before it have results, and the sampler gets the results in their order. A resumed search
+therefore draws the same proposals again, and compares them with the record.
 
-    proposals   an Optuna study in memory, which sees results in order
-    record      sweep.journal in the sweep's directory, or any storage of Optuna's: optuna-dashboard reads it, the jobs
-                report to it, and their pruners look at it
+    proposals   an Optuna study in memory, which gets results in order
+    record      sweep.journal in the directory of the sweep, or another storage of Optuna: optuna-dashboard reads it,
+                jobs report to it, and their pruners look at it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,31 +25,43 @@ from exp.sweeps.space import Axis, Combination, Space
 if TYPE_CHECKING:
     from optuna import Trial
     from optuna.samplers import BaseSampler
+    from optuna.trial import TrialState
 
 DEFAULT_TRIALS = 20
 DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
 End = Literal["completed", "pruned", "failed"]
+STATES: Mapping[End, str] = {"completed": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
 # What these samplers propose does not depend on results, so that no trial waits for one.
 BLIND = ("random", "qmc")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """number: of the trial. values: of the space's axes, as overrides end."""
+    """A trial. values: The values of the axes by key, as text."""
 
     number: int
     values: Combination
 
 
 class Search:
-    """Propose trials, and be told what came of them, in any order.
+    """Proposes trials, and takes their results in any order.
 
-    width: how many trials are open at a time; a trial is proposed when that many before it may still be open.
-    directory: of the sweep. storage: a URL of Optuna's; None is the journal in the directory.
-    objectives: the tags whose values come back, and whether the smallest or the largest is the best.
+    Args:
+        space: Axes that are drawn.
+        sampler: Name of the sampler.
+        trials: Number of trials.
+        seed: Seed of the sampler.
+        width: Number of trials that may be open at a time.
+        objectives: Compared tags, with their directions.
+        directory: Directory of the sweep.
+        storage: URL of a storage of Optuna. None is the journal in the directory.
 
-    is_blind: whether no proposal waits for a result.
-    Raises: MissingExtraError without Optuna; ConfigError where the storage cannot be opened, or read.
+    Attributes:
+        is_blind: Whether proposals do not depend on results.
+
+    Raises:
+        MissingExtraError: Optuna is not installed.
+        ConfigError: The storage cannot be opened or read.
     """
 
     def __init__(
@@ -68,8 +81,8 @@ class Search:
         self.is_blind = sampler in BLIND
         self._width = trials if self.is_blind else width
         self._asked = self._passed_on = 0
-        # By number of the trial: how it ended, its values, and what its job reported on the way.
-        self._results: dict[int, tuple[End, Sequence[float], Mapping[int, float]]] = {}
+        # The state, the values and the reports of each trial that was not passed on to the sampler.
+        self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Any] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
         with quiet():
@@ -88,10 +101,10 @@ class Search:
             self._recorded = self._record.get_trials(deepcopy=False)
 
     def ask(self) -> Proposal | None:
-        """The next trial; None where it waits for results, or where there is none left: see `is_exhausted`."""
-        if self.is_exhausted:
-            return None
+        """Return the next trial. Return None while it waits for results, and after the last trial."""
         number = self._asked
+        if number >= self.trials:
+            return None
         while self._passed_on <= number - self._width:
             if self._passed_on not in self._results:
                 return None
@@ -105,57 +118,53 @@ class Search:
                     values[axis.key] = _drawn(trial, axis)
         self._asked += 1
         self._write_down(trial)
-        return Proposal(
-            number=number, values={axis.key: values[axis.key] for axis in self.space.axes if axis.key in values}
-        )
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether every trial was proposed."""
-        return self._asked >= self.trials
+        keys = [axis.key for axis in self.space.axes if axis.key in values]
+        return Proposal(number=number, values={key: values[key] for key in keys})
 
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
-        """What came of a trial. values: of the objectives; of a trial that was not completed none are read.
+        """Take the result of a trial.
 
-        Where the record knows the end already, of before a resume, it stays, of a job that is retried, too: what was
-        proposed behind it followed from it.
+        If the record has the end of the trial from before a resume, that end stays, also of a job that is run again:
+        later proposals followed from it.
+
+        Args:
+            number: Number of the trial.
+            end: How it ended.
+            values: Values of the objectives. They count if the trial was completed.
         """
         from optuna.trial import TrialState
 
-        states: Mapping[End, TrialState] = {
-            "completed": TrialState.COMPLETE,
-            "pruned": TrialState.PRUNED,
-            "failed": TrialState.FAIL,
-        }
+        state = TrialState[STATES[end]]
         recorded = self._record.get_trials(deepcopy=False)[number]
         if recorded.state.is_finished():
-            end = next(word for word, state in states.items() if state == recorded.state)
-            values = recorded.values or values
+            state, values = recorded.state, recorded.values or values
         else:
             with quiet():
-                told = list(values) if end == "completed" else None
-                self._record.tell(number, values=told, state=states[end])
-        self._results[number] = (end, values, dict(recorded.intermediate_values))
+                told = list(values) if state == TrialState.COMPLETE else None
+                self._record.tell(number, values=told, state=state)
+        self._results[number] = (state, values, dict(recorded.intermediate_values))
 
     def _pass_on(self, number: int) -> None:
-        """Tell the sampler the result of a trial, whose turn it is."""
+        """Tell the sampler the result of a trial."""
         from optuna.trial import TrialState
 
-        end, values, reported = self._results.pop(number)
+        state, values, reported = self._results.pop(number)
         trial = self._open.pop(number)
         with quiet():
-            for step, value in sorted(reported.items()):
-                if len(self.objectives) == 1:
-                    trial.report(value, step)
-            if end == "completed":
+            for step, value in sorted(reported.items()) if len(self.objectives) == 1 else ():
+                trial.report(value, step)
+            if state == TrialState.COMPLETE:
                 self._proposing.tell(trial, list(values))
-            elif end == "pruned" and reported:
-                self._proposing.tell(trial, state=TrialState.PRUNED)
             else:
-                self._proposing.tell(trial, state=TrialState.FAIL)
+                is_pruned = state == TrialState.PRUNED and reported
+                self._proposing.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
 
     def _write_down(self, trial: Trial) -> None:
-        """Record a proposal, or find it as it was recorded."""
+        """Record a proposal, or compare it with its record.
+
+        Raises:
+            RunError: The record has another proposal.
+        """
         from optuna.trial import TrialState, create_trial
 
         if trial.number >= len(self._recorded):
@@ -172,7 +181,7 @@ class Search:
 
 
 def _drawn(trial: Trial, axis: Axis) -> str:
-    """A value of an axis, as an override ends."""
+    """Return a value of an axis as text."""
     if not axis.is_interval:
         return str(trial.suggest_categorical(axis.name, list(axis.texts)))
     if axis.is_integer:
@@ -183,20 +192,19 @@ def _drawn(trial: Trial, axis: Axis) -> str:
 def _sampler(name: Sampler, *, seed: int, width: int) -> BaseSampler:
     from optuna import samplers
 
-    # A seed of NumPy's RandomState.
-    seed %= 2**32
-    startup = max(10, width)
-    if name == "random":
-        return samplers.RandomSampler(seed=seed)
-    if name == "qmc":
-        return samplers.QMCSampler(seed=seed, scramble=True)
-    if name == "gp":
-        return samplers.GPSampler(seed=seed)
-    if name == "cmaes":
-        return samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-    if name == "nsga2":
-        return samplers.NSGAIISampler(seed=seed)
-    # Trials that are open count as bad ones, so that those proposed beside each other are not all the same.
-    return samplers.TPESampler(
-        seed=seed, n_startup_trials=startup, multivariate=True, group=True, constant_liar=width > 1
-    )
+    makers: dict[Sampler, Callable[..., BaseSampler]] = {
+        "random": samplers.RandomSampler,
+        "qmc": partial(samplers.QMCSampler, scramble=True),
+        "gp": samplers.GPSampler,
+        "cmaes": partial(samplers.CmaEsSampler, warn_independent_sampling=False),
+        "nsga2": samplers.NSGAIISampler,
+        # Open trials count as bad ones, so that proposals that are made together differ.
+        "tpe": partial(
+            samplers.TPESampler,
+            n_startup_trials=max(10, width),
+            multivariate=True,
+            group=True,
+            constant_liar=width > 1,
+        ),
+    }
+    return makers[name](seed=seed % 2**32)  # a seed of NumPy's RandomState

@@ -274,8 +274,8 @@ def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Fa
     faults = []
     if twice := [text for text, count in Counter(texts).items() if count > 1]:
         once = ",".join(dict.fromkeys(texts))
-        cure = f"Write {name}={once}" if len(once) < 60 else None
-        faults.append(Fault(key=name, got=f"{twice[0]}, twice", expected="each value once", cure=cure))
+        short = f"Write {name}={once}" if len(once) < 60 else None
+        faults.append(Fault(key=name, got=f"{twice[0]}, twice", expected="each value once", cure=short))
     return faults, Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
 
 

@@ -121,8 +121,6 @@ def expanded(
     return [*overrides[: len(overrides) - len(now)], *changes.overrides(), *now]
 
 
-
-
 @secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
     """The job's config without the hydra node. In a sweep: job is its number, sweep the sweep's directory.

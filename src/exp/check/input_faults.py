@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import math
 import re
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,6 @@ POOLS = (
 # The attentions of torch's encoder and decoder layers, whose own parameter for their width is d_model.
 ATTENTIONS = ("self_attn", "multihead_attn")
 AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
-DIMS = re.compile(r"Dimension out of range \(expected to be in range of (\[-?\d+, -?\d+\]), but got (-?\d+)\)")
-MISSING_ARGUMENTS = re.compile(r"missing \d+ required positional arguments?: (.+)")
 
 
 @dataclass(frozen=True)
@@ -79,29 +76,16 @@ INPUTS: Mapping[tuple[type[nn.Module], ...], tuple[Input, ...]] = {
     ),
     POOLS: (Input("floats [B, C, {axes}]"),),
 }
-# Layers that divide axes of their input by a parameter, or by its square: classes, parameter, axes, power.
-DIVIDED: tuple[tuple[tuple[type[nn.Module], ...], str, tuple[int, ...], int], ...] = (
-    ((*CONVOLUTIONS, nn.ChannelShuffle), "groups", (1,), 1),
-    ((nn.PixelShuffle,), "upscale_factor", (-3,), 2),
-    ((nn.PixelUnshuffle,), "downscale_factor", (-2, -1), 1),
-)
-# Parameters that torch's message about a layer does not name.
-UNNAMED = {nn.GLU: "dim", nn.Unflatten: "unflattened_size"}
-# The operands of functions, by their names without underscores.
+# What functions take, by their names without underscores.
 OPERANDS = {
     **dict.fromkeys(
         "matmul rmatmul mm bmm mv addmm baddbmm".split(),
         "[..., N, K] and [..., K, M]: as many columns as the second has rows",
     ),
-    **dict.fromkeys(
-        "cat concat concatenate hstack vstack".split(), "the same sizes along every axis except that of the dim"
-    ),
-    "stack": "tensors of one shape",
-    "scaled_dot_product_attention": "query [B, ..., L, E], key [B, ..., S, E] and value [B, ..., S, V]",
+    **dict.fromkeys("index_select gather take take_along_dim scatter".split(), "indices of whole numbers (int64)"),
     **dict.fromkeys("masked_fill masked_select masked_scatter".split(), "a mask of bool"),
+    "scaled_dot_product_attention": "query [B, ..., L, E], key [B, ..., S, E] and value [B, ..., S, V]",
 }
-INDEXED = frozenset("index_select gather take take_along_dim scatter scatter_add index_add index_copy getitem".split())
-RESHAPED = frozenset("view reshape view_as reshape_as".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +150,8 @@ def layer_fault(error: BaseException, key: str, call: Call, refused: Refused | N
     cure = demand.cure
     if cure is not None and key.rpartition(".")[2] in ATTENTIONS:
         cure = cure.replace("embed_dim", "d_model")
-    return Fault(
-        key=key,
-        got=f"{_class_of(module).__name__} is given {given}{message}",
-        expected=demand.expected,
-        cure=cure,
-        origins=_origins(key, module, demand.parameters),
-    )
+    got = f"{_class_of(module).__name__} is given {given}{message}"
+    return Fault(key, got, demand.expected, cure, origins=_origins(key, module, demand.parameters))
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -268,12 +247,7 @@ def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
         return Demand(expected=f"one tensor, {_text(inputs[0], module)}", cure=cure)
     if not isinstance(value, Tensor):
         return None
-    return (
-        (_axes_demand(module, inputs[0], value) if inputs else None)
-        or _size_demand(module, inputs, call)
-        or _multiple_demand(module, value)
-        or (_kernel_demand(module, inputs[0], value) if isinstance(module, (*CONVOLUTIONS, *POOLS)) else None)
-    )
+    return (_axes_demand(module, inputs[0], value) if inputs else None) or _size_demand(module, inputs, call)
 
 
 def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | None:
@@ -306,55 +280,11 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
     return None
 
 
-def _multiple_demand(module: nn.Module, value: Tensor) -> Demand | None:
-    """Return the demand of a layer that divides axes of its input by a parameter."""
-    for classes, name, axes, power in DIVIDED:
-        if not isinstance(module, classes) or value.dim() < 3:
-            continue
-        factor, size = getattr(module, name) ** power, math.gcd(*(value.shape[axis] for axis in axes))
-        if size % factor:
-            places = " and ".join(map(str, axes))
-            found = [str(one) for one in range(1, size + 1) if size % one == 0 and power == 1]
-            cure = f"Write {name}: {' or '.join(found[:6])}" if found else None
-            expected = f"a multiple of {factor} on axis {places}, because {name} is {getattr(module, name)}"
-            return Demand(expected=expected, cure=cure, parameters=(name,))
-    return None
-
-
-def _kernel_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | None:
-    """Return the demand of a convolution or pooling layer whose kernel is larger than its input."""
-    axes = _axes_of(module)
-    kernel, pads, gaps = (_each(getattr(module, name, 1), axes) for name in ("kernel_size", "padding", "dilation"))
-    if not (kernel and pads and gaps) or not hasattr(module, "kernel_size"):
-        return None
-    if isinstance(module, POOLS) and any(2 * pad > size for size, pad in zip(kernel, pads, strict=True)):
-        expected = f"a padding of at most {min(kernel) // 2}, half of its kernel_size"
-        return Demand(expected=expected, cure=f"Write padding: {min(kernel) // 2}", parameters=("padding",))
-    spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, gaps, strict=True)]
-    room = [side + 2 * pad for side, pad in zip(value.shape[-axes:], pads, strict=True)]
-    if all(span <= side for span, side in zip(spans, room, strict=True)):
-        return None
-    expected = f"{_text(first, module)} large enough for a kernel of {max(spans)}; with padding it has {min(room)}"
-    cure = f"Write kernel_size: {min(room)} or less, or more padding" if set(gaps) == {1} else None
-    return Demand(expected=expected, cure=cure, parameters=("kernel_size" if cure else "dilation",))
-
-
-def _each(size: object, axes: int) -> list[int]:
-    return list(size) if isinstance(size, list | tuple) else [size] * axes if isinstance(size, int) else []
-
-
 def _general_demand(module: nn.Module, error: BaseException, refused: Refused | None) -> Demand:
-    """Return the demand of any other layer, with the parameters that the message names or whose value it states."""
-    message, known = str(error), _parameters(module)
-    if (missing := MISSING_ARGUMENTS.search(message)) is not None:
-        takes = ", ".join(inspect.signature(module.forward).parameters)
-        return Demand(expected=f"{takes}; {missing[1]} is missing", cure="Give it all of them in a forward program")
-    if (dims := DIMS.search(message)) is not None:
-        held = [name for name in known if "dim" in name and str(getattr(module, name, None)) == dims[2]]
-        return Demand(expected=f"a dim in {dims[1]}", parameters=tuple(held))
-    places = {name: re.search(rf"\b{re.escape(name)}\b", message, re.IGNORECASE) for name in known}
-    named = sorted((found.start(), name) for name, found in places.items() if found is not None)
-    names = [UNNAMED[type(module)]] if type(module) in UNNAMED else [name for _, name in named]
+    """Return the demand of any other layer, with the parameters that torch's message names."""
+    message = str(error)
+    places = {name: re.search(rf"\b{re.escape(name)}\b", message, re.IGNORECASE) for name in _parameters(module)}
+    names = [name for _, name in sorted((found.start(), name) for name, found in places.items() if found is not None)]
     values = [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
     expected = f"an input that fits {among(values)}" if values else "an input that it takes"
     return Demand(expected=(refused and _operands(refused)) or expected, parameters=tuple(names))
@@ -382,13 +312,9 @@ def operation_fault(error: BaseException, key: str, refused: Refused | None = No
     if refused is not None and refused.sources:
         given = f"{_word(refused)} is given {', '.join(map(_given, refused.sources))}: "
     expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
-    return Fault(
-        key=f"{key}.forward",
-        got=f"`{shown.strip()}`: {given}{_first_line(error)}",
-        expected=(refused and _operands(refused)) or expected,
-        cure=None if refused is None else _cure_of_operands(refused),
-        at=(line, column),
-    )
+    expected = (refused and _operands(refused)) or expected
+    fix = None if refused is None else _cure_of_operands(refused)
+    return Fault(f"{key}.forward", f"`{shown.strip()}`: {given}{_first_line(error)}", expected, fix, at=(line, column))
 
 
 def _word(refused: Refused) -> str:
@@ -398,25 +324,12 @@ def _word(refused: Refused) -> str:
 
 def _operands(refused: Refused) -> str | None:
     """Return what a function of torch takes, in words; None for an unknown function."""
-    name, message, sources = _word(refused), str(refused.error), refused.sources
-    floats = {one.dtype for one in sources if one.is_floating_point() or one.is_complex()}
-    if (dims := DIMS.search(message)) is not None:
-        return f"a dim in {dims[1]}"
-    if _is_of_dtypes(refused.error) and "index" in message.lower() and name in INDEXED:
-        return "indices of whole numbers (int64)"
+    floats = {one.dtype for one in refused.sources if one.is_floating_point() or one.is_complex()}
     if len(floats) > 1:
         return "operands of one dtype"
     if _is_of_dtypes(refused.error) and not floats:
         return "floats"
-    if name in RESHAPED and sources:
-        shape = sources[0].shape
-        is_batch = bool(shape) and shape[0] == BATCH
-        return f"sizes whose product is {f'B * {math.prod(shape[1:])}' if is_batch else math.prod(shape)}"
-    if name == "permute" and sources:
-        return f"each of its {sources[0].dim()} axes once"
-    if name not in OPERANDS and ("broadcast" in message or "must match the size" in message):
-        return "shapes that broadcast: from the right, sizes that are equal, or one of them 1"
-    return OPERANDS.get(name)
+    return OPERANDS.get(_word(refused))
 
 
 def _cure_of_operands(refused: Refused) -> str | None:

@@ -22,22 +22,13 @@ from exp.check.input_faults import described
 from exp.data.randomness import preserve_generators
 from exp.errors import REFUSALS, Fault, RunError, one_line
 from exp.nested import named_parts
-from exp.objectives.loss_inputs import Values, elementwise_cure
+from exp.objectives.loss_inputs import Values
 from exp.objectives.measures import ENTRIES, EntryError, Measure, entries_of, entry_tag
 from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean, show
 
 OF_TENSORS = ("torchmetrics.classification.", "torchmetrics.regression.", "exp.objectives.metrics")
 BY_GROUP = (classes.BinaryFairness, classes.BinaryGroupStatRates)
-# Torchmetrics derives its ROC curves from these.
-CURVES = (
-    classes.BinaryPrecisionRecallCurve,
-    classes.MulticlassPrecisionRecallCurve,
-    classes.MultilabelPrecisionRecallCurve,
-)
-MATRICES = (classes.BinaryConfusionMatrix, classes.MulticlassConfusionMatrix, classes.MultilabelConfusionMatrix)
-# Parameters whose value makes one number of several.
-REDUCTIONS = {"multidim_average": ("samplewise", "global"), "average": ("none", "macro"), "reduction": ("none", "mean")}
 
 
 def call_faults(measures: Iterable[Measure]) -> Iterator[Fault]:
@@ -70,10 +61,6 @@ def fit_faults(
         if not measure.is_known:
             continue
         fault = _whole_fault(measure, draw(0))
-        if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
-            kind = type(measure.metric).__name__
-            got = f"{kind}, in which a batch without a group is counted under other groups (torchmetrics 1.9)"
-            fault = Fault(key=measure.key, got=got, expected="a metric of your own that adds up by group number")
         if fault is None:
             with warnings.catch_warnings(), preserve_generators(), torch.no_grad():
                 warnings.simplefilter("ignore")  # about few samples, and about outputs that no network made
@@ -90,19 +77,19 @@ def fit_faults(
 
 
 def _whole_fault(measure: Measure, values: Values) -> Fault | None:
-    """Return the error of a metric of two tensors that is given everything that the network returns."""
+    """Return the error of a metric that no run supports, or of one of two tensors that is given several."""
+    kind = type(measure.metric).__name__
+    if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
+        got = f"{kind}, in which a batch without a group is counted under other groups (torchmetrics 1.9)"
+        return Fault(measure.key, got, "a metric of your own that adds up by group number")
     parts = [type(part).__module__ for _, part in measure.parts if not isinstance(part, WrapperMetric)]
     place = next((place for place, name in measure.names.items() if name == "output"), None)
     value = measure.read(values).get("output")
     if place is None or isinstance(value, Tensor) or not all(module.startswith(OF_TENSORS) for module in parts):
         return None
     names = named_parts(value)
-    return Fault(
-        key=f"{measure.key}.{place}",
-        got=f"the network returns {described(value)}",
-        expected="one tensor to compare",
-        cure=f"Write one of {among(names)}" if names else None,
-    )
+    fix = f"Write one of {among(names)}" if names else None
+    return Fault(f"{measure.key}.{place}", f"the network returns {described(value)}", "one tensor to compare", fix)
 
 
 def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
@@ -143,62 +130,31 @@ def _entry_fault(measure: Measure, found: Iterable[object]) -> Fault | None:
         got = f"{kind}, which gives {len(names[0])} numbers, and {len(names[1])} of twice as many samples"
     except EntryError as error:
         got = f"{kind}, which gives {error}"
-    return Fault(key=measure.key, got=got, expected=ENTRIES, cure=_alternative(measure.metric))
-
-
-def _alternative(metric: object) -> str | None:
-    if getattr(metric, "multidim_average", None) == "samplewise":
-        return "Write multidim_average: global"
-    if isinstance(metric, CURVES):
-        return "+hooks=pr_curve draws it for classes. The area below a curve is one number: AUROC, AveragePrecision"
-    if isinstance(metric, MATRICES):
-        return "+hooks=confusion draws it for classes. StatScores gives the counts as a vector"
-    for name, (several, one) in REDUCTIONS.items():
-        if hasattr(metric, name) and getattr(metric, name) in (None, several):
-            return f"Write {name}: {one}"
-    return None
+    return Fault(
+        measure.key,
+        got,
+        ENTRIES,
+        "Write average=macro, reduction=mean or multidim_average=global, if it has one of them",
+    )
 
 
 def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> Fault:
     """Return the error of a metric whose update failed. The cause of `error` is what the library raised."""
     expected = "outputs and targets that it takes"
     if error.__cause__ is None:
-        return Fault(key=measure.key, got=f"in the first samples of {stage}: {error}", expected=expected)
+        return Fault(measure.key, f"in the first samples of {stage}: {error}", expected)
     kind, read = type(measure.metric).__name__, measure.read(values)
+    output, target = read.get(measure.output), read.get(measure.target)
+    if isinstance(output, Tensor) and isinstance(target, Tensor) and output.shape[:1] == target.shape[:1]:
+        for size in ("num_classes", "num_labels"):
+            held = getattr(measure.metric, size, None)
+            if isinstance(held, int) and output.dim() == target.dim() + 1 and held != output.shape[1]:
+                width = output.shape[1]
+                got = f"{held}, and the network gives {width} for each sample"
+                return Fault(f"{measure.key}.{size}", got, f"{width}", f"Write {size}: {width}")
     shown = ", ".join(f"{name} {described(value)}" for name, value in read.items())
     got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
-    cure, output, target = None, read.get(measure.output), read.get(measure.target)
-    if isinstance(output, Tensor) and isinstance(target, Tensor):
-        if (fault := _size_fault(measure, output, target)) is not None:
-            return fault
-        cure = _cure_of_shapes(measure.metric, output, target)
-    return Fault(key=measure.key, got=got, expected=expected, cure=cure)
-
-
-def _size_fault(measure: Measure, output: Tensor, target: Tensor) -> Fault | None:
-    """Return the error of a metric for more or fewer classes than the network gives."""
-    if output.dim() != target.dim() + 1 or output.shape[:1] != target.shape[:1]:
-        return None
-    width = output.shape[1]
-    for size in ("num_classes", "num_labels"):
-        held = getattr(measure.metric, size, None)
-        if isinstance(held, int) and held != width:
-            got = f"{held}, and the network gives {width} for each sample"
-            return Fault(key=f"{measure.key}.{size}", got=got, expected=f"{width}", cure=f"Write {size}: {width}")
-    return None
-
-
-def _cure_of_shapes(metric: object, output: Tensor, target: Tensor) -> str | None:
-    is_of_classes = type(metric).__module__.startswith("torchmetrics.classification.")
-    if is_of_classes and target.is_floating_point():
-        if bool(((target == 0) | (target == 1)).all()):
-            return "Give answers as int64, which torch.nn.BCEWithLogitsLoss also accepts here"
-        return "For numbers use metrics=[mae]; class numbers are int64"
-    if is_of_classes and output.dim() > 2 and output.shape[:-1] == target.shape:
-        return "For classes on the last axis use exp.objectives.metrics.Accuracy, F1 or AUROC"
-    if output.shape == (*target.shape, 1) or target.shape == (*output.shape, 1):
-        return elementwise_cure(output, target)
-    return None
+    return Fault(measure.key, got, expected)
 
 
 def mode_faults(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[Fault]:
@@ -213,8 +169,7 @@ def mode_faults(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Ite
     is_higher = None if part is None else part.higher_is_better
     if isinstance(is_higher, bool) and is_higher != (mode == "max"):
         better, side = ("max", "higher") if is_higher else ("min", "lower")
-        expected = f"{better}: a {side} {monitor} is better"
-        yield Fault(key="mode", got=repr(mode), expected=expected, cure=f"Add mode={better}")
+        yield Fault("mode", repr(mode), f"{better}: a {side} {monitor} is better", f"Add mode={better}")
 
 
 def monitor_faults(
@@ -235,9 +190,6 @@ def monitor_faults(
         tags = [entry_tag(name, stage, entry) for entry in entries[name]]
         if monitor not in tags:
             is_whole = monitor == entry_tag(name, stage, "")
-            yield Fault(
-                key=key,
-                got=f"{show(monitor)}{f', which gives {len(tags)} numbers' if is_whole else ''}",
-                expected=f"a tag of this run: {among(tags, word=monitor)}",
-                cure=None if is_whole else did_you_mean(monitor, tags),
-            )
+            got = show(monitor) + (f", which gives {len(tags)} numbers" if is_whole else "")
+            fix = None if is_whole else did_you_mean(monitor, tags)
+            yield Fault(key, got, f"a tag of this run: {among(tags, word=monitor)}", fix)

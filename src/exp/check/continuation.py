@@ -1,10 +1,12 @@
-"""Can a run go on from this checkpoint? Its model must be the same, and its optimizer's values must not change.
+"""Compare a config with the checkpoint that it resumes from.
 
-Of what else changes the numbers it may take another value: the run goes on, and a note names it.
+The model and the optimizer's values must be the same. Other values that change the numbers of steps may differ, and a
+note names them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 
 import lightning
 import yaml
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 
 from exp.check.phase_rules import whole_phase
@@ -21,7 +22,7 @@ from exp.config.freeze import read_overrides
 from exp.config.module_key import brings_data
 from exp.config.plain_tree import are_same
 from exp.config.versions import as_before
-from exp.engine.checkpoint import State, read_checkpoint
+from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import Fault
 from exp.spelling import among, show
@@ -29,28 +30,23 @@ from exp.spelling import among, show
 # Which of several kernels computes the same step is not part of the state.
 INCIDENTAL = ("fused", "foreach", "monitor")
 SHOWN = 3
-# What no state of the optimizer fits that was another.
+# Parts of the optimizer that its state depends on.
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
 LIGHTNING = "pytorch-lightning_version"
-# What is in a checkpoint from which a run goes on.
-HELD = {
-    "state_dict": dict,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "callbacks": dict,
-    "loops": dict,
-    POSITION: dict,
-    CONFIG: str,
-    LIGHTNING: str,
+RELEASE = re.compile(r"(\d+)\.(\d+)")
+# The entries of a checkpoint that a run resumes from.
+HELD: Mapping[str, Callable[[Any], bool]] = {
+    "state_dict": lambda held: isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values()),
+    "optimizer_states": lambda held: (
+        isinstance(held, list) and bool(held) and all(isinstance(one, dict) for one in held)
+    ),
+    "lr_schedulers": lambda held: isinstance(held, list),
+    "callbacks": lambda held: isinstance(held, dict),
+    "loops": lambda held: isinstance(held, dict),
+    POSITION: lambda held: isinstance(held, dict) and isinstance(held.get("epoch"), int),
+    LIGHTNING: lambda held: isinstance(held, str) and RELEASE.match(held) is not None,
 }
-# Of these, what is read of them.
-WITHIN: Mapping[str, Callable[..., bool]] = {
-    "state_dict": lambda weights: all(isinstance(weight, Tensor) for weight in weights.values()),
-    "optimizer_states": lambda states: bool(states) and all(isinstance(state, dict) and state for state in states),
-    POSITION: lambda position: isinstance(position.get("epoch"), int),
-    LIGHTNING: lambda version: _release(version) is not None,
-}
-# What steps are computed from, beside what must be the same. Of data and runtime only what changes the numbers.
+# Other keys that change the numbers of steps.
 NUMERIC = (
     "precision",
     "strategy",
@@ -75,23 +71,23 @@ NUMERIC = (
     "trainer.gradient_clip_algorithm",
     "trainer.limit_train_batches",
 )
-# How batches are loaded, whatever is in them; and which samples are in a batch.
+# Keys of how batches are loaded, and of which samples are in a batch.
 LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
-# What must be the same too, for it says what an optimizer holds; as it is in a config that does not use it.
+# Nodes that say what an optimizer holds, with their values in a config that does not use them. They may not change.
 NOTHING: Mapping[str, Any] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
     "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
-# Of these nodes: what no step depends on, and what a name or word says as well.
+# Keys of these nodes on which no step depends, or that repeat another key.
 BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming:
-    """faults: why the run cannot go on from there. notes: what may make other steps from there on."""
+    """The result of a comparison with a checkpoint. notes: what may change the steps after the resume."""
 
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
@@ -105,52 +101,61 @@ def examine_resume(
     prefix: str = "network.",
     is_fork: bool = False,
 ) -> Resuming:
-    """What `resume` comes to, for a plain and resolved config whose `resume` names a file.
+    """Compare a config with the checkpoint that its `resume` names.
 
-    network: of this config, on the meta device; None where it could not be built. build: builds it anew; a buffer that
-        has another shape then was reshaped by a forward, and may have any shape in the checkpoint.
-    prefix: of its names in a checkpoint.
-    is_fork: whether the optimizer may have other values, which exp.fork puts into its state.
+    Args:
+        config: Plain and resolved.
+        network: Of the config, on the meta device; None if it could not be built.
+        build: Builds the network again. A buffer that has another shape then was reshaped by a forward, and may have
+            any shape in the checkpoint.
+        prefix: Of the network's names in a checkpoint.
+        is_fork: Whether the optimizer may have other values, which exp.fork writes into its state.
 
-    A checkpoint that says nothing of its config is not judged: it can be evaluated only, and the engine says so.
+    A checkpoint without a config is not compared: it can only be evaluated, and the engine reports it.
 
-    Raises: RunError where the file is damaged.
+    Raises:
+        RunError: The file is damaged.
     """
     path = Path(config["resume"])
     checkpoint = read_checkpoint(path)
     if LIGHTNING not in checkpoint:
         got = f"{path}, which holds {among(checkpoint)} and no {LIGHTNING}"
-        return Resuming(faults=(Fault(key="resume", got=got, expected="a last.ckpt or best.ckpt of exp"),))
+        return Resuming(faults=(Fault("resume", got, "a last.ckpt or best.ckpt of exp"),))
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
-    if incomplete := _incomplete(checkpoint, path):
-        return Resuming(faults=(incomplete,))
-    # A checkpoint of before there were these had none.
     saved = _saved_config(checkpoint[CONFIG])
-    if saved is None:
-        got = f"{path}, whose {CONFIG} is {show(checkpoint[CONFIG])}"
-        return Resuming(faults=(Fault(key="resume", got=got, expected="the config of its run"),))
-    before = _whole(as_before({**NOTHING, **saved}))
-    config = _whole(as_before({**NOTHING, **config}))
-    faults = _other_values(before, config, "model", path) + _other_values(before, config, "module", path)
-    if config["train"]:
-        faults += _other_values(before, config, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
-        faults += _other_values(before, config, "scheduler", path)
-        for node in NOTHING:
-            faults += _other_values(before, config, node, path)
-        faults += _epochs(config["trainer"], done=checkpoint[POSITION]["epoch"])
-        faults += _other_batches(before, config, checkpoint[POSITION])
-        faults += _newer(checkpoint, path)
+    wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
+    if wrong or saved is None:
+        key = wrong[0] if wrong else CONFIG
+        got = f"{path}, whose {key} is {show(checkpoint.get(key))}"
+        return Resuming(faults=(Fault("resume", got, "a last.ckpt or best.ckpt of exp, as it was written"),))
+    # A checkpoint of an earlier version lacks these nodes.
+    before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
+    compared = ["model", "module", *(["scheduler", *NOTHING] if now["train"] else [])]
+    faults = [fault for node in compared for fault in _other_values(before, now, node, path)]
+    if now["train"]:
+        faults += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
+        faults += _other_positions(before, now, checkpoint[POSITION])
+        written, own = checkpoint[LIGHTNING], lightning.__version__
+        if _release(written) > _release(own):
+            got, fix = f"{path}, written with Lightning {written}", f"Install lightning=={written}"
+            faults.append(Fault("resume", got, f"one of Lightning {own}, which is installed, or older", fix))
     if network is not None and not faults:
         faults += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
-    notes = _notes(before, config, path) if config["train"] else ()
-    return Resuming(faults=tuple(faults), notes=notes)
+    told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
+    notes = (f"{path}: {told}. The run resumes from the same place; its losses may be others from there",)
+    return Resuming(faults=tuple(dict.fromkeys(faults)), notes=notes if told else ())
 
 
-def _saved_config(text: str) -> dict[str, Any] | None:
-    """The config in a checkpoint; None where it is none."""
+def _release(version: str) -> tuple[int, ...]:
+    found = RELEASE.match(version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _saved_config(text: object) -> dict[str, Any] | None:
+    """Return the config in a checkpoint; None if it is not a config."""
     try:
-        saved = yaml.safe_load(text)
+        saved = yaml.safe_load(text) if isinstance(text, str) else None
     except yaml.YAMLError:
         return None
     if not isinstance(saved, dict):
@@ -158,33 +163,6 @@ def _saved_config(text: str) -> dict[str, Any] | None:
     has_module = isinstance(saved.get("module"), dict)
     nodes = ("trainer",) if has_module else ("model", "optimizer", "scheduler", "trainer")
     return saved if all(isinstance(saved.get(node), dict) for node in nodes) else None
-
-
-def _incomplete(checkpoint: State, path: Path) -> Fault | None:
-    """Return an error for an entry that a resume needs and that the checkpoint lacks."""
-    wrong = [key for key, kind in HELD.items() if not isinstance(checkpoint.get(key), kind)]
-    wrong = wrong or [key for key, is_whole in WITHIN.items() if not is_whole(checkpoint[key])]
-    if not wrong:
-        return None
-    got = f"{path}, whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}"
-    return Fault(key="resume", got=got, expected="a last.ckpt or best.ckpt of exp, as it was written")
-
-
-def _newer(checkpoint: State, path: Path) -> list[Fault]:
-    """Lightning reads what older versions of it wrote, and not what newer ones did."""
-    written, own = checkpoint[LIGHTNING], lightning.__version__
-    if (_release(written) or ()) <= (_release(own) or ()):
-        return []
-    got, expected = f"{path}, written with Lightning {written}", f"one of Lightning {own}, which is installed, or older"
-    return [Fault(key="resume", got=got, expected=expected, cure=f"Install lightning=={written}")]
-
-
-def _release(version: str) -> tuple[int, ...] | None:
-    """Its first two numbers; None where it is no version."""
-    try:
-        return Version(version).release[:2]
-    except InvalidVersion:
-        return None
 
 
 def _other_weights(
@@ -195,7 +173,7 @@ def _other_weights(
     build: Callable[[], nn.Module] | None,
     prefix: str,
 ) -> Iterator[Fault]:
-    """Weights that the network has and the checkpoint has not, or in another shape: its class was changed since."""
+    """Yield the error of weights that the checkpoint lacks, or has in another shape."""
     own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
     other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
     if other and build is not None:
@@ -204,40 +182,26 @@ def _other_weights(
     if other:
         name = other[0]
         has = f"{list(weights[name].shape)}" if name in weights else "not there"
-        yield Fault(
-            key="resume",
-            got=f"{path}, where {name} is {has}" + (f", and {len(other) - 1} more are other" if other[1:] else ""),
-            expected=f"weights of this network, which has {list(own[name].shape)} there",
-            cure="Its class was changed since, or the file was",
-        )
-
-
-def _notes(before: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
-    told = _differences(_leaves(before, ""), _leaves(config, ""), NUMERIC)
-    if not told:
-        return ()
-    return (f"{path}: {told}. The run goes on from the same place; from there on its losses may be others",)
+        got = f"{path}, where {name} is {has}" + (f", and {len(other) - 1} more are other" if other[1:] else "")
+        expected = f"weights of this network, which has {list(own[name].shape)} there"
+        yield Fault("resume", got, expected, "Its class was changed since, or the file was")
 
 
 def _other_values(
     before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path, *, below: Sequence[str] | None = None
-) -> list[Fault]:
-    """below: of the node, what must be the same; None is all of it."""
+) -> Iterator[Fault]:
+    """Yield the error of a node that changed. below: the parts of the node that may not change; None for all."""
     told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
-    if not told:
-        return []
-    return [
-        Fault(
-            key="resume",
-            got=f"a checkpoint of another {node}: {told}",
-            expected=f"the {node} that it was trained with, whose state it holds",
-            cure=_cure(path),
-        )
-    ]
+    if told:
+        directory, fix = path.absolute().parent.parent, "Repeat the overrides of that run"
+        if (directory / "overrides.yaml").is_file():
+            fix = f"That run was started with: {' '.join(read_overrides(directory)) or '(no overrides)'}"
+        expected = f"the {node} that it was trained with, whose state it holds"
+        yield Fault("resume", f"a checkpoint of another {node}: {told}", expected, fix)
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
-    """The keys at or below these names that have another value, the first few of them by name; empty: none."""
+    """Return the keys at or below these names that have another value, the first few by name; empty for none."""
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
     other = [key for key in keys if not are_same(saved.get(key), now.get(key))]
@@ -245,41 +209,24 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
     return "; ".join(told) + (f", and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
 
 
-def _cure(path: Path) -> str:
-    directory = path.absolute().parent.parent
-    if not (directory / "overrides.yaml").is_file():
-        return "Repeat the overrides of that run"
-    overrides = " ".join(read_overrides(directory))
-    return f"That run was started with: {overrides}" if overrides else "That run was started without overrides"
-
-
-def _epochs(trainer: Mapping[str, Any], *, done: int) -> list[Fault]:
-    most = trainer["max_epochs"]
-    if most is None or most < 0 or most >= done:
-        return []
-    return [
-        Fault(
-            key="trainer.max_epochs",
-            got=str(most),
-            expected=f"at least the {done} epochs that the checkpoint has done",
-            cure=f"It counts the whole run: trainer.max_epochs={done + most} does {most} more",
-        )
-    ]
-
-
-def _other_batches(before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]) -> list[Fault]:
-    """Return an error if the batches of an epoch that has begun are others: their samples are not known."""
+def _other_positions(
+    before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]
+) -> Iterator[Fault]:
+    """Yield the errors of too few epochs, and of other batches in an epoch that has begun."""
+    most, done = config["trainer"]["max_epochs"], position["epoch"]
+    if most is not None and 0 <= most < done:
+        fix = f"It counts the whole run: trainer.max_epochs={done + most} does {most} more"
+        yield Fault("trainer.max_epochs", str(most), f"at least the {done} epochs that the checkpoint has done", fix)
     if not position["batch"]:
-        return []
+        return
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
-    # Of loaders of the user's own any argument may be a batch's size.
+    # Any argument of the user's loaders may be the size of a batch.
     own = [key for key in {**saved, **now} if key.rpartition(".")[2] not in LOADING]
     told = _differences(saved, now, own if brings_data(config) else BATCHES)
-    if not told:
-        return []
-    got = f"a checkpoint within epoch {position['epoch']}, with other batches: {told}"
-    cure = "A checkpoint of an epoch's end goes on with other batches"
-    return [Fault(key="resume", got=got, expected="the batches that the epoch began with", cure=cure)]
+    if told:
+        got = f"a checkpoint within epoch {done}, with other batches: {told}"
+        fix = "A checkpoint of an epoch's end goes on with other batches"
+        yield Fault("resume", got, "the batches that the epoch began with", fix)
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

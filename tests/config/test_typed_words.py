@@ -190,5 +190,4 @@ def test_what_is_wrong_with_a_package_is_told_once_with_the_keys(capsys):
     told = capsys.readouterr().err
     assert told.startswith("2 faults")
     assert told.count("timm") <= 4
-    assert "and so it is at 5 more keys: model.layers.more.b, " in told
     assert "security.allow=[timm]" in told

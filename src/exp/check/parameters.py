@@ -17,9 +17,7 @@ from exp.config.annotations import EMPTY
 from exp.config.habits import cure_of_key
 from exp.config.reading import UNKNOWN
 from exp.config.slots import (
-    COLLECTIONS,
     DATA_MODULE,
-    NODES,
     RESERVED_IN_NODE,
     Slot,
     nodes_in,
@@ -33,8 +31,6 @@ from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest, show
 
-# Nodes at the top that an option of another group may have beside its own.
-AT_THE_TOP = (*COLLECTIONS, *NODES, "phases", "precision", "monitor", "mode")
 # What is wrong with a package, and not with one class of it.
 OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
 # A dotted name in a message, and its package.
@@ -64,26 +60,12 @@ def target_faults(plain: dict[str, Any], *, allow: Sequence[str], has_module: bo
 
 
 def _each_once(faults: Sequence[Fault]) -> list[Fault]:
-    """The same faults; what is wrong with a whole package, at each class of it, is told at the first, with the others.
-
-    Such as one that is not allowed, or whose import fails.
-    """
-    alike: dict[tuple[object, ...], list[Fault]] = {}
+    """Return the errors, with one for all classes of a package that is not allowed, or that cannot be imported."""
+    first: dict[object, Fault] = {}
     for fault in faults:
-        # But for the name of the class itself.
         is_of_package = OF_PACKAGE.search(fault.got) is not None
-        said = (NAMED.sub(r"\1", fault.got), fault.expected, fault.cure) if is_of_package else (fault.key, fault)
-        alike.setdefault(said, []).append(fault)
-    return [_with_others(group) for group in alike.values()]
-
-
-def _with_others(group: Sequence[Fault]) -> Fault:
-    first, *others = group
-    if not others:
-        return first
-    names = among([fault.key.removesuffix("._target_") for fault in others])
-    more = f"{len(others)} more key{'s' if len(others) > 1 else ''}"
-    return replace(first, got=f"{first.got}, and so it is at {more}: {names}")
+        first.setdefault(NAMED.sub(r"\1", fault.got) if is_of_package else fault, fault)
+    return list(first.values())
 
 
 def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str]) -> tuple[str, ...]:
@@ -99,39 +81,40 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
 def node_faults(
     key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str], has_module: bool = False
 ) -> Iterator[Fault]:
-    """The faults of one node, those of nodes within it left out. place: the key by which its slot goes."""
+    """Yield the errors of one node, without those of nodes in it. place: the key that names its slot."""
     place = place or key
-    slot = slot_of(place)
-    if node["_target_"] is UNKNOWN:
+    slot, name = slot_of(place), node["_target_"]
+    if name is UNKNOWN:
         return
     try:
-        target = resolve(node["_target_"], base=slot.bases or None, returns=returned_at(place), allow=allow)
+        target = resolve(name, base=slot.bases or None, returns=returned_at(place), allow=allow)
     except TargetError as error:
-        yield _placed(error.faults[0], f"{key}._target_")
+        yield replace(error.faults[0], key=f"{key}._target_")
         return
     except MissingExtraError as error:
-        yield Fault(key=f"{key}._target_", got=str(error), expected="an installed package")
+        yield Fault(f"{key}._target_", str(error), "an installed package")
         return
     except ConfigError as error:
         yield from error.faults
         return
     if inspect.isclass(target) and (missing := missing_package(target, key=f"{key}._target_")) is not None:
         yield missing
-        return
-    if place == "model" and inspect.isclass(target) and trains_itself(target):
-        yield own_training_fault(node["_target_"], kind=node["_target_"])
-        return
-    if place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
-        yield own_loaders_fault(node["_target_"])
-        return
-    if _is_made_of_functions(target):
-        yield Fault(
-            key=f"{key}._target_",
-            got=f"{node['_target_']}, which is made of a Python function",
-            expected="a class that is made of plain values and an optimizer",
-            cure="Derive a class of your own from it that makes it in its constructor: docs/optimization.md",
-        )
-        return
+    elif place == "model" and inspect.isclass(target) and trains_itself(target):
+        yield own_training_fault(name, kind=name)
+    elif place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
+        yield own_loaders_fault(name)
+    elif _is_made_of_functions(target):
+        got, expected = f"{name}, which is made of a Python function", "a class of plain values and an optimizer"
+        fix = "Derive a class of your own from it that makes it in its constructor: docs/optimization.md"
+        yield Fault(f"{key}._target_", got, expected, fix)
+    else:
+        yield from _parameter_faults(key, node, target, slot, allow=allow)
+
+
+def _parameter_faults(
+    key: str, node: dict[str, Any], target: Any, slot: Slot, *, allow: Sequence[str]
+) -> Iterator[Fault]:
+    """Yield the errors of the values that a target is given."""
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
     signature = _sized_later(target, signature_of(target), given, node)
@@ -142,7 +125,7 @@ def node_faults(
         yield from _functions(f"{key}.functions", node["functions"], allow=allow)
         given.remove("functions")
     for name in given:
-        # Keys with a rule of exp's accept more than the class, such as trainer.max_time in seconds.
+        # Keys with a rule of exp accept more than the class, such as trainer.max_time in seconds.
         is_judged = f"{key}.{name}" in VALUES
         if name in signature.parameters and not is_judged and name not in slot.reserved and name not in slot.refused:
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
@@ -171,13 +154,9 @@ def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iter
         try:
             resolve_function(dotted, allow=allow)
         except TargetError as error:
-            yield _placed(error.faults[0], f"{key}.{name}")
+            yield replace(error.faults[0], key=f"{key}.{name}")
         except ConfigError as error:
             yield from error.faults
-
-
-def _placed(fault: Fault, key: str) -> Fault:
-    return Fault(key=key, got=fault.got, expected=fault.expected, cure=fault.cure)
 
 
 def _sized_later(target: Any, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
@@ -201,7 +180,7 @@ def _sized_later(target: Any, signature: Signature, given: list[str], node: dict
 def _reserved(key: str, node: dict[str, Any]) -> Iterator[Fault]:
     for name, expected in HYDRAS_OWN.items():
         if name in node and not (name == "_args_" and isinstance(node[name], list)):
-            yield Fault(key=f"{key}.{name}", got="a key of Hydra's instantiate", expected=expected, cure="Leave it out")
+            yield Fault(f"{key}.{name}", "a key of Hydra's instantiate", expected, "Leave it out")
     if "_partial_" in node and not isinstance(node["_partial_"], bool) and node["_partial_"] is not UNKNOWN:
         yield value_fault(f"{key}._partial_", node["_partial_"], expected="true or false")
 
@@ -211,43 +190,17 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
     known += [name for name in slot.reserved if name not in known]
     for name in given:
         if name in slot.refused:
-            yield Fault(
-                key=f"{key}.{name}",
-                got="decided elsewhere",
-                expected=f"{slot.refused[name]}",
-                cure=f"Leave {key}.{name} out",
-            )
+            yield Fault(f"{key}.{name}", "decided elsewhere", slot.refused[name], f"Leave {key}.{name} out")
         elif name not in known and name not in signature.parameters and not signature.open:
-            near = nearest(str(name), known)
-            cure = f"Did you mean {key}.{near[0]}?" if near else _cure_of_unknown(key, str(name), slot)
+            near, refused = nearest(str(name), known), nearest(str(name), slot.refused)
+            fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
+            if fix is None and slot.pattern == "objective.*" and name in ("weight", "output", "target"):
+                fix = f"Make {key} an exp.objectives.objective.Term with {name} and loss"
             value = node[name]
             said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
-            cure = cure_of_key(f"{key}.{name}", said) or cure
-            yield Fault(
-                key=f"{key}.{name}",
-                got=f"no parameter of {node['_target_']}",
-                expected=f"one of {among(known, word=str(name))}" if known else "no parameter at all",
-                cure=cure,
-            )
-
-
-def _cure_of_unknown(key: str, name: str, slot: Slot) -> str | None:
-    if (key, name) == ("model", "container"):
-        return "Leave it out: a container is chosen for models with layers, such as model=sequential or model=mlp"
-    if key == "model" and name in ("freeze", "initialisation"):
-        place = "freeze.parameters" if name == "freeze" else name
-        return f"Write {place}, at the top, which is for any network"
-    if key in NODES and name in AT_THE_TOP:
-        return (
-            f"It stands at the top, as {name}: begin a YAML that sets both with the line `# @package _global_`, "
-            f"and put what is of {key} below {key}:"
-        )
-    refused = nearest(name, slot.refused)
-    if refused:
-        return f"Use {slot.refused[refused[0]]}"
-    if slot.pattern == "objective.*" and name in ("weight", "output", "target"):
-        return f"Make {key} an exp.objectives.objective.Term with {name} and loss"
-    return None
+            fix = cure_of_key(f"{key}.{name}", said) or fix
+            expected = f"one of {among(known, word=str(name))}" if known else "no parameter at all"
+            yield Fault(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)
 
 
 def _absent(
@@ -260,18 +213,15 @@ def _absent(
         is_bound = name in signature.positional[:positional]
         if not parameter.required or name in given or name in slot.filled or is_bound:
             continue
-        cure = None
+        fix = None
         if not any(nearest(str(other), [name]) for other in given if other not in signature.parameters):
-            cure = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
+            fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
         if _waits_for(target) == name:
-            # Only a step of the user's own, such as configure_optimizers, has it.
-            cure = f"Add _partial_: true below {key}, for whoever is given it to call with its {name}"
-        yield Fault(
-            key=f"{key}.{name}",
-            got="nothing",
-            expected=f"{_words(parameter)}: {node['_target_']} needs it",
-            cure=cure,
-        )
+            # Only a step of the user, such as configure_optimizers, has it.
+            fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
+        is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
+        words = "a value" if is_open else worded(parameter.annotation, parameter.default)
+        yield Fault(f"{key}.{name}", "nothing", f"{words}: {node['_target_']} needs it", fix)
 
 
 def _waits_for(target: Any) -> str | None:
@@ -285,26 +235,19 @@ def _waits_for(target: Any) -> str | None:
 
 
 def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
-    """`_args_` held against the names that it fills, as if they were written."""
-    values = node.get("_args_")
-    if not isinstance(values, list):
-        return
-    for index, value in enumerate(values):
+    """Yield the errors of `_args_`, whose values are judged by the names that they fill."""
+    for index, value in enumerate(node["_args_"] if isinstance(node.get("_args_"), list) else ()):
         where = f"{key}._args_.{index}"
         if index >= len(signature.positional):
             if not signature.rest:
                 names = among(signature.positional) if signature.positional else "none: it takes names alone"
-                yield Fault(key=where, got="one argument too many", expected=f"those of {node['_target_']}: {names}")
+                yield Fault(where, "one argument too many", f"those of {node['_target_']}: {names}")
             continue
         name = signature.positional[index]
-        if name in slot.filled or name in slot.refused or name in slot.reserved:
-            yield Fault(
-                key=where, got=f"{name}, which exp gives", expected="parameters by their names", cure="Name them"
-            )
+        if name in (*slot.filled, *slot.refused, *slot.reserved):
+            yield Fault(where, f"{name}, which exp gives", "parameters by their names", "Name them")
         elif name in given:
-            yield Fault(
-                key=where, got=f"{name}, given by name, too", expected="one value", cure=f"Leave {key}._args_ out"
-            )
+            yield Fault(where, f"{name}, given by name, too", "one value", f"Leave {key}._args_ out")
         elif name in signature.parameters:
             yield from _kind(where, value, signature.parameters[name], filled=False)
 
@@ -312,12 +255,6 @@ def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Sign
 def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[Fault]:
     if not (filled and value is None):
         yield from kind_faults(key, value, parameter.annotation, parameter.default)
-
-
-def _words(parameter: Parameter) -> str:
-    if parameter.annotation is EMPTY and parameter.default is EMPTY:
-        return "a value"
-    return worded(parameter.annotation, parameter.default)
 
 
 def program_faults(plain: dict[str, Any]) -> list[Fault]:
@@ -331,34 +268,26 @@ def program_fault(key: str, error: Any) -> Fault:
 
 
 def _faults(key: str, node: dict[str, Any]) -> Iterator[Fault]:
-    layers = node.get("layers")
+    layers, programs = node.get("layers"), node.get("programs")
     if not isinstance(layers, dict):
         return
     from exp.models.program import layers_used
 
     names = [str(name) for name in layers]
-    programs = node.get("programs")
-    texts = (
-        {name: text for name, text in programs.items() if isinstance(text, str)} if isinstance(programs, dict) else {}
-    )
-    offers = _offers(node)
+    texts = programs if isinstance(programs, dict) else {}
+    texts = {name: text for name, text in texts.items() if isinstance(text, str)}
+    offers: dict[str, Any] = {}
+    inputs = node.get("inputs")
+    if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
+        offers["inputs"] = inputs
+    for offer in ("constants", "functions"):
+        if isinstance(node.get(offer), dict):
+            offers[offer] = [str(name) for name in node[offer]]
     if isinstance(node.get("forward"), str):
         used = layers_used(texts.values(), names)
         yield from _fault(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
     for name, text in texts.items():
         yield from _fault(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
-
-
-def _offers(node: dict[str, Any]) -> dict[str, Any]:
-    inputs, constants, functions = node.get("inputs"), node.get("constants"), node.get("functions")
-    offers: dict[str, Any] = {}
-    if isinstance(inputs, list) and all(isinstance(name, str) for name in inputs):
-        offers["inputs"] = inputs
-    if isinstance(constants, dict):
-        offers["constants"] = [str(name) for name in constants]
-    if isinstance(functions, dict):
-        offers["functions"] = [str(name) for name in functions]
-    return offers
 
 
 def _fault(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:

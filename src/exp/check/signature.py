@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,8 +137,7 @@ def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
 
     What it does with them nobody can tell by reading. The libraries' own only pass on what the wrapped takes.
     """
-    top = getattr(function, "__module__", None) or ""
-    if not hasattr(function, "__wrapped__") or top.partition(".")[0] in LIBRARIES:
+    if not hasattr(function, "__wrapped__") or _is_library(function):
         return False
     shown = inspect.signature(function, follow_wrapped=False).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown)
@@ -153,7 +149,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
     holder = _holder(target, maker)
     if holder is not None and _hidden(holder):
         return replace(found, parameters={**_hidden(holder), **parameters}, open=False)
-    reads = _reads_names(maker)
+    reads = not _is_library(maker)
     for base in _bases_above(target, maker):
         if "__init__" not in vars(base):
             continue
@@ -164,35 +160,13 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open or _hidden(base):
             return replace(found, parameters={**_hidden(base), **parameters}, open=reads)
-        reads = reads or _reads_names(vars(base)["__init__"])
+        reads = reads or not _is_library(vars(base)["__init__"])
     return replace(found, parameters=parameters, open=True)
 
 
-@functools.cache
-def _reads_names(function: Callable[..., Any]) -> bool:
-    """Whether a constructor may take names out of its `**kwargs` itself, which no signature shows.
-
-    The libraries' own do where HIDDEN_NAMES says so. Any other does, unless its source is there to be read, and the
-    only use of the mapping is to be handed on whole, as in `super().__init__(**kwargs)`.
-    """
-    if (function.__module__ or "").partition(".")[0] in LIBRARIES:
-        return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    made = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-    if made is None or made.args.kwarg is None:
-        return True
-    name = made.args.kwarg.arg
-    calls = [node for node in ast.walk(made) if isinstance(node, ast.Call) and _is_constructor(node.func)]
-    handed = [word.value for call in calls for word in call.keywords if word.arg is None]
-    uses = [node for node in ast.walk(made) if isinstance(node, ast.Name) and node.id == name]
-    return not uses or any(not any(one is use for one in handed) for use in uses)
-
-
-def _is_constructor(call: ast.expr) -> bool:
-    return isinstance(call, ast.Attribute) and call.attr == "__init__"
+def _is_library(function: Callable[..., Any]) -> bool:
+    """Return whether a constructor is of a library. A constructor of the user may take names out of its `**kwargs`."""
+    return (function.__module__ or "").partition(".")[0] in LIBRARIES
 
 
 def _hidden(base: type) -> dict[str, Parameter]:

@@ -213,8 +213,8 @@ class LeanValidationLoop(_EvaluationLoop):
     """A validation within fit, whose batches are done without what nobody uses: Lightning's loop around them.
 
     Left out are hooks that nobody overrides, what self.log gives at a batch, which exp's own never call, and a look at
-    signatures that are known. Counters, limits, hooks and their order are Lightning's. Where something that is not
-    exp's own acts at a batch of validation, or there are several loaders, it is Lightning's own, and the log says so.
+    signatures that are known. Counters, limits, hooks and their order are Lightning's. If something that is not
+    exp's own acts at a batch of validation, or there are several loaders, it is Lightning's own loop.
     """
 
     trainer: RunTrainer
@@ -223,7 +223,6 @@ class LeanValidationLoop(_EvaluationLoop):
         own = trainer.fit_loop.epoch_loop.val_loop
         super().__init__(trainer, own._trainer_fn, own._stage, verbose=own.verbose, inference_mode=own.inference_mode)
         self._lean: _LeanValidation | None = None
-        self._told: str | None = None
 
     def on_run_start(self) -> None:
         self._lean = None
@@ -234,17 +233,8 @@ class LeanValidationLoop(_EvaluationLoop):
             self._on_evaluation_start()
             self._on_evaluation_epoch_start()
         # Behind the hooks, which may have changed anything.
-        reason = "; ".join(self._reasons()) or None
-        if reason is None:
+        if not any(self._reasons()):
             self._lean = _LeanValidation(self.trainer)
-        elif reason not in (self._told, self._of_steps()):
-            log.info("each batch of a validation goes through Lightning's own loop: %s", reason)
-            self._told = reason
-
-    def _of_steps(self) -> str | None:
-        """What the log has said of the steps of training."""
-        loop = self.trainer.fit_loop.epoch_loop
-        return loop._told if isinstance(loop, LeanEpochLoop) else None
 
     def _reasons(self) -> Iterator[str]:
         yield from foreign_parts(self.trainer, VALIDATION_HOOKS, often="at every batch of a validation")

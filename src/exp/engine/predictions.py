@@ -1,14 +1,14 @@
 """Keep what a network gives for each sample, over ranks, and put the shares of all ranks together again.
 
-predictions/<share>.npz of a run directory, one file for each share of the batches: `sizes`, int64 `[batches]`, its
-samples in each global batch; `value.<name>` `[n, ...]`, what the network gives by name, or `batch.<number>.<name>`
-where its shape differs from batch to batch. Ranks that hold parts of one model have one share, and one of them writes.
+predictions/<share>.npz of a run directory, one file for each share of the batches, has `<number>.<name>` `[b, ...]`:
+what the network gives by name for this share of a global batch. Ranks that hold parts of one model have one share, and
+one of them writes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from exp.nested import named_parts, tensors_in
 from exp.shared_types import Batch
 
 FOLDER = "predictions"
-SIZES, VALUE, BATCH = "sizes", "value.", "batch."
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ class Predictions(Callback):
     def __init__(self, *, directory: Path, share: int) -> None:
         super().__init__()
         self.directory, self.share = directory / FOLDER, share
-        self._sizes: list[int] = []
-        self._values: dict[str, list[np.ndarray]] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._batches = 0
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: object
@@ -49,27 +48,19 @@ class Predictions(Callback):
         data = batch.data if isinstance(batch, Batch) else batch
         held = len(next(iter(tensors_in(data))))
         found, others = as_arrays(outputs, held=held)
-        if others and not self._sizes and self.share == 0:
+        if others and not self._batches and self.share == 0:
             log.warning("left out, for it is no tensor [B, ...]: %s", ", ".join(others))
         # Where a batch is smaller than the world, a rank holds a stand-in.
         size = batch.size if isinstance(batch, Batch) else held
-        found = {name: array[:size] for name, array in found.items()}
-        self._sizes.append(size)
-        for name, array in found.items():
-            self._values.setdefault(name, []).append(array)
+        self._arrays |= {f"{self._batches}.{name}": array[:size] for name, array in found.items()}
+        self._batches += 1
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._sizes:
+        if not self._batches:
             return
-        held: dict[str, np.ndarray] = {SIZES: np.array(self._sizes, np.int64)}
-        for name, arrays in self._values.items():
-            if len({array.shape[1:] for array in arrays}) == 1:
-                held[f"{VALUE}{name}"] = np.concatenate(arrays)
-            else:
-                held |= {f"{BATCH}{place}.{name}": array for place, array in enumerate(arrays)}
         try:
             self.directory.mkdir(exist_ok=True)
-            write_whole(self.directory / f"{self.share}.npz", archive_of(held))
+            write_whole(self.directory / f"{self.share}.npz", archive_of(self._arrays))
         except OSError as error:
             raise RunError(f"{error.filename or self.directory}: {error.strerror or error}") from error
 
@@ -110,19 +101,10 @@ def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
             shares.append({name: file[name] for name in file.files})
-    first = f"{BATCH}0."
-    names = [key.removeprefix(VALUE).removeprefix(first) for key in shares[0] if key.startswith((VALUE, first))]
-    return {name: _joined(shares, name) for name in names}
-
-
-def _joined(shares: list[dict[str, np.ndarray]], name: str) -> list[np.ndarray]:
-    """The samples of one batch after the other, and of each those of one share after the other."""
-    parts = [list(_batches(share, name)) for share in shares]
-    return [part[place] for place in range(len(parts[0])) for part in parts if len(part[place])]
-
-
-def _batches(share: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
-    key, start = f"{VALUE}{name}", 0
-    for place, size in enumerate(share[SIZES].tolist()):
-        yield share[key][start : start + size] if key in share else share[f"{BATCH}{place}.{name}"]
-        start += size
+    names = [key.removeprefix("0.") for key in shares[0] if key.startswith("0.")]
+    batches = range(len(shares[0]) // len(names))
+    # The samples of one batch after the other, and of each batch those of one share after the other.
+    return {
+        name: [share[f"{batch}.{name}"] for batch in batches for share in shares if len(share[f"{batch}.{name}"])]
+        for name in names
+    }

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import State
-from exp.engine.checkpointing import POSITION
 from exp.engine.progress import is_epoch_complete, total_epochs
 from exp.engine.trial_record import TrialOfJob
 from exp.shared_types import Pruner
@@ -31,22 +29,25 @@ class Pruning(Callback):
         self.sweep, self.storage = sweep, storage
         self.has_pruned = False
         self._trial: TrialOfJob | None = None
-        self._epochs_before = 0
+        # Validations of the whole run, by which the pruner counts.
+        self.validations = 0
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        position = checkpoint[POSITION]
-        self._epochs_before = position["epoch"] if position["batch"] == 0 else 0
+    def state_dict(self) -> dict[str, int]:
+        return {"validations": self.validations}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.validations = state_dict["validations"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A job that was killed between its pruning and its report is not trained on.
-        done = self._epochs_before and self._epochs_before // (trainer.check_val_every_n_epoch or 1)
-        if done and self._agreed(trainer, lambda: self._is_pruned_at(done, trainer)):
+        if self.validations and self._agreed(trainer, lambda: self._is_pruned(trainer)):
             self._stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or self.monitor not in trainer.callback_metrics:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        if self._agreed(trainer, lambda: self._falls_behind(trainer)):
+        self.validations += 1
+        if self.monitor in trainer.callback_metrics and self._agreed(trainer, lambda: self._falls_behind(trainer)):
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
@@ -61,7 +62,7 @@ class Pruning(Callback):
         return bool(trainer.strategy.reduce(told, reduce_op="max"))
 
     def _falls_behind(self, trainer: Trainer) -> bool:
-        value, step = float(trainer.callback_metrics[self.monitor]), _validation(trainer)
+        value, step = float(trainer.callback_metrics[self.monitor]), self.validations
         if not math.isfinite(value):
             return False  # what becomes of it, runtime.non_finite says
         is_pruned = self._record(trainer).report(value, step=step)
@@ -71,9 +72,9 @@ class Pruning(Callback):
             log.info("pruned by %s at validation %d, with %s %.6g", self.pruner, step, self.monitor, value)
         return is_pruned
 
-    def _is_pruned_at(self, validations: int, trainer: Trainer) -> bool:
+    def _is_pruned(self, trainer: Trainer) -> bool:
         pruned_at = self._record(trainer).pruned_at
-        return pruned_at is not None and validations >= pruned_at
+        return pruned_at is not None and self.validations >= pruned_at
 
     def _record(self, trainer: Trainer) -> TrialOfJob:
         if self._trial is None:
@@ -81,18 +82,6 @@ class Pruning(Callback):
                 self.trial, directory=self.sweep, storage=self.storage, pruner=self.pruner, epochs=_validations(trainer)
             )
         return self._trial
-
-
-def _validation(trainer: Trainer) -> int:
-    """Which validation of the run this is, counted from 1: not counted here, for a run may have been resumed."""
-    epochs, every, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch, trainer.num_training_batches
-    if not isinstance(every, int) or not isinstance(batches, int):
-        return (trainer.current_epoch + 1) // (epochs or 1)
-    if epochs is None:
-        return (trainer.fit_loop.total_batch_idx + 1) // every
-    if epochs > 1 or every >= batches:
-        return (trainer.current_epoch + 1) // epochs
-    return trainer.current_epoch * (batches // every) + (trainer.fit_loop.batch_idx + 1) // every
 
 
 def _validations(trainer: Trainer) -> int | None:

@@ -68,8 +68,9 @@ class Outlived:
     name: for people. lost: why it is written to no longer; None while it is.
     """
 
-    def __init__(self, stream: TextIO, name: str, *, lost: OSError | None = None) -> None:
-        self._stream, self.name, self.lost = stream, name, lost
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self.name = stream, name
+        self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
         if self.lost is None:
@@ -186,8 +187,8 @@ def outliving_output() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     _occupy_descriptors()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout = _outlived(sys.stdout, "standard output", nowhere)
-        sys.stderr = _outlived(sys.stderr, "standard error", nowhere)
+        sys.stdout = _outlived(sys.stdout or nowhere, "standard output")
+        sys.stderr = _outlived(sys.stderr or nowhere, "standard error")
         try:
             yield
         finally:
@@ -221,20 +222,8 @@ def loading_torch() -> Iterator[None]:
         yield
 
 
-def lost_streams() -> list[Outlived]:
-    """Return those of standard output and error that are written to no longer."""
-    streams = (cast(object, stream) for stream in (sys.stdout, sys.stderr))
-    return [stream for stream in streams if isinstance(stream, Outlived) and stream.lost is not None]
-
-
-def _outlived(stream: TextIO | None, name: str, nowhere: TextIO) -> TextIO:
-    if type(cast(object, stream)) is Outlived:
-        return cast(TextIO, stream)
-    if stream is not None:
-        return cast(TextIO, Outlived(stream, name))
-    # Closed by whoever started this process (`>&-`).
-    closed = OSError(errno.EBADF, os.strerror(errno.EBADF))
-    return cast(TextIO, Outlived(nowhere, name, lost=closed))
+def _outlived(stream: TextIO, name: str) -> TextIO:
+    return stream if type(cast(object, stream)) is Outlived else cast(TextIO, Outlived(stream, name))
 
 
 def _occupy_descriptors() -> None:

@@ -20,7 +20,7 @@ import exp
 from exp.cli.commands import COMMANDS
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted
-from exp.output import Outlived, lost_streams, outliving_output, unwritable
+from exp.output import Outlived, outliving_output, unwritable
 from exp.run_report import Report, as_markdown, draw_pictures, read_report
 
 SMALL = ("debug=one_batch", "test=false")
@@ -49,11 +49,11 @@ def test_an_unencodable_letter_is_escaped() -> None:
     assert raw.getvalue() == b"pr\\xe9cis\n"
 
 
-def test_a_closed_standard_output_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_standard_output_takes_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with outliving_output():
         print("nobody reads this", flush=True)
-        assert [stream.name for stream in lost_streams()] == ["standard output"]
+        sys.stdout.flush()
     assert sys.stdout is None
 
 
@@ -120,11 +120,11 @@ def test_a_run_completes_with_full_streams(place: Path, commands: Any, full: tup
 
 
 @pytest.mark.slow  # only a shell can close a stream before Python starts
-@pytest.mark.parametrize(("redirection", "lost"), [("| head -1 > first", None), (">&-", "Bad file descriptor")])
-def test_a_run_completes_without_its_reader(place: Path, redirection: str, lost: str | None) -> None:
+@pytest.mark.parametrize("redirection", ["| head -1 > first", ">&-"])
+def test_a_run_completes_without_its_reader(place: Path, redirection: str) -> None:
     line = f"{sys.executable} -m exp.train {' '.join(SHORT)} {redirection}"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
-    assert_completed(place, status=done.returncode, error=done.stderr, lost=lost)
+    assert_completed(place, status=done.returncode, error=done.stderr, lost=None)
 
 
 # --- loggers, files, pictures, lines ---

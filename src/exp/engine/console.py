@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import StepRecording
 from exp.errors import Interrupted
-from exp.output import NotWritten, Outlived, lost_streams, outliving_output, tell_not_written
+from exp.output import NotWritten, Outlived, outliving_output, tell_not_written
 from exp.redaction import redacted
 from exp.strategies.rank import Rank
 
@@ -63,9 +63,6 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
-            for stream in lost_streams():
-                assert stream.lost is not None
-                tell_not_written(stream.name, stream.lost)
             yield path
         finally:
             logging.captureWarnings(False)

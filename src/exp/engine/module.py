@@ -339,13 +339,6 @@ class TrainingModule(LightningModule):
         precision = trainer.precision_plugin
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 
-    def loss_of(self, batch: Batch, *, network: nn.Module, objective: Objective) -> Tensor:
-        """Compute the objective of a batch by another network and objective, 0-d; without autocast or loss scale."""
-        if self._needs:
-            return self._forward_with_passes(batch, objective, network=network, run=self._run, runner=network)[1]
-        loss: Tensor = objective(self._run(network, batch.data), batch)[0]
-        return loss
-
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
         """Return the parameters that the step behind a window changes, by name."""
         return {name: one for name, one in self.network.named_parameters() if one.requires_grad}

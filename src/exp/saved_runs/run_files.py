@@ -1,9 +1,9 @@
-"""What a run left on disk: its config, its report, its curves, and its network with the weights that it saved."""
+"""Reads the files of a run: its config, its report, its curves, and its network with saved weights."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +25,20 @@ from exp.spelling import among
 from exp.tensorboard.curves import Curve, read_curves
 
 WORDS = ("best", "last")
-# Of a training module of exp's: its network's names in a state dict begin with it.
+# The prefix of the network's names in the state dict of exp's training module.
 PREFIX = "network."
-# Of a run directory, where what is exported lies.
+# The folder of exported files in a run directory.
 EXPORTS = "exports"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """A run that is on disk, or one checkpoint of it.
+    """A run on disk, or one of its checkpoints.
 
-    directory: of the run, an absolute path; None of a checkpoint that lies elsewhere than its run has put it.
-    checkpoint: the one that was named; None of a run directory, whose best is taken, or else its last.
-    resolved: the config with which the run was built.
+    Args:
+        directory: The run directory, an absolute path; None for a checkpoint outside of its run directory.
+        checkpoint: The named checkpoint; None for a run directory.
+        resolved: The config with which the run was built.
     """
 
     directory: Path | None
@@ -51,30 +52,34 @@ class RunFiles:
 
     @functools.cached_property
     def report(self) -> Report:
-        """What report.json says of the run's end.
+        """The content of report.json.
 
-        Raises: RunError where there is none.
+        Raises:
+            RunError: There is none.
         """
         return read_report(self._directory("report.json"))
 
     @functools.cached_property
     def history(self) -> History:
-        """All scalars of the run by optimizer step, out of its event files.
+        """All scalars in the run's event files, by optimizer step.
 
-        Raises: RunError where there are none: a run without logger=[tensorboard].
+        Raises:
+            RunError: There are none, as after a run without logger=[tensorboard].
         """
         events = self._directory("its curves") / "tensorboard"
         found = read_curves(events, wants=lambda tag: True)
         if not found.by_tag:
             why = "; ".join(found.problems) or "the run had no logger=[tensorboard], or has not written yet"
             raise RunError(f"{events} holds no scalars: {why}")
-        return History(curves=found.by_tag, problems=tuple(found.problems))
+        return History(sorted(found.by_tag.items()))
 
     @functools.cached_property
     def data(self) -> Data:
-        """The run's data set, its parts, standardisation and classes as they were in training.
+        """The run's data with the parts, standardization and classes of training.
 
-        Raises: ConfigError where the data is not there any more; RunError for a module that brings loaders of its own.
+        Raises:
+            ConfigError: The data cannot be found.
+            RunError: The run has loaders of a LightningDataModule.
         """
         if brings_data(self.resolved.plain):
             kind = self.resolved.plain["data"]["_target_"]
@@ -83,15 +88,18 @@ class RunFiles:
             return build_data({**self.resolved.plain, "resume": str(self.path_of(None))})
 
     def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
-        """The network that was trained, in the dtypes that it was trained in, on the CPU, and in evaluation mode.
+        """Return the trained network on the CPU, in evaluation mode, and in the dtypes of training.
 
-        Of a run with a LightningModule of the user's own, that module.
+        With a LightningModule of the user, it is that module.
 
-        weights: best, last, or the path of a checkpoint; None: the checkpoint that was loaded, else the best, else the
-            last. averaged: of a run with an average of its weights, whether the average is taken, which is what was
-            validated; False: the weights that were trained.
-        Raises: RunError where there is no such checkpoint, or it is damaged or another network's; ConfigError for a
-            target that is not allowed any more.
+        Args:
+            weights: best, last, or the path of a checkpoint. None takes the loaded checkpoint, else the best, else the
+                last.
+            averaged: Whether to take the average of the weights if the run has one; it was validated.
+
+        Raises:
+            RunError: The checkpoint does not exist, is damaged, or belongs to another network.
+            ConfigError: A target is not allowed.
         """
         path = self.path_of(weights)
         plain, is_own = self.resolved.plain, self.resolved.plain["module"] is not None
@@ -105,9 +113,10 @@ class RunFiles:
         return network.eval()
 
     def path_of(self, weights: str | Path | None) -> Path:
-        """The checkpoint that `network` takes.
+        """Return the checkpoint that `network` reads.
 
-        Raises: RunError where there is none.
+        Raises:
+            RunError: There is none.
         """
         if weights is None and self.checkpoint is not None:
             return self.checkpoint
@@ -149,7 +158,7 @@ class RunFiles:
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """Whether two paths name one file that is there, by whatever links."""
+    """Return whether two paths lead to the same existing file."""
     return one.exists() and other.exists() and one.samefile(other)
 
 
@@ -161,7 +170,7 @@ def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor
 
 
 def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, prefix: str) -> None:
-    """Raises: RunError where they are not those of the network."""
+    """Load weights; raise RunError if they are not those of the network."""
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     try:
         network.load_state_dict(own)
@@ -170,35 +179,20 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, pref
         raise RunError(f"{path} has other weights than the network of its config: {reason:.400}") from error
 
 
-class History(Mapping[str, Curve]):
-    """The curves of a run by tag: `history["loss/val"].steps` and `.values`, int64 and float64 `[N]`.
+class History(dict[str, Curve]):
+    """The curves of a run by tag: `history["loss/val"].steps` and `.values`, int64 and float64 `[N]`."""
 
-    curves: by tag. problems: what of the event files could not be read, a line each.
-    """
-
-    def __init__(self, *, curves: Mapping[str, Curve], problems: tuple[str, ...] = ()) -> None:
-        self._curves, self.problems = dict(sorted(curves.items())), problems
-
-    def __getitem__(self, tag: str) -> Curve:
-        """Raises: KeyError for a tag that the run did not log, naming those like it."""
-        if tag not in self._curves:
-            raise KeyError(f"the run logged no {tag}; expected one of {among(self._curves, word=tag)}")
-        return self._curves[tag]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._curves)
-
-    def __len__(self) -> int:
-        return len(self._curves)
+    def __missing__(self, tag: str) -> Curve:
+        raise KeyError(f"the run logged no {tag}; expected one of {among(self, word=tag)}")
 
     def table(self) -> dict[str, np.ndarray]:
-        """One row a step at which anything was logged: `step`, int64 `[N]`, and a column a tag, float64 `[N]`.
+        """Return one row for each step with a value: `step`, int64 `[N]`, and a float64 column for each tag.
 
-        nan where a tag has no value at a step. `pandas.DataFrame(run.history.table())` takes it.
+        A tag without a value at a step has nan there. `pandas.DataFrame(run.history.table())` accepts the table.
         """
-        steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in self._curves.values())]))
+        steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in self.values())]))
         columns = {"step": steps}
-        for tag, curve in self._curves.items():
+        for tag, curve in self.items():
             columns[tag] = np.full(len(steps), np.nan)
             columns[tag][np.searchsorted(steps, curve.steps)] = curve.values
         return columns

@@ -125,7 +125,7 @@ def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, An
 
 
 def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[str, Sequence[Any]]:
-    """What an output says, by column."""
+    """Return the answers of an output by column."""
     reading, start = predictions.readings[name], _start(predictions.readings, name)
     values = predictions.outputs[name]
     if isinstance(values, list):
@@ -147,7 +147,7 @@ def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[s
 
 
 def _plain(name: str, values: Any, is_flat: bool) -> Mapping[str, Sequence[Any]]:
-    """An array as a column, or a column a number; in a file of objects as lists."""
+    """Return an array as one column, or as one column for each number. is_flat: whether lists are not allowed."""
     axes = np.ndim(values[0])
     if axes == 1 and len({len(one) for one in values}) == 1:
         width = len(values[0])

@@ -1,4 +1,4 @@
-"""Read what a network gave as answers: classes with their probabilities, and numbers in the units of the data."""
+"""Turns the outputs of a network into answers: classes with probabilities, and numbers in the units of the data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How an output of the network is read.
+    """A description of an output, by which it becomes answers.
 
-    target: what it answers. kind: scores of classes, their log probabilities, scores of yes, or numbers.
-    axis: of the classes. names: of the classes in their order; None where nobody has named them.
-    mean, deviation: of the numbers, by which training standardised them.
+    Args:
+        target: The target that a loss compares with the output.
+        kind: Scores of classes, their log probabilities, scores of yes, or numbers.
+        axis: The axis of the classes.
+        names: The names of the classes in their order; None without names.
+        mean, deviation: The figures by which training standardized the numbers.
     """
 
     target: str
@@ -43,7 +46,7 @@ class Reading:
     deviation: np.ndarray | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the same in plain values, of which Reading.of makes it again."""
+        """Return the description in plain values, which Reading.of reads."""
         return {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in vars(self).items()}
 
     @classmethod
@@ -53,10 +56,11 @@ class Reading:
         return cls(**{**plain, **scale})
 
     def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
-        """What the output says. output: `[N, ...]`.
+        """Return the answers of an output `[N, ...]`.
 
-        Returns: of classes `class`, int64 `[N, ...]`, -1 where a score is nan, `probability` of that class and
-            `probabilities`, with the classes last; of yes or no `probability`; of numbers `prediction`.
+        Returns:
+            For classes `class`, int64 `[N, ...]`, -1 if a score is nan, `probability` of that class and `probabilities`
+            with the classes last; for yes or no `probability`; for numbers `prediction`.
         """
         scores = torch.from_numpy(output).double()
         if self.kind == "numbers":
@@ -79,9 +83,12 @@ class Reading:
 def readings_of(
     objective: Objective, fitted: Mapping[str, Any], *, classes: Sequence[str] | None
 ) -> dict[str, Reading]:
-    """How each output is read that a loss compares with a target; by the output's name.
+    """Return the description of each output that a loss compares with a target, by the output's name.
 
-    fitted: what the training part told. classes: their names, as the config has them.
+    Args:
+        objective: The losses.
+        fitted: The statistics of the training split.
+        classes: The names of the classes in the config.
     """
     named, scales = told_classes(fitted), told_scales(fitted)
     found: dict[str, Reading] = {}

@@ -1,4 +1,4 @@
-"""Evaluate the weights of a saved run, on its own data or on other data, in as many ranks as it is asked for."""
+"""Evaluates the weights of a saved run, on its own data or on other data, in one or more ranks."""
 
 from __future__ import annotations
 
@@ -64,12 +64,18 @@ def evaluate(
 def evaluation_config(
     run: RunFiles, overrides: Sequence[str], *, checkpoint: Path, asked: Asked, directory: str | Path | None = None
 ) -> DictConfig:
-    """The config of a run that takes the weights of another one and trains nothing.
+    """Return the config of a run that takes the weights of another run and trains nothing.
 
-    overrides: of the command of the other. asked: what it does.
-    directory: where it is made; None is where hydra.run.dir among the overrides says, or else beside the other run,
-        below outputs/<name>.
-    Raises: ConfigError for an override of what such a run decides itself, and as exp.compose.
+    Args:
+        run: The other run.
+        overrides: Changes of the other run's command.
+        checkpoint: The weights.
+        asked: The task of the new run.
+        directory: The parent of the new run directory. None takes hydra.run.dir of the overrides, else
+            outputs/<name>/evaluations next to the other run.
+
+    Raises:
+        ConfigError: An override sets a key that such a run decides, or exp.compose refuses it.
     """
     config = _config(run, overrides)
     now, name = datetime.datetime.now(), str(config.name)

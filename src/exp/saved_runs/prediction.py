@@ -43,11 +43,13 @@ OF_TRAINING = ("sampler", "batch_sampler")
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What the network gave, sample by sample in the order of the input.
+    """The outputs of the network for each sample, in the order of the input.
 
-    outputs: by name, `[N, ...]`, or a list of N arrays where their lengths differ. files: of pictures; else empty.
-    kept: columns of the input that were asked for, by name, with the values that are there.
-    readings: how outputs are read that a loss compared with a target, by the output's name.
+    Args:
+        outputs: By name, `[N, ...]`, or a list of N arrays of different lengths.
+        files: The files of pictures; else empty.
+        kept: Columns of the input that the command keeps, by name.
+        readings: The descriptions of outputs that a loss compares with a target, by name.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
@@ -59,10 +61,13 @@ class Predictions:
         return len(next(iter(self.outputs.values())))
 
     def answers(self, output: str | None = None) -> dict[str, np.ndarray]:
-        """What an output says: see Reading.answers.
+        """Return the answers of an output; see Reading.answers.
 
-        output: its name; None: the only one that is read.
-        Raises: RunError where there is no such one, or samples differ in length.
+        Args:
+            output: The name; None takes the only output with answers.
+
+        Raises:
+            RunError: There is no such output, or its samples differ in length.
         """
         names = list(self.readings)
         name = names[0] if output is None and len(names) == 1 else output
@@ -118,7 +123,7 @@ def predict(
 
 
 def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
-    """The config of a run that predicts what is at a path, and logs nothing."""
+    """Return the config of a run that predicts the samples at a path, and logs nothing."""
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
     told = {key: run.config.data[key] for key in TOLD}
     answers = _set_node(run).get("target")
@@ -198,7 +203,7 @@ def _set_node(run: RunFiles) -> Mapping[str, Any]:
 
 
 def stated_classes(run: RunFiles) -> Sequence[str] | None:
-    """The names of the classes that the config has."""
+    """Return the names of the classes in the config."""
     nodes = [run.resolved.plain["data"][name] for name in PLACES if run.resolved.plain["data"].get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
 

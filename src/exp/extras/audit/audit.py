@@ -44,7 +44,7 @@ Kind = Literal["calls", "allows", "reads", "path", "hydra", "unreadable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that would be done.
+    """An action that a file would cause.
 
     Args:
         kind: What it is.

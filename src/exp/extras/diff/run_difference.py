@@ -24,7 +24,7 @@ PATCH = re.compile(r"^diff --git a/(.+?) b/|^--- (?:a/)?(.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a table. change: from A to B, for numbers."""
+    """A line of a table. change: from A to B, for numbers."""
 
     name: str
     first: str
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of the comparison: a table, and further lines."""
+    """A part of the comparison: a table, and further lines."""
 
     title: str
     rows: Sequence[Row] = ()
@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One run. provenance, report: the content of their files; empty if it cannot be read."""
+    """A run. provenance, report: the content of their files; empty if it cannot be read."""
 
     record: RunRecord
     provenance: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""One line of a diagnosis: the part, its state, and what was found there."""
+"""A line of a diagnosis: the part, its state, and the finding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found in one part of the installation or the machine.
+    """A finding about a part of the installation or the machine.
 
     Args:
         state: `error` if something that exp needs does not work. A `note` is worth knowing and breaks nothing.

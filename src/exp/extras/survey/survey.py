@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """How often each label occurs.
+    """The counts of labels.
 
     Args:
         counts: By label.
@@ -69,7 +69,7 @@ class Classes:
 
 @dataclass(kw_only=True)
 class Part:
-    """What a part holds, after all transforms of single samples. data.json has these fields.
+    """The samples of a part after all transforms of single samples. data.json has these fields.
 
     Args:
         samples, batches: None if a stream does not state its length.
@@ -121,7 +121,7 @@ class Repeats:
 
 @dataclass(kw_only=True)
 class Survey:
-    """What was found in all parts.
+    """All parts, and findings about them.
 
     Args:
         parts, shown: By stage.

@@ -35,14 +35,21 @@ OWN = ("train", *WAYS, "resume", "weights", "monitor", "mode", "sweep", "from_ru
 def evaluate(
     run: RunFiles, *, stage: Evaluated = "test", weights: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> Report:
-    """Evaluate a checkpoint of a run in a run directory of its own, outputs/<name>/evaluations/<date>/<time>.
+    """Evaluate a checkpoint of a run in a new run directory, outputs/<name>/evaluations/<date>/<time>.
 
-    stage: the part of the data; all is the whole data set, such as one that training never saw, as if it were the test
-        part. weights: as of RunFiles.network.
-    overrides: of the run's command, such as data.batch_size=7 data=digits strategy=ddp. Without any, the frozen config
-        alone is read, and no YAML.
-    Returns: a report whose metrics are those of the stage, `accuracy/test`.
-    Raises: ConfigError, RunError as exp.fit does; RunError where the data has no such part.
+    Args:
+        run: The run.
+        stage: The part of the data. `all` evaluates the whole data set as the test part, such as new data.
+        weights: The checkpoint, as in RunFiles.network.
+        overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without any, only the frozen
+            config is read.
+
+    Returns:
+        A report with the metrics of the stage, such as `accuracy/test`.
+
+    Raises:
+        ConfigError: exp.fit refuses the config.
+        RunError: The evaluation fails, or the data has no such part.
     """
     if stage not in STAGES:
         raise ConfigError([Fault(key="stage", got=repr(stage), expected=" or ".join(STAGES))])

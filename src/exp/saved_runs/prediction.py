@@ -90,13 +90,20 @@ def predict(
     keep: Sequence[str] = (),
     is_shown: bool = False,
 ) -> Predictions:
-    """Run the network over samples without answers.
+    """Run the network over samples without targets.
 
-    given: a file or a folder, or arrays `[N, ...]` by the name of the input, or one. They are what a file of the run's
-        own data would hold: columns of a table by name, pictures, arrays as the data set gives them before transforms.
-    weights: as of RunFiles.network. overrides: as of `evaluate`. keep: columns of the input that go to the answers.
-    is_shown: whether a bar shows how far it is.
-    Raises: ConfigError for input that does not fit the run's data; RunError as exp.fit does.
+    Args:
+        run: The run.
+        given: A file, a folder, one array `[N, ...]`, or arrays by the name of the input, with the content of a file of
+            the run's data: columns of a table, pictures, or arrays before transforms.
+        weights: The checkpoint, as in RunFiles.network.
+        overrides: Changes of the run's command, as in `evaluate`.
+        keep: Columns of the input that are copied to the answers.
+        is_shown: Whether to show a progress bar.
+
+    Raises:
+        ConfigError: The input does not fit the run's data.
+        RunError: The prediction fails.
     """
     # Not tempfile.TemporaryDirectory: a process forked from this one would take it away at its own end.
     place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
@@ -137,7 +144,7 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
 
 
 def _saved(given: Any, run: RunFiles, place: Path) -> Path:
-    """Arrays as an .npz file. Raises: RunError for what is none."""
+    """Write arrays to an .npz file, and return it; raise RunError for anything else."""
     names = list(DataSpec.of(run.resolved.plain["data"]).inputs)
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
     held = {}

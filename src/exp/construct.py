@@ -35,7 +35,7 @@ from exp.engine.weight_files import read_weights
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
 from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
-from exp.models.inference import example_inputs, lazy_class, lazy_defaults, materialise
+from exp.models.inference import example_inputs, lazy_class, materialise
 from exp.models.initialisation import initialise
 from exp.models.lora import adapt, is_adapted
 from exp.models.syntax import ProgramError
@@ -92,7 +92,6 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     if inspect.isclass(target) and issubclass(target, ProgramModel) and isinstance(arguments.get("functions"), Mapping):
         arguments["functions"] = _functions(arguments["functions"], key=f"{key}.functions", allow=allow)
     if inspect.isclass(target) and (lazy := lazy_class(target, set(arguments), positional=len(positional))) is not None:
-        arguments = {**lazy_defaults(target, lazy), **arguments}
         target = lazy
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)

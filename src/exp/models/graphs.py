@@ -76,7 +76,7 @@ def graph_of(network: nn.Module) -> fx.Graph:
     modes = {module: module.training for module in network.modules()}
     try:
         evaluated, constants = _traced(network, training=False)
-        # The constants of this trace, so that those of the next one have the same names.
+        # Their constants, so that those of the next trace have the same names.
         for name in constants:
             delattr(network, name)
         trained, others = _traced(network, training=True)

@@ -17,18 +17,6 @@ from exp.errors import ConfigError, RunError
 from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.shared_types import INPUT, DataSpec
 
-
-def _noting(lazy: type[nn.Module]) -> type[nn.Module]:
-    """A lazy norm that notes its size without parameters, too: torch's own leaves it at 0, and warns of that."""
-    by_torch = inspect.getattr_static(lazy, "initialize_parameters")
-
-    def initialize_parameters(self: nn.InstanceNorm1d, first: Tensor) -> None:
-        by_torch(self, first)
-        self.num_features = self.num_features or first.shape[1]
-
-    return type(lazy.__name__, (lazy,), {"initialize_parameters": initialize_parameters, "__module__": __name__})
-
-
 # The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Linear: (nn.LazyLinear, "in_features"),
@@ -41,9 +29,6 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.BatchNorm1d: (nn.LazyBatchNorm1d, "num_features"),
     nn.BatchNorm2d: (nn.LazyBatchNorm2d, "num_features"),
     nn.BatchNorm3d: (nn.LazyBatchNorm3d, "num_features"),
-    nn.InstanceNorm1d: (_noting(nn.LazyInstanceNorm1d), "num_features"),
-    nn.InstanceNorm2d: (_noting(nn.LazyInstanceNorm2d), "num_features"),
-    nn.InstanceNorm3d: (_noting(nn.LazyInstanceNorm3d), "num_features"),
 }
 
 
@@ -67,16 +52,6 @@ def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Mo
     """
     lazy, inferred = LAZY_CLASSES.get(cls, (None, ""))
     return None if inferred in given or positional else lazy
-
-
-def lazy_defaults(cls: type, lazy: type) -> dict[str, object]:
-    """What `cls` takes for parameters that are left out, where its lazy class takes something else: InstanceNorm."""
-    theirs = inspect.signature(lazy).parameters
-    return {
-        name: one.default
-        for name, one in inspect.signature(cls).parameters.items()
-        if name in theirs and theirs[name].default != one.default
-    }
 
 
 def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -322,8 +322,8 @@ def build_precision(
     Raises: ConfigError for an unknown word, or a scaler that is enabled for a word without one.
     """
     meaning = read_word(word)
-    if enabled:
-        meaning.refuse_scaler()
+    if enabled and not meaning.needs_scaler:
+        raise ConfigError(list(meaning.scaler_faults({"enabled": True})))
     scaler: CountingScaler | None = None
     if meaning.needs_scaler and not (skips and enabled is False):
         scaler = CountingScaler(device=device_type, enabled=enabled is not False, **scale)

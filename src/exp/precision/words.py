@@ -98,15 +98,8 @@ class Word:
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "the loss scale of fp16 has no kernels there" if self.needs_scaler else "it has no float64"
             return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure=BF16)]
-        if not self.float8:
-            return []
-        try:
-            refuse_without(accelerator)
-        except ConfigError as error:
-            return list(error.faults)
-        except MissingExtraError as error:
-            return [_fault(f"{self.name} without torchao", expected=str(error))]
-        return []
+        fault = float8_fault(accelerator) if self.float8 else None
+        return [fault] if fault is not None else []
 
     def optimizer_faults(self, optimizer: Optimizer) -> list[Fault]:
         """Rejects an optimizer that cannot step in this word's dtypes."""
@@ -128,17 +121,6 @@ class Word:
                 ]
         return []
 
-    def refuse_scaler(self) -> None:
-        """Raises: ConfigError unless the word has a loss scale."""
-        if not self.needs_scaler:
-            fault = Fault(
-                key="precision.scaler.enabled",
-                got=f"true with {self.name}",
-                expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
-                cure="Choose precision=fp16, or set precision.scaler.enabled=false",
-            )
-            raise ConfigError([fault])
-
 
 def refuse_without_torchao() -> None:
     """fp8 is computed by torchao, which is an extra.
@@ -159,28 +141,22 @@ def read_word(name: str) -> Word:
     return WORDS[name]
 
 
-def capability_fault(accelerator: str, capability: tuple[int, int] | None) -> Fault | None:
-    """Rejects a device without float8.
+def float8_fault(accelerator: str, capability: tuple[int, int] | None = None) -> Fault | None:
+    """Return the error of a device without float8, or of a missing torchao.
 
-    capability: the GPU's compute capability; None where there is no GPU.
+    capability: the GPU's compute capability; None asks torch.
     """
-    if accelerator != "cuda" or capability is None:
-        got = f"fp8 on {accelerator}"
-    elif capability < HOPPER:
-        got = f"fp8 on a GPU of compute capability {capability[0]}.{capability[1]}"
-    else:
-        return None
-    expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-    return _fault(got, expected=expected, cure=BF16)
-
-
-def refuse_without(accelerator: str) -> None:
-    """Raises: ConfigError where the device has no float8; MissingExtraError where torchao is not installed."""
-    has_gpu = accelerator == "cuda" and torch.cuda.is_available()
-    fault = capability_fault(accelerator, torch.cuda.get_device_capability() if has_gpu else None)
-    if fault is not None:
-        raise ConfigError([fault])
-    refuse_without_torchao()
+    if capability is None and accelerator == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    if accelerator != "cuda" or capability is None or capability < HOPPER:
+        known = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
+        expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
+        return _fault(f"fp8 on {accelerator}{known}", expected=expected, cure=BF16)
+    try:
+        refuse_without_torchao()
+    except MissingExtraError as error:
+        return _fault("fp8 without torchao", expected=str(error))
+    return None
 
 
 def _fault(got: str, *, expected: str, cure: str | None = None) -> Fault:

@@ -136,27 +136,15 @@ def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
 
 
 def batch_norm_faults(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[Fault]:
-    """What of a network cannot be, or has to be, normalised over the global batch."""
-    layers = list(batch_norms(planned.network))
-    if not sync_batchnorm:
-        for name, layer in layers:
-            if isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
-                yield Fault(
-                    key="strategy.sync_batchnorm",
-                    got=f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU",
-                    expected="true: its statistics then go through gloo",
-                )
-        return
-    if not layers:
-        yield Fault(
-            key="strategy.sync_batchnorm",
-            got="true, and the network has no batch normalisation",
-            expected="false",
-        )
+    """Yield an error for each layer that cannot be, or has to be, normalized over the global batch."""
+    key, layers = "strategy.sync_batchnorm", list(batch_norms(planned.network))
+    if sync_batchnorm and not layers:
+        yield Fault(key=key, got="true, and the network has no batch normalisation", expected="false")
     for name, layer in layers:
-        if type(layer) not in BATCH_NORMS:
-            yield Fault(
-                key="strategy.sync_batchnorm",
-                got=f"true, and {name} is a {type(layer).__name__}, whose forward is its own",
-                expected="torch.nn.BatchNorm1d, 2d or 3d",
-            )
+        if sync_batchnorm and type(layer) not in BATCH_NORMS:
+            got = f"true, and {name} is a {type(layer).__name__}, whose forward is its own"
+            yield Fault(key=key, got=got, expected="torch.nn.BatchNorm1d, 2d or 3d")
+        is_refused = isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu"
+        if not sync_batchnorm and is_refused:
+            got = f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU"
+            yield Fault(key=key, got=got, expected="true: its statistics then go through gloo")

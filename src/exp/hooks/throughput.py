@@ -1,11 +1,11 @@
-"""The hook `throughput`: how fast training goes, where a step's time goes, and how much of the devices it uses."""
+"""The hook `throughput`: the speed of training, the parts of a step, and the utilisation of the devices."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -18,45 +18,35 @@ from exp.hooks.step import Step
 from exp.hooks.utilisation import PeakFlops, Utilisation
 
 AHEAD = 5
-# Steps by which a device may lag behind the host before the split of one is given up.
+# Steps by which a device may be slower than the host before the parts of a step are dropped.
 LAG = 64
-# Of what a part takes nobody can say that it is too long.
+# No time of a part is too long in general.
 NO_BOUND = Healthy()
 
 
-@dataclass(kw_only=True, slots=True)
-class _TimedSteps:
-    """Whole steps that were timed: how many, their samples, and their time."""
-
-    steps: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-
-
 class Throughput(Hook):
-    """Logs means over the last `every_n_steps` steps, and the split of one of them.
+    """Logs means over the last `every_n_steps` steps, and the parts of one of them.
 
-    `throughput/step_ms`, `throughput/samples_per_second`, and `throughput/tokens_per_second` where the input is whole
-    numbers `[B, T]`. A step's time runs from the end of the one before to its own end, so that loading, logging and
-    other hooks count. The first step of the run and the first after a pause (validation, a checkpoint at an epoch's
-    end) have no such time and are left out. On CUDA the host runs ahead of the device, by a bounded queue: the means
-    hold, a single step's time would not.
+    `throughput/step_ms`, `throughput/samples_per_second`, and `throughput/tokens_per_second` if the input is integers
+    `[B, T]`. The time of a step runs from the end of the step before to its own end, with loading, logging and other
+    hooks. The first step of the run, and the first after a pause (validation, a checkpoint at an epoch's end), have no
+    such time. On CUDA the host runs ahead of the device, by a bounded queue: the means hold.
 
     `throughput/part_ms` is a heat map of data, forward, backward, optimizer and rest of one step, whose sum is its
-    time, and with `each_part` `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are
-    scalars, too.
-    The step lies up to five steps before the one at which they are logged, since other hooks that are due at
-    every n-th step are due then, and a GPU may lag behind; with every_n_steps of 1 or 2 it is that step itself. On CUDA
-    they are logged when the device is through with it: nothing waits. Of a pipeline `forward_backward_ms` is in the
-    place of forward and backward, which its stages run by turns.
+    time. With `each_part` `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are scalars,
+    too. The step lies up to five steps before the logged one, at which other hooks are due. On CUDA the parts are
+    logged when the device has finished the step, so that nothing waits. A pipeline alternates forward and backward, and
+    has one part `forward_backward_ms`.
 
-    `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` what it was computed from.
+    `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` its derivation.
 
-    each_part: whether the parts of a step are scalars, too.
-    peak_flops: FLOPs a second of one device; `measured` measures them once, by matrix products; None looks a GPU up,
-        and logs no utilisation on a CPU.
-    flops_per_sample: FLOPs of one sample in a step; None counts them once, on the meta device.
-    workload: given by exp.
+    Args:
+        every_n_steps: Period. `auto` depends on the length of the run.
+        each_part: Whether the parts of a step are scalars, too.
+        peak_flops: FLOPs a second of one device; `measured` measures them by matrix products. None looks a GPU up, and
+            logs no utilisation on a CPU.
+        flops_per_sample: FLOPs of one sample in a step. None counts them once, on the meta device.
+        workload: Given by exp.
     """
 
     longest = {"every_n_steps": 50}
@@ -76,10 +66,11 @@ class Throughput(Hook):
         self._begin()
 
     def _begin(self) -> None:
-        # How far before the due step the one lies that is split: by then a GPU is through with it.
+        # Distance of the step that is split to the due step: by then a GPU has finished it.
         self._ahead = min(AHEAD, (self.every_n_steps - 1) // 2)
-        self._window = _TimedSteps()
-        # The end of the last step that was looked at: when, its index, and the samples until then.
+        # Whole steps that were timed: their number, samples and seconds.
+        self._steps, self._samples, self._seconds = 0, 0, 0.0
+        # The end of the last step that was looked at: time, index, and samples until then.
         self._last: tuple[float, int, int] | None = None
         self._paused_at: float | None = None
         self._split: StepTimer | None = None
@@ -89,7 +80,7 @@ class Throughput(Hook):
         self._begin()
 
     def due(self, index: int) -> bool:
-        """At the end of a window and of the steps that a split needs, and where the clock has to be started."""
+        """Return whether a window or a split step begins or ends here, or the clock has to be started."""
         place = (index + 1 + self._ahead) % self.every_n_steps
         return place <= 1 or index % self.every_n_steps == 0 or self._last is None or self._paused_at is not None
 
@@ -119,26 +110,26 @@ class Throughput(Hook):
         self._split = None
 
     def _count(self, step: Step, now: float) -> None:
-        """Adds the steps since the last one that was looked at."""
+        """Count the steps since the last one that was looked at."""
         last, paused_at, self._paused_at = self._last, self._paused_at, None
         if last is None:
             return
         then, index, seen = last
         steps, samples = step.index - index, step.samples_seen - seen
         if paused_at is not None:
-            # Nobody saw where the pause ended: it and the step that it lies before, or in, are left out.
+            # The end of the pause is unknown: it and the step after it, or around it, are left out.
             now, steps, samples = paused_at, steps - 1, samples - step.batch_size
         if steps:
-            self._window.steps += steps
-            self._window.samples += samples
-            self._window.seconds += now - then
+            self._steps += steps
+            self._samples += samples
+            self._seconds += now - then
 
     def _values(self, step: Step) -> dict[str, Tensor | float | Panel]:
         values: dict[str, Tensor | float | Panel] = {}
-        window, self._window = self._window, _TimedSteps()
-        if window.steps:
-            rate = window.samples / window.seconds
-            values["throughput/step_ms"] = 1000 * window.seconds / window.steps
+        if self._steps:
+            rate = self._samples / self._seconds
+            values["throughput/step_ms"] = 1000 * self._seconds / self._steps
+            self._steps, self._samples, self._seconds = 0, 0, 0.0
             values["throughput/samples_per_second"] = rate
             tokens = tokens_in_a_sample(step.data)
             if tokens is not None:
@@ -161,9 +152,9 @@ class Throughput(Hook):
 
 
 def tokens_in_a_sample(data: object) -> int | None:
-    """T, where the input of a batch, the first of several, is whole numbers `[B, T]`; else None.
+    """Return T if the input of a batch, the first of several, is integers `[B, T]`; else None.
 
-    data: a pair or a mapping of tensors, or the input alone, as the data set gives it.
+    data: A pair or a mapping of tensors, or the input alone.
     """
     if isinstance(data, Mapping):
         data = data["input"] if "input" in data else next((v for name, v in data.items() if name != "target"), None)
@@ -175,35 +166,34 @@ def tokens_in_a_sample(data: object) -> int | None:
 
 
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
-# Of a pipeline's step: its schedule runs the forward of one micro-batch between the backwards of others.
+# The part of a pipeline, whose schedule runs the forward of one micro-batch between the backwards of others.
 TOGETHER = "forward_backward"
 
 
 class StepTimer:
-    """The moments of one step, from the end of the one before to its own end.
+    """The moments of one step, from the end of the step before to its own end.
 
-    What ends in a mark called forward, backward or optimizer is that part's time. The others are what the loop waited
-    for the batch, and the rest: what callbacks, hooks and loggers did between two parts, and the batch's way to the
-    device. On CUDA a moment is an event in the device's queue. There a wait for the batch counts as far as the device
-    had nothing else to do.
+    The time before a mark called forward, backward or optimizer is that part's. Other time is the wait for the batch,
+    and the rest: callbacks, hooks, loggers, and the copy of the batch to the device. On CUDA a moment is an event in
+    the device's queue, and the wait for a batch counts as far as the device had nothing else to do.
 
-    device: where the network is. now: when the step before ended, by time.perf_counter.
-    waited: seconds for which the loop has waited for batches so far.
+    Args:
+        device: Device of the network.
+        now: End of the step before, by time.perf_counter.
+        waited: Seconds for which the loop has waited for batches so far.
     """
 
     def __init__(self, device: torch.device, now: float, *, waited: float) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._device = device
-        self._waited = waited
+        self._device, self._waited = device, waited
         self._names: list[str] = []
         self._moments: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self.mark("", now)
 
     def mark(self, name: str, now: float | None = None) -> None:
-        """This moment ends the part of that name. now: the host's clock, where it was read already."""
+        """End the part of that name. now: the host's clock, if it was read already."""
         self._names.append(name)
-        if self._on_cuda:
+        if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
@@ -211,30 +201,29 @@ class StepTimer:
             self._moments.append(time.perf_counter() if now is None else now)
 
     def end(self, now: float, *, waited: float) -> None:
-        """The step is over. now, waited: as before."""
+        """End the step. now, waited: as in the constructor."""
         self.mark("rest", now)
         self._waited = waited - self._waited
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has come to the end: nothing has to wait for it any more."""
+        """Whether the device has finished the step, so that nothing waits for it."""
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:
-        """By part; their sum is the step's time. Waits for the device unless `is_known`.
+        """Return the time of each part, whose sum is the step's. It waits for the device unless `is_known`.
 
-        A step without a mark called forward has TOGETHER in the place of forward and backward.
+        A step without a mark called forward has TOGETHER instead of forward and backward.
         """
+        if self._events:
+            taken = [a.elapsed_time(b) for a, b in itertools.pairwise(self._events)]
+        else:
+            taken = [1000 * (b - a) for a, b in itertools.pairwise(self._moments)]
         found = dict.fromkeys(PARTS, 0.0)
-        for name, taken in zip(self._names[1:], self._intervals(), strict=True):
-            found[name if name in found else "rest"] += taken
+        for name, part in zip(self._names[1:], taken, strict=True):
+            found[name if name in found else "rest"] += part
         found["data"] = min(1000 * self._waited, found["rest"])
         found["rest"] -= found["data"]
         if "forward" not in self._names:
             found[TOGETHER] = found.pop("forward") + found.pop("backward")
         return found
-
-    def _intervals(self) -> Sequence[float]:
-        if not self._on_cuda:
-            return [1000 * (b - a) for a, b in zip(self._moments[:-1], self._moments[1:], strict=True)]
-        return [a.elapsed_time(b) for a, b in zip(self._events[:-1], self._events[1:], strict=True)]

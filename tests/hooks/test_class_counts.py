@@ -10,11 +10,10 @@ import torch
 from sklearn.metrics import confusion_matrix, precision_score, recall_score
 
 from exp.errors import RunError
-from exp.hooks.class_counts import predicted, rows
-from exp.hooks.confusion import Confusion, Matrix
-from exp.hooks.figures import matrix, short
+from exp.extras.evaluation.class_counts import predicted, rows
+from exp.extras.evaluation.confusion import Confusion, Matrix, matrix, short
+from exp.extras.evaluation.pr_curve import PRCurve, cases, reached
 from exp.hooks.panels import THRESHOLDS
-from exp.hooks.pr_curve import PRCurve, cases, reached
 
 
 def alone(tensor):

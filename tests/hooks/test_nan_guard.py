@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from exp.errors import RunError
-from exp.hooks.step_trace import Tracer
+from exp.extras.debugging.step_trace import Tracer
 
 MODEL = (
     "model={_target_: exp.models.containers.SequentialModel, layers: {flatten: {_target_: torch.nn.Flatten}, "

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.extras.debugging.dtypes import Dtypes
-from exp.hooks.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
+from exp.extras.debugging.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
 
 BOTH = ["hooks=[operators,dtypes]", "logger=[tensorboard]", "trainer.max_steps=2"]
 SMALL = "model.layers.hidden.out_features=16"

@@ -11,9 +11,10 @@ from torch import nn
 import exp
 from exp.data.digits import Digits
 from exp.errors import RunError
+from exp.extras.evaluation.samples import Samples
 from exp.extras.research.features import Features
 from exp.hooks.figures import INK, RIGHT, WRONG, Caption, captioned
-from exp.hooks.samples import Samples, coloured, pictures
+from exp.hooks.panels import coloured, pictures
 
 
 def alone(tensor):

@@ -47,8 +47,8 @@ LISTED = {
     "exp.engine.ema": "exp.engine.ema",
     "exp.engine.state_at": "exp.engine.state_at",
     **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
-        "debugging", "deepspeed", "finders.range_test", "finders.size_trial", "gallery", "hf", "mlflow", "research",
-        "wandb",
+        "debugging", "deepspeed", "evaluation", "finders.range_test", "finders.size_trial", "gallery", "hf", "mlflow",
+        "research", "wandb",
     )},
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",

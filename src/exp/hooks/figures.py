@@ -1,4 +1,4 @@
-"""Pictures that are drawn on the host: pictures with captions, confusion matrices, heat maps, curves."""
+"""Pictures that are drawn on the host: pictures with captions, heat maps, curves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def cut(text: str, width: float, *, keeps_end: bool = False) -> str:
     return f"...{text}" if keeps_end else f"{text}..."
 
 
-def _widest(texts: Sequence[str]) -> int:
+def widest(texts: Sequence[str]) -> int:
+    """Return the width of the widest text."""
     return int(max(map(font_of(TEXT_SIZE).getlength, texts), default=0))
 
 
@@ -77,7 +78,7 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
     pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
     count, height, width, _ = pictures.shape
     columns = min(columns, count)
-    wide = max(width, _widest([line for caption in captions for line in caption.lines])) + 2 * MARGIN
+    wide = max(width, widest([line for caption in captions for line in caption.lines])) + 2 * MARGIN
     high = height + 2 * MARGIN + max(len(caption.lines) for caption in captions) * LINE
     top = TEXT_SIZE + 2 * MARGIN
     sheet, pen, font = blank(columns * wide, top + -(-count // columns) * high, title)
@@ -90,59 +91,6 @@ def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, 
         for number, line in enumerate(caption.lines):
             pen.text((left - 3, y + height + 4 + number * LINE), line, fill=colour, font=font)
     return np.array(sheet)
-
-
-# A cell of the first width holds a number of three characters; with the widest, ten classes fit a card.
-CELL_WITH_NUMBER, WIDEST_CELL = 20, 30
-PALEST = 0.2
-
-
-def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.ndarray:
-    """Draw a confusion matrix: a row for each target, a column for each prediction, hits blue and misses orange.
-
-    The color of a cell is the root of its share of its row, and PALEST at least, so that one miss among thousands is
-    visible. A large cell shows its count.
-
-    Args:
-        counts: `[V, V]`, integers, by target and prediction.
-        title: Text above the matrix.
-        names: Names of the classes, shown at the rows; by default their numbers.
-
-    Returns: uint8 `[H, W, 3]`, at most about 1,200 high.
-    """
-    classes = len(counts)
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    cell = max(1, min(WIDEST_CELL, 900 // classes))
-    side = cell * classes
-    labels = [cut(name, LONGEST_NAME) for name in (*names, *map(str, range(len(names), classes)))]
-    left, top = _widest(labels) + 3 * MARGIN, 3 * LINE + 2 * MARGIN
-    sheet, pen, font = blank(left + side + 2 * MARGIN, top + side + 2 * MARGIN, title)
-    pen.text((MARGIN, MARGIN + LINE), "a row a target, a column a prediction", fill=INK, font=font)
-    hue = np.where(np.eye(classes, dtype=bool)[..., None], RIGHT, WRONG)
-    depth = np.where(shares > 0, np.sqrt(shares).clip(min=PALEST), 0)[..., None]
-    colours = (255 - (255 - hue) * depth).round().astype(np.uint8)
-    sheet.paste(Image.fromarray(colours.repeat(cell, axis=0).repeat(cell, axis=1)), (left, top))
-    for place in range(0, classes, -(-2 * TEXT_SIZE // cell)):
-        middle = place * cell + cell // 2
-        pen.text((left - MARGIN, top + middle), labels[place], fill=INK, font=font, anchor="rm")
-        pen.text((left + middle, top - 4), str(place), fill=INK, font=font, anchor="ms")
-    for at in range(0, side + 1, cell) if cell >= MARGIN else ():
-        pen.line((left, top + at, left + side, top + at), fill=PALE)
-        pen.line((left + at, top, left + at, top + side), fill=PALE)
-    for row, column in np.argwhere(counts) if cell >= CELL_WITH_NUMBER else ():
-        ink = PAPER if shares[row, column] > 0.4 else INK
-        center = (left + column * cell + cell // 2, top + row * cell + cell // 2)
-        small = font_of(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
-        pen.text(center, short(int(counts[row, column])), fill=ink, font=small, anchor="mm")
-    return np.array(sheet)
-
-
-def short(count: int) -> str:
-    """Return an integer in a few characters: 999, 1.2k, 45k, 3.1M."""
-    power = min(int(math.log10(max(count, 1))) // 3, 4)
-    scaled = count / 1000**power
-    digits = 1 if power and scaled < 9.95 else 0
-    return f"{scaled:.{digits}f}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
 # In a heat map healthy numbers are gray, darker as they grow; the others are saturated.
@@ -170,12 +118,12 @@ def heat_map(
     """
     numbers, names = _folded(numbers, names, healthy)
     count, length = numbers.shape
-    left, top = min(LONGEST_NAME, _widest(names)) + 2 * MARGIN, 2 * MARGIN + TEXT_SIZE
+    left, top = min(LONGEST_NAME, widest(names)) + 2 * MARGIN, 2 * MARGIN + TEXT_SIZE
     wide = max(1, min(WIDEST_COLUMN, (CARD - left - MARGIN) // length))
     high = max(1, min(HIGHEST_ROW, ROWS // count))
     colours, key = _colours(numbers, healthy)
     down, across = top + count * high, left + length * wide
-    width = max(across + MARGIN, left + _widest([text for _, text in key]) + KEY + 2 * MARGIN)
+    width = max(across + MARGIN, left + widest([text for _, text in key]) + KEY + 2 * MARGIN)
     sheet, pen, font = blank(width, down + (2 + len(key)) * LINE + 2 * MARGIN, title)
     sheet.paste(Image.fromarray(colours.repeat(high, axis=0).repeat(wide, axis=1)), (left, top))
     for place in range(0, count, -(-(TEXT_SIZE + 1) // high)):
@@ -261,7 +209,7 @@ def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: s
     heights = [bottom + (top - bottom) * part / (TICKS - 1) for part in range(TICKS)]
     labels = [f"{10**mark if is_wide else mark:.3g}" for mark in heights]
     sheet, pen, font = blank(WIDTH, HEIGHT, title)
-    left, right = _widest(labels) + 2 * MARGIN, WIDTH - 3 * MARGIN
+    left, right = widest(labels) + 2 * MARGIN, WIDTH - 3 * MARGIN
     upper, lower = 3 * MARGIN + 2 * TEXT_SIZE, HEIGHT - 3 * MARGIN - 2 * TEXT_SIZE
 
     def across(value: float) -> float:

@@ -238,6 +238,30 @@ def on_host(panels: Sequence[Panel]) -> list[Panel]:
     return [replace(panel, **change) for panel, change in zip(panels, changes, strict=True)]
 
 
+def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
+    """Return pixels, uint8 `[N, C, H, W]`. It does not wait for the device.
+
+    Args:
+        values: `[N, H, W]` or `[N, C, H, W]`. Without mean and std, floats are stretched from black to white.
+        mean: Mean by which pixels from 0 to 1 were normalized, one number or one a channel.
+        std: Deviation by which they were normalized.
+    """
+    values = values[:, None] if values.dim() == 3 else values
+    if values.dtype == torch.uint8 or mean is None or std is None:
+        return Image.of(values, stretched=values.dtype != torch.uint8).pixels
+    channels = values.shape[1]
+    restored = [values[:, channel] * std[channel % len(std)] + mean[channel % len(mean)] for channel in range(channels)]
+    return Image.of(torch.stack(restored, dim=1)).pixels
+
+
+def coloured(pixels: Tensor) -> np.ndarray:
+    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with a white paper behind transparent pixels."""
+    if pixels.shape[1] == 4:
+        opacity = pixels[:, 3:].float() / 255
+        pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
+    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
+
+
 def png(sheet: np.ndarray) -> bytes:
     """One picture as the bytes of a PNG file. sheet: uint8 `[H, W, C]`, C is 1, 3 or 4."""
     from PIL import Image as PillowImage

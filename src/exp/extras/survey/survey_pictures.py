@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool2d
 from exp.data.data import Data
 from exp.extras.survey.survey import Part, Survey
 from exp.hooks.figures import Caption, captioned
-from exp.hooks.samples import coloured, pictures
+from exp.hooks.panels import coloured, pictures
 
 # The longer side of a picture in pixels; each pixel of a larger picture is the mean of several.
 SIDE = 256

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from exp.hooks.module_calls import ModuleCalls, nodes_behind
+from exp.extras.debugging.module_calls import ModuleCalls, nodes_behind
 from exp.hooks.norms import norms
 from exp.hooks.step import Again, Window
 from exp.nested import tensors_in

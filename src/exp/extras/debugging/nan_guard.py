@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from exp.errors import Fault, NonFiniteError, RunError
+from exp.extras.debugging.step_trace import Trace, trace_of
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
 from exp.hooks.step import Step, Update
-from exp.hooks.step_trace import Trace, trace_of
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exp.hooks.class_counts import EVALUATIONS, ClassCounts, probabilities
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, probabilities
 from exp.hooks.hook import Values
 from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
 from exp.shared_types import Stage

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from exp.errors import Fault
-from exp.hooks.class_counts import stage_faults
+from exp.extras.evaluation.class_counts import stage_faults
 from exp.hooks.hook import Hook, Values
-from exp.hooks.panels import Image, Panel
+from exp.hooks.panels import Image, Panel, coloured, pictures
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.shared_types import STAGES, DataSpec, Stage
@@ -137,22 +137,6 @@ class Samples(Hook):
         return Shown(pixels, _numbers(target), _numbers(output), tuple(self._class_names.get(self.target, ())))
 
 
-def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """Return pixels, uint8 `[N, C, H, W]`. It does not wait for the device.
-
-    Args:
-        values: `[N, H, W]` or `[N, C, H, W]`. Without mean and std, floats are stretched from black to white.
-        mean: See Samples.
-        std: See Samples.
-    """
-    values = values[:, None] if values.dim() == 3 else values
-    if values.dtype == torch.uint8 or mean is None or std is None:
-        return Image.of(values, stretched=values.dtype != torch.uint8).pixels
-    channels = values.shape[1]
-    restored = [values[:, channel] * std[channel % len(std)] + mean[channel % len(mean)] for channel in range(channels)]
-    return Image.of(torch.stack(restored, dim=1)).pixels
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown(Panel):
     """Pictures and their captions, which are drawn on the host.
@@ -234,11 +218,3 @@ def _numbers(tensor: Tensor | None) -> Tensor | None:
     if flat.dtype == torch.bool:
         flat = flat.long()
     return flat if 1 <= flat.shape[1] <= NUMBERS else None
-
-
-def coloured(pixels: Tensor) -> np.ndarray:
-    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with a white paper behind transparent pixels."""
-    if pixels.shape[1] == 4:
-        opacity = pixels[:, 3:].float() / 255
-        pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
-    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()

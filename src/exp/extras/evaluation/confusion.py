@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from PIL import Image as Pillow
 from torch import Tensor
 
-from exp.hooks.class_counts import EVALUATIONS, ClassCounts, predicted
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, predicted
+from exp.hooks.figures import (
+    INK,
+    LINE,
+    LONGEST_NAME,
+    MARGIN,
+    PALE,
+    PAPER,
+    RIGHT,
+    TEXT_SIZE,
+    WRONG,
+    blank,
+    cut,
+    font_of,
+    widest,
+)
 from exp.hooks.hook import Values
 from exp.hooks.panels import Image, Panel
 from exp.shared_types import Stage
@@ -67,8 +84,6 @@ class Matrix(Panel):
     names: Sequence[str] = ()
 
     def drawn(self) -> Image:
-        from exp.hooks.figures import matrix
-
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))
         right = f", {100 * hits / samples:.1f} % right" if samples else ""
@@ -92,3 +107,56 @@ def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
     found = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=classes.device)
     found.index_add_(0, places, torch.ones_like(places))
     return found[:-1].reshape(num_classes, num_classes)
+
+
+# A cell of the first width holds a number of three characters; with the widest, ten classes fit a card.
+CELL_WITH_NUMBER, WIDEST_CELL = 20, 30
+PALEST = 0.2
+
+
+def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.ndarray:
+    """Draw a confusion matrix: a row for each target, a column for each prediction, hits blue and misses orange.
+
+    The color of a cell is the root of its share of its row, and PALEST at least, so that one miss among thousands is
+    visible. A large cell shows its count.
+
+    Args:
+        counts: `[V, V]`, integers, by target and prediction.
+        title: Text above the matrix.
+        names: Names of the classes, shown at the rows; by default their numbers.
+
+    Returns: uint8 `[H, W, 3]`, at most about 1,200 high.
+    """
+    classes = len(counts)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    cell = max(1, min(WIDEST_CELL, 900 // classes))
+    side = cell * classes
+    labels = [cut(name, LONGEST_NAME) for name in (*names, *map(str, range(len(names), classes)))]
+    left, top = widest(labels) + 3 * MARGIN, 3 * LINE + 2 * MARGIN
+    sheet, pen, font = blank(left + side + 2 * MARGIN, top + side + 2 * MARGIN, title)
+    pen.text((MARGIN, MARGIN + LINE), "a row a target, a column a prediction", fill=INK, font=font)
+    hue = np.where(np.eye(classes, dtype=bool)[..., None], RIGHT, WRONG)
+    depth = np.where(shares > 0, np.sqrt(shares).clip(min=PALEST), 0)[..., None]
+    colours = (255 - (255 - hue) * depth).round().astype(np.uint8)
+    sheet.paste(Pillow.fromarray(colours.repeat(cell, axis=0).repeat(cell, axis=1)), (left, top))
+    for place in range(0, classes, -(-2 * TEXT_SIZE // cell)):
+        middle = place * cell + cell // 2
+        pen.text((left - MARGIN, top + middle), labels[place], fill=INK, font=font, anchor="rm")
+        pen.text((left + middle, top - 4), str(place), fill=INK, font=font, anchor="ms")
+    for at in range(0, side + 1, cell) if cell >= MARGIN else ():
+        pen.line((left, top + at, left + side, top + at), fill=PALE)
+        pen.line((left + at, top, left + at, top + side), fill=PALE)
+    for row, column in np.argwhere(counts) if cell >= CELL_WITH_NUMBER else ():
+        ink = PAPER if shares[row, column] > 0.4 else INK
+        center = (left + column * cell + cell // 2, top + row * cell + cell // 2)
+        small = font_of(TEXT_SIZE if cell == WIDEST_CELL else TEXT_SIZE - 2)
+        pen.text(center, short(int(counts[row, column])), fill=ink, font=small, anchor="mm")
+    return np.array(sheet)
+
+
+def short(count: int) -> str:
+    """Return an integer in a few characters: 999, 1.2k, 45k, 3.1M."""
+    power = min(int(math.log10(max(count, 1))) // 3, 4)
+    scaled = count / 1000**power
+    digits = 1 if power and scaled < 9.95 else 0
+    return f"{scaled:.{digits}f}{('', 'k', 'M', 'G', 'T')[power]}"

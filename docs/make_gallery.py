@@ -183,7 +183,7 @@ def _network(directory: Path) -> tuple[Any, Any]:
     """The trained network of a run in evaluation, and inputs `[32, ...]` of its test part."""
     import torch
 
-    from exp.config.freeze import read_frozen
+    from exp.config.frozen import read_frozen
     from exp.construct import build_data, build_network, plain_config
 
     plain = plain_config(read_frozen(directory))

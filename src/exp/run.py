@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from exp.build import Parts, build
 from exp.check.plan import Plan, adopt, frozen
 from exp.check.starting_point import newest_of
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.engine.checkpointing import note_metrics
 from exp.engine.console import run_log

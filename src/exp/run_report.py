@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from exp.config.freeze import read_parent, versions
+from exp.config.frozen import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint

@@ -19,7 +19,8 @@ from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan, frozen
 from exp.check.resolution import resolve
 from exp.check.starting_point import newest_of, sweep_runs_beside
-from exp.config.freeze import COMPOSITION, OUTPUT_DIR, clear, freeze, read_overrides, take_directory
+from exp.config.freeze import clear, freeze, take_directory
+from exp.config.frozen import COMPOSITION, OUTPUT_DIR, read_overrides
 from exp.config.plain_tree import text_values
 from exp.engine.console import run_log
 from exp.engine.runtime import block_launches, threads_of

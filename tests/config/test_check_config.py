@@ -16,7 +16,7 @@ from exp.check.keys import SCHEMA
 from exp.check.resolution import resolve
 from exp.check.stages import compose, first_stage, second_stage
 from exp.cli.check import main as check
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, Fault, is_installed

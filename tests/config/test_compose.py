@@ -14,7 +14,8 @@ import exp
 from exp.check.examination import config_faults
 from exp.check.stages import early_faults
 from exp.config.compose import composition_of
-from exp.config.freeze import COMPOSITION, freeze
+from exp.config.freeze import freeze
+from exp.config.frozen import COMPOSITION
 from exp.config.search_path import OWN_CONF, search_places, users_conf
 from exp.config.targets import resolve
 from exp.errors import ConfigError, Fault

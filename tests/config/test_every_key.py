@@ -10,7 +10,7 @@ from omegaconf import OmegaConf, open_dict
 
 import exp
 from exp.cli.check import main as check
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 
 WORDS = {"default": [], **{name: [f"experiment={name}"] for name in ("gan", "gpt", "dann")}}
 WRONG = {

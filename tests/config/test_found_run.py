@@ -11,7 +11,8 @@ import yaml
 from exp.check.resolution import resolve
 from exp.check.stages import compose
 from exp.config.found_run import written
-from exp.config.freeze import freeze, read_overrides
+from exp.config.freeze import freeze
+from exp.config.frozen import read_overrides
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import recorded_overrides
 from exp.errors import ConfigError, RunError

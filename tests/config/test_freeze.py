@@ -10,16 +10,8 @@ from omegaconf import OmegaConf
 
 from exp import compose
 from exp.check.stages import early_faults
-from exp.config.freeze import (
-    freeze,
-    frozen_yaml,
-    make_exclusively,
-    provenance,
-    read_frozen,
-    read_overrides,
-    shared_origin,
-    take_directory,
-)
+from exp.config.freeze import freeze, make_exclusively, provenance, shared_origin, take_directory
+from exp.config.frozen import frozen_yaml, read_frozen, read_overrides
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import RunError
 

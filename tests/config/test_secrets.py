@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.cli.train import main as train
-from exp.config.freeze import freeze, read_frozen
+from exp.config.freeze import freeze
+from exp.config.frozen import read_frozen
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
 from exp.redaction import forget, is_secret, redacted, revealed

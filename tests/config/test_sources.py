@@ -6,7 +6,7 @@ import pytest
 from omegaconf import open_dict
 
 import exp
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.sources import position_of, source_of
 
 MODEL = """\

@@ -15,7 +15,8 @@ from exp.check.resolution import resolve
 from exp.cli.check import main as check
 from exp.cli.command_line import parse_arguments
 from exp.config.compose import composition_of
-from exp.config.freeze import COMPOSITION, freeze
+from exp.config.freeze import freeze
+from exp.config.frozen import COMPOSITION
 from exp.spelling import number_meant
 
 

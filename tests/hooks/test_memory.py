@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.config.freeze import read_frozen
+from exp.config.frozen import read_frozen
 from exp.construct import build_data, build_network, build_objective, plain_config
 from exp.hooks.memory import Memory, mebibytes
 from exp.hooks.memory_peaks import HOST, AllocatedPeak, ResidentPeak

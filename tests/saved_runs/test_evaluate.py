@@ -13,7 +13,7 @@ from torch import nn
 
 import exp
 from exp.cli.evaluate import main
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.errors import ConfigError, RunError
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["evaluate"]

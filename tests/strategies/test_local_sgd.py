@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from exp.config.freeze import read_frozen
+from exp.config.frozen import read_frozen
 from exp.construct import build_data, build_network, plain_config
 
 RUN = (

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from exp.check.examination import check_job
 from exp.check.stages import compose
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.errors import ConfigError
 from exp.sweeps.jobs import Jobs
 from exp.sweeps.space import space_of

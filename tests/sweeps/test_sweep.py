@@ -22,7 +22,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from exp.check.stages import compose
 from exp.config.compose import composition_of
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.engine.trial_record import STUDY, opened
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.run_report import Report, write_report

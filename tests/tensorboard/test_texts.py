@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.loggers.run_logger import MAX_DIFF_CHARACTERS, fenced, texts
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from exp.check.phase_rules import whole_phase
 from exp.check.signature import with_defaults
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.config.module_key import brings_data
 from exp.config.plain_tree import are_same
 from exp.config.versions import as_before

@@ -31,7 +31,7 @@ from exp.check.runtime_switches import switch_faults
 from exp.check.shapes import double_backward_faults, objectives_by_forward, shape_faults, term_faults
 from exp.check.stages import allowed, located, once, touched
 from exp.check.training_notes import training_notes
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.module_key import has_module
 from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leaves, with_changes
 from exp.config.reading import UNKNOWN

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from exp.check.meta_forward import MetaForward, run_on_meta
-from exp.config.freeze import frozen_yaml, read_frozen
+from exp.config.frozen import frozen_yaml, read_frozen
 from exp.errors import Fault, RunError
 from exp.shared_types import DataSpec
 

@@ -12,7 +12,7 @@ from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import first_stage, second_stage, touched
 from exp.config.copying import copied
-from exp.config.freeze import ALLOWED, COMPOSITION
+from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
 from exp.config.resolvers import use_resolvers

@@ -18,7 +18,7 @@ from exp.check.phase_rules import (
     phases_share_the_objective,
     readable,
 )
-from exp.config.freeze import ALLOWED, COMPOSITION
+from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.habits import cure_of_value
 from exp.config.module_key import brings_data, has_module, module_stands_alone
 from exp.config.plain_tree import is_node

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
 from exp.check.structure import node_faults, own_groups, structure_faults
 from exp.config.compose import composition_of, job_config
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
 from exp.config.plain_tree import leaves

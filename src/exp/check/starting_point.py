@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import CHECKPOINTS, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import ConfigError, Fault, RunError

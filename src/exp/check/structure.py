@@ -12,7 +12,7 @@ from typing import Any
 from exp.check.keys import SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
 from exp.config.annotations import EMPTY
-from exp.config.freeze import COMPOSITION, OWN_GROUPS
+from exp.config.frozen import COMPOSITION, OWN_GROUPS
 from exp.config.habits import cure_of_key, cure_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.plain_tree import is_node, leaves

@@ -64,7 +64,7 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
     from exp.check.starting_point import newest_of
     from exp.cli import train
     from exp.config.found_run import merged
-    from exp.config.freeze import read_overrides
+    from exp.config.frozen import read_overrides
     from exp.files import is_locked
 
     if is_locked(run / "config.yaml"):
@@ -115,7 +115,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     to: fields of the position, its step among them.
     Returns: where it began; the state there. Raises: RunError where the run does not come there.
     """
-    from exp.config.freeze import read_frozen, refuse_more_than
+    from exp.config.frozen import read_frozen, refuse_more_than
     from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
     from exp.engine.checkpointing import POSITION
     from exp.engine.state_at import STATE
@@ -147,7 +147,7 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
     """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
     from omegaconf import OmegaConf, open_dict
 
-    from exp.config.freeze import ALLOWED, COMPOSITION, OWN_GROUPS
+    from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS
 
     with open_dict(config):
         config.resume, config.test, config.logger = before, False, {}

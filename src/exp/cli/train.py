@@ -134,7 +134,7 @@ def validate(config: DictConfig, before: Checked | None) -> Checked:
 
 def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
-    from exp.config.freeze import frozen_yaml
+    from exp.config.frozen import frozen_yaml
 
     # Said at once, for it is what the seconds before the first step are.
     with loading_torch():

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, is_question, parse_arguments
-from exp.config.freeze import COMPOSITION, frozen_values, read_overrides
+from exp.config.frozen import COMPOSITION, frozen_values, read_overrides
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
 from exp.config.plain_tree import is_node, leaves

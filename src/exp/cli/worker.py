@@ -40,7 +40,7 @@ def work(
     """
     with without_collection():
         from exp.check.plan import Plan
-        from exp.config.freeze import refuse_more_than
+        from exp.config.frozen import refuse_more_than
         from exp.run import run
         from exp.strategies.process_group import join
 

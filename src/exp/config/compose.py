@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.config.clusters import refuse_cluster
 from exp.config.copying import copied
 from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
-from exp.config.freeze import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
+from exp.config.frozen import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config, record_overrides
 from exp.config.hydra_node import directory_of, hydra_node_faults, resolve_hydra_values
-from exp.config.module_key import leave_out
+from exp.config.left_out import leave_out
 from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices, with_value
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers

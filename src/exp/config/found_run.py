@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from exp.config.freeze import frozen_values, read_frozen, read_overrides
+from exp.config.frozen import frozen_values, read_frozen, read_overrides
 from exp.config.grammar import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY

@@ -18,7 +18,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from omegaconf.resolvers import oc
 
 from exp.config.plain_tree import is_node, leaves
-from exp.config.resolvers import is_of_a_target
+from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import Fault
 from exp.redaction import interpolation, is_secret

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
 from exp.config.targets import TargetError, resolve_resolver
-from exp.errors import ConfigError, Fault, chain_of
+from exp.errors import ConfigError, Fault
 from exp.spelling import show
 
 NODE = "resolvers"
@@ -79,11 +79,6 @@ def resolver_faults(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterat
                 yield Fault(key=key, got=fault.got, expected=EXAMPLE, cure=fault.cure)
             except ConfigError as error:
                 yield from error.faults
-
-
-def is_of_a_target(error: BaseException) -> bool:
-    """Return whether an interpolation failed because its resolver's function is refused, which is its own error."""
-    return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
 
 def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from exp.config import yaml_files
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import Layer

@@ -29,7 +29,7 @@ from typing import Any
 from exp.config.annotations import return_annotation
 from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
 from exp.config.versions import current_target
-from exp.errors import ConfigError, ExpError, Fault
+from exp.errors import ConfigError, ExpError, Fault, chain_of
 from exp.spelling import among, nearest
 
 # Package: where a public alias found in it may really live.
@@ -102,6 +102,11 @@ class TargetError(ConfigError):
     def __init__(self, *, target: str, got: str, expected: str, cure: str | None = None) -> None:
         self.target = target
         super().__init__([Fault(key="_target_", got=got, expected=expected, cure=cure)])
+
+
+def is_of_a_target(error: BaseException) -> bool:
+    """Return whether an interpolation failed because its resolver's function is refused, which is its own error."""
+    return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
 
 def resolve(

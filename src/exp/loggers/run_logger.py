@@ -16,7 +16,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
-from exp.config.freeze import chosen_values, compared_tags
+from exp.config.frozen import chosen_values, compared_tags
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
 from exp.files import write_whole
 from exp.hooks.panels import Panel

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.stages import compose
 from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
-from exp.config.freeze import ALLOWED, COMPOSITION, OWN_GROUPS, literal
+from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
 from exp.errors import ConfigError, Fault, RunError
 from exp.run_report import Report

@@ -15,7 +15,7 @@ import numpy as np
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
-from exp.config.freeze import literal
+from exp.config.frozen import literal
 from exp.config.module_key import brings_data
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from exp.check.plan import Resolved
 from exp.config.found_run import lost_keys
-from exp.config.freeze import from_text, read_frozen, refuse_untrusted
+from exp.config.frozen import from_text, read_frozen, refuse_untrusted
 from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, OUTPUT, read_frozen, read_overrides
+from exp.config.frozen import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint

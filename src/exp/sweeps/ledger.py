@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from exp.config.freeze import COMPOSITION
+from exp.config.frozen import COMPOSITION
 from exp.config.hydra_node import is_inside
 from exp.config.versions import as_before
 from exp.errors import ConfigError, Fault, RunError, one_line

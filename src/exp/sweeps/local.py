@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, OUTPUT, make_exclusively, take_directory
+from exp.config.freeze import make_exclusively, take_directory
+from exp.config.frozen import COMPOSITION, OUTPUT
 from exp.errors import ExpError, RunError, words_of
 from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible

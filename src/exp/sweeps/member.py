@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.construct import build_network, build_objective, build_optimization, build_starting_network, construct
 from exp.engine.buffer import on_host_values
 from exp.engine.checkpoint import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.config.freeze import OUTPUT
+from exp.config.frozen import OUTPUT
 from exp.redaction import redacted
 from exp.sweeps.job import last_line
 

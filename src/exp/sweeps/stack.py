@@ -27,7 +27,8 @@ from exp.check.examination import examine as examine_config
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan
 from exp.check.resolution import resolve
-from exp.config.freeze import COMPOSITION, clear, freeze, shared_origin, take_directory
+from exp.config.freeze import clear, freeze, shared_origin, take_directory
+from exp.config.frozen import COMPOSITION
 from exp.config.plain_tree import changes, with_changes
 from exp.config.reading import plain_values
 from exp.config.yaml_files import yaml_text

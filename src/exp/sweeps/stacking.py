@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from exp.config.freeze import COMPOSITION, OUTPUT_DIR
+from exp.config.frozen import COMPOSITION, OUTPUT_DIR
 from exp.config.plain_tree import are_same, is_node, leaves
 from exp.config.reading import UNKNOWN, Values
 from exp.launch.launcher import last_checkpoint

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from exp.config.compose import recorded
-from exp.config.freeze import chosen_values, compared_tags
+from exp.config.frozen import chosen_values, compared_tags
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
 from exp.run_report import Report
 from exp.sweeps.jobs import Job

@@ -18,7 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from exp.config.freeze import PRUNED_TAG
+from exp.config.frozen import PRUNED_TAG
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile

@@ -21,7 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.config.freeze import COMPOSITION, OUTPUT
+from exp.config.frozen import COMPOSITION, OUTPUT
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.launch.failure import Failure, first_cause, read_failure
 from exp.launch.job_process import Died

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.config.freeze import read_overrides
+from exp.config.frozen import read_overrides
 from exp.errors import ExpError
 from exp.tensorboard.hparams import EVENTS, OF_SWEEP
 

@@ -140,7 +140,8 @@ class Trials:
         limit: int | None,
         overrides: Sequence[str],
     ) -> None:
-        from exp.config.freeze import COMPOSITION, make_exclusively
+        from exp.config.freeze import make_exclusively
+        from exp.config.frozen import COMPOSITION
 
         test = {"_target_": "exp.extras.finders.size_trial.SizeTrial", "steps": steps}
         changes: dict[str, Any] = {
@@ -161,7 +162,7 @@ class Trials:
 
     def __call__(self, size: int) -> Trial:
         """Try a size, and print the result. Raises: errors of the run other than of memory."""
-        from exp.config.freeze import COMPOSITION
+        from exp.config.frozen import COMPOSITION
         from exp.extras.finders.size_trial import SUMMARY
         from exp.launch.job_process import Died
 

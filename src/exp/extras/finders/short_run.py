@@ -158,7 +158,7 @@ def shortened(
 
     from exp.check.starting_point import root_of
     from exp.config.copying import copied
-    from exp.config.freeze import COMPOSITION
+    from exp.config.frozen import COMPOSITION
 
     short = copied(config)
     kept, _ = parted_callbacks(decided)

@@ -117,7 +117,8 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
     Raises:
         RunError: The directory cannot be made or written.
     """
-    from exp.config.freeze import COMPOSITION, make_exclusively
+    from exp.config.freeze import make_exclusively
+    from exp.config.frozen import COMPOSITION
     from exp.data.in_memory import origin
     from exp.extras.survey.survey_pictures import sheets
     from exp.extras.survey.survey_text import findings, markdown

@@ -1,0 +1,214 @@
+"""The files of a run directory that hold its config, as ranks and tools read them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from exp.config.reading import UNKNOWN, Values, secrets_kept
+from exp.config.versions import with_present_keys
+from exp.config.yaml_files import parse_yaml, yaml_text
+from exp.errors import ConfigError, Fault, RunError, words_of
+from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
+
+# The node of a composed config that records its composition; a frozen config has none.
+COMPOSITION = "_composition_"
+# The run directory, as the interpolation that `${hydra:runtime.output_dir}` becomes.
+OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
+# Keys of the record: groups of the user's own, packages that the command line allows, a directory that is there.
+OWN_GROUPS = "own_groups"
+ALLOWED = "allow"
+TAKEN = "is_taken"
+# 1 if a search has pruned the job, else 0: TensorBoard's page of hyperparameters has no word for it.
+PRUNED_TAG = "sweep/pruned"
+# The file for what a job of a sweep prints, which its process holds open.
+OUTPUT = "output.log"
+DISTRIBUTIONS = (
+    "exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy",
+)  # fmt: skip
+# Hyperparameters of every run.
+ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
+
+
+@secrets_kept()
+def frozen_yaml(config: DictConfig) -> str:
+    """Return the config as YAML text, every interpolation resolved, without the record of its composition."""
+    plain = cast(dict[str, object], OmegaConf.to_container(config, resolve=True))
+    plain.pop(COMPOSITION, None)
+    return yaml_text(plain)
+
+
+def read_frozen(directory: Path | str) -> DictConfig:
+    """Return the frozen config of a run directory.
+
+    Raises:
+        RunError: The directory holds none.
+    """
+    text, path = _config_text(directory)
+    return from_text(text, name=str(path))
+
+
+def from_text(text: str, *, name: str) -> DictConfig:
+    """Return the config of a text that `frozen_yaml` made. name: of its file, for messages.
+
+    Raises:
+        RunError: The text is another one.
+    """
+    content = with_present_keys(_mapping(text, name=name))
+    # What is left of interpolations is text: only the object that is built with a secret resolves it.
+    return cast(DictConfig, OmegaConf.create(with_texts(content, literal)))
+
+
+def frozen_values(directory: Path) -> dict[str, Any]:
+    """Return the values of a frozen config as they are in its file.
+
+    Raises:
+        RunError: The directory holds none.
+    """
+    text, path = _config_text(directory)
+    return _mapping(text, name=str(path))
+
+
+def read_overrides(directory: Path | str) -> list[str]:
+    """Return the overrides that a frozen config was composed with, as text: `name=a${seed}` is not resolved."""
+    path = Path(directory) / "overrides.yaml"
+    return cast(list[str], _parsed(_text(path), name=str(path)))
+
+
+def read_parent(directory: Path) -> Mapping[str, Any] | None:
+    """Return the run and the step that a fork began from; None for any other run."""
+    path = directory / "provenance.json"
+    if not path.is_file():
+        return None
+    parent: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("parent")
+    return parent
+
+
+def _config_text(directory: Path | str) -> tuple[str, Path]:
+    path = Path(directory) / "config.yaml"
+    if not path.is_file():
+        raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+    return _text(path), path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {words_of(error)}. Take the file of the run") from error
+
+
+def _mapping(text: str, *, name: str) -> dict[str, Any]:
+    content = _parsed(text, name=name)
+    if not isinstance(content, dict):
+        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Take the file of the run")
+    return content
+
+
+def _parsed(text: str, *, name: str) -> Any:
+    try:
+        return parse_yaml(text, name=name)
+    except ConfigError as error:
+        raise RunError(f"{name} is not as exp wrote it: {error.faults[0].got}. Take the file of the run") from error
+
+
+def with_texts(value: object, change: Callable[[str], str]) -> Any:
+    """Return a plain tree with other texts."""
+    if isinstance(value, dict):
+        return {name: with_texts(inner, change) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_texts(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def literal(text: str) -> str:
+    """Return a text that OmegaConf gives back as it is: `${name}` in the record of an override is not resolved."""
+    return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
+
+
+def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
+    """Raise ConfigError if `security.allow` of a run directory names packages that the command does not."""
+    refuse_untrusted(read_frozen(directory), allow=allow, source=str(directory / "config.yaml"))
+
+
+def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, is_override: bool = False) -> None:
+    """Raise ConfigError if `security.allow` of a frozen config names packages that the command does not.
+
+    is_override: the command names packages by `security.allow`, or by `allow` in Python, instead of --allow.
+    """
+    named = OmegaConf.select(config, "security.allow")
+    others = [str(package) for package in named if package not in allow] if isinstance(named, list | ListConfig) else []
+    if not others:
+        return
+    flags = " ".join(f"--allow {package}" for package in others)
+    keys = f"'security.allow=[{','.join(others)}]' to the command, in Python allow={others} to exp.load"
+    fault = Fault(
+        key="security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command names",
+        cure=f"If you trust them, add {keys if is_override else flags}",
+    )  # fmt: skip
+    raise ConfigError([replace(fault, source=source)])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a run's numbers, without importing them."""
+    return {"python": platform.python_version(), **_installed()}
+
+
+@functools.cache
+def _installed() -> Mapping[str, str]:
+    # Reading them takes 2 ms.
+    return {name: importlib.metadata.version(name) for name in DISTRIBUTIONS}
+
+
+def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the hyperparameters that distinguish runs: those of the command line, and three of every run.
+
+    Args:
+        plain: The values of the config.
+        overrides: As typed, with the swept ones of a job among them.
+
+    Returns:
+        Values by dotted key. A group has the option that was chosen, such as {"model": "lenet"}.
+    """
+    known = Values(dict(plain))
+    values = {key: known[key] for key in ALWAYS if known[key] not in (None, UNKNOWN)}
+    for override in overrides:
+        key, _, typed = override.lstrip("+").partition("=")
+        if override.startswith("~") or key.startswith("hydra"):
+            continue
+        value = known[key.partition("@")[0]]
+        is_added = override.startswith("+") and isinstance(value, dict) and key in values
+        if is_added:
+            values[key] = f"{values[key]}, {typed}"
+        else:
+            values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
+    if plain["tags"]:
+        values["tags"] = ", ".join(map(str, plain["tags"]))
+    return values
+
+
+def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> list[str]:
+    """Return the tags by which runs are compared: the monitored one, those of a search, and the metrics.
+
+    Args:
+        plain: The values of the config.
+        is_trial: The run is the job of a search. None: as the config says.
+    """
+    sweep = plain["sweep"]
+    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
+    monitor = plain["monitor"]
+    tags = [] if monitor is None or not plain["checkpoint"]["save_best"] else [BEST_VALUE, BEST_STEP]
+    tags += [monitor, *searched_tags(sweep["monitor"], mode=plain["mode"])]
+    if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
+        tags.append(PRUNED_TAG)
+    tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]
+    return [tag for tag in dict.fromkeys(tags) if tag is not None]

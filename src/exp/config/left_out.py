@@ -1,0 +1,82 @@
+"""The nodes that a composed config leaves out for a LightningModule of the user's own, the key `module`.
+
+The module brings its network, losses, metrics and optimizers. The nodes of exp's defaults for them are removed from the
+composed config, and one that the user chose is an error that names it. A node that another node refers to, as
+`net: ${model}` does, stays. A LightningDataModule has its own loaders, so only the user's keys of `data` stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from exp.config.frozen import COMPOSITION
+from exp.config.grammar import parse_override
+from exp.config.groups import COMMAND_LINE
+from exp.config.module_key import REFUSED_KEYS, REPLACED, brings_data, has_module
+from exp.config.search_path import OWN_CONF, shown
+from exp.config.sources import Setting, layers_of, setters_of
+from exp.config.yaml_files import choices_of, read_yaml
+
+REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
+# Groups whose options may choose other nodes: a data set of another task brings an objective along.
+OTHERS = ("data", *REPLACED)
+
+
+def leave_out(config: DictConfig) -> None:
+    """Remove from a composed config, in place, what does not apply to a run of a module.
+
+    The record of the composition gets what the user chose of it, for `module_stands_alone`.
+    """
+    plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    if not has_module(plain):
+        return
+    others = {name: node for name, node in plain.items() if name not in (*REPLACED, COMPOSITION)}
+    referred = set(REFERENCE.findall(str(others)))
+    left = [name for name in REPLACED if name in config and name not in referred]
+    found = {key: source for key, source in _chosen(config) if key.partition(".")[0] in left}
+    setters = setters_of(config)
+    with open_dict(config):
+        config[COMPOSITION][REFUSED_KEYS] = [f"{key}={source}" for key, source in found.items()]
+        if brings_data(plain):
+            for name in [name for name in config.data if _is_default(setters, f"data.{name}")]:
+                del config.data[name]
+        if _is_default(setters, "monitor"):
+            config.monitor = None  # exp's loss/val is no tag of a module's
+        for name in left:
+            config[name] = REPLACED[name][0]
+
+
+def _chosen(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield each key of the replaced nodes that the user set or chose, and where."""
+    for text in config[COMPOSITION].overrides:
+        line = parse_override(str(text))
+        key = str(line.key_or_group)
+        if key.partition(".")[0] in REPLACED and not line.is_delete() and line.value() != []:
+            yield key, COMMAND_LINE
+    for layer in layers_of(config):
+        group, _, is_below = layer.config_path.partition("/")
+        # The primary config and the options of these groups are in every run, whoever wrote them.
+        if layer.file is None or not is_below or group in OTHERS:
+            continue
+        if group == "experiment" or _is_users(layer.file):
+            content = read_yaml(layer.file)
+            keys = [choice.group for choice in choices_of(content) if choice.options]
+            if layer.package in ("", "_global_") and isinstance(content, dict):
+                for name, below in content.items():
+                    keys += [f"{name}.{inner}" for inner in below] if isinstance(below, dict) else [str(name)]
+            yield from ((key, shown(layer.file)) for key in keys if key.partition(".")[0] in REPLACED)
+
+
+def _is_users(file: Path) -> bool:
+    return not file.resolve().is_relative_to(OWN_CONF.resolve())
+
+
+def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
+    """Return whether a file of exp's set a key."""
+    setter = setters.get(key)
+    return setter is not None and setter.file is not None and not _is_users(setter.file)

@@ -119,7 +119,7 @@ def test_a_user_key_at_the_top_is_refused(place):
         ("paths=default", "paths", "Write +paths=default"),
         ("+paths=defalt", "paths", "Did you mean default?"),
         ("+path=default", "path", "Did you mean paths?"),
-        ("experiment=own +paths=cluster", "paths", "Write paths=cluster"),
+        ("experiment=own +paths=cluster", "paths", "Write paths=NAME, without the +"),
     ],
 )
 def test_a_misspelled_user_group_suggests_a_fix(place, override, key, cure):

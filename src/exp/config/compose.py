@@ -17,7 +17,7 @@ from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config, record_overrides
 from exp.config.hydra_node import directory_of, hydra_node_faults, resolve_hydra_values
 from exp.config.left_out import leave_out
-from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices, with_value
+from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
@@ -69,7 +69,7 @@ def composition_of(
             vocabulary.places, config_name=config_name, overrides=for_hydra(lines, vocabulary)
         )
     except ConfigError as error:
-        raise ConfigError([*faults, *(with_value(fault, lines) for fault in error.faults)]) from error
+        raise ConfigError([*faults, *error.faults]) from error
     unfit = apply_values(config, lines, vocabulary)
     refused = [line for line, _ in unfit]
     texts = [line.text for line in lines if line not in refused]

@@ -58,7 +58,6 @@ HYDRA_ERRORS = (
 MAX_MESSAGE = 300
 # The line that states where the values of a file belong.
 HEADER = re.compile(r"#\s*@package\s+(\S+)")
-CHOSEN_ALREADY = "Write {group}=NAME, without the +"
 # Messages of Hydra 1.3.8 about a choice that has no place in the defaults list, with our words: got, expected, cure.
 REFUSED_CHOICES = {
     r"In '(?P<file>[^']+)': Could not override '(?P<group>[^'@]+)@": (
@@ -82,7 +81,7 @@ REFUSED_CHOICES = {
         "Write `- /{group}/NAME` in a file that selects an option which the command line may replace",
     ),
     r"Multiple values for (?P<group>[\w/]+)\.": (
-        "chosen by the defaults list already", "= to choose another", CHOSEN_ALREADY,
+        "chosen by the defaults list already", "= to choose another", "Write {group}=NAME, without the +",
     ),
 }  # fmt: skip
 # Making the configs of files is a third of a composition. They are kept pickled, because a composition changes them.

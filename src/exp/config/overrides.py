@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, Sweep
@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.grammar import Numbers, parse_override
 from exp.config.groups import COMMAND_LINE, USED_GROUPS, Vocabulary, dotted_keys
 from exp.config.habits import cure_of_key, cure_of_option
-from exp.config.hydra_adapter import CHOSEN_ALREADY
 from exp.config.hydra_node import hydra_key_fault, swept_fault
 from exp.config.slots import AXIS, MANY, OF_CLASSES
 from exp.config.values import adds_keys, deepest, set_value, takes_new_key
@@ -104,7 +103,7 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
             faults.append(_syntax_fault(text, error))
             continue
         if not parsed.key_or_group:
-            faults.append(_key_fault(text))
+            faults.append(_syntax_fault(text, ValueError()))
             continue
         # Hydra takes a mapping given to a group for values of the node.
         chooses = vocabulary.group_exists(parsed.key_or_group) and not isinstance(parsed.value(), dict)
@@ -115,25 +114,18 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
     return lines, faults
 
 
-def line_faults(lines: Sequence[Line], vocabulary: Vocabulary, *, multirun: bool) -> list[tuple[Line, Fault]]:
-    """Every override that cannot be right, with what is wrong with it."""
-    found = []
-    for line in lines:
-        others = [other for other in lines if line.group and other.group == line.group and other is not line]
-        fault = _line_fault(line, vocabulary, multirun=multirun) or _pair_fault(line, others, vocabulary)
-        if fault is not None:
-            found.append((line, fault))
-    return found
-
-
 def checked_lines(
     overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
 ) -> tuple[list[Line], list[Fault]]:
-    """The overrides that may be right, and the faults of the others."""
+    """Return the overrides that may be right, and the errors of the others."""
     lines, faults = read_lines(overrides, vocabulary)
-    wrong = line_faults(lines, vocabulary, multirun=multirun)
-    refused = [line for line, _ in wrong]
-    return [line for line in lines if line not in refused], [*faults, *(fault for _, fault in wrong)]
+    right = []
+    for line in lines:
+        others = [other for other in lines if line.group and other.group == line.group and other is not line]
+        fault = _line_fault(line, vocabulary, multirun=multirun) or _pair_fault(line, others, vocabulary)
+        right += [line] if fault is None else []
+        faults += [] if fault is None else [fault]
+    return right, faults
 
 
 def mended(text: str, cure: str | None, vocabulary: Vocabulary) -> str | None:
@@ -177,46 +169,32 @@ def _options(value: Any) -> list[str]:
 
 
 def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[Fault]:
-    """Choices of the command line that the composition did not follow. loaded: the config paths that were merged."""
-    choices = [line for line in lines if line.group and not line.is_sweep]
+    """Return an error for each choice that the composition did not follow. loaded: the config paths of the files."""
+    choices = [line for line in lines if line.group and not line.is_sweep and line.parsed.package is None]
     last = {line.group: line for line in choices if line.sign == ""}
-    chosen = [
-        (line.group, option)
-        for line in (*last.values(), *(line for line in choices if line.sign == "+"))
-        if line.parsed.package is None
-        for option in map(str, _options(line.value))
-    ]
+    counted = [*last.values(), *(line for line in choices if line.sign == "+")]
+    chosen = [(line.group, option) for line in counted for option in _options(line.value)]
+    expected = "a choice that takes effect"
     return [
         _fault(
-            group, f"{group}={option} was ignored by the defaults list", "a choice that takes effect",
-            f"Look for `override {group}` in the primary config",
+            group, f"{group}={option} was ignored by the defaults list", expected, f"Look for `override {group}` in it"
         )
         for group, option in chosen
         if f"{group}/{option}" not in loaded
-    ]  # fmt: skip
-
-
-def with_value(fault: Fault, lines: Sequence[Line]) -> Fault:
-    """A fault of a group that was added to though something is chosen, with what was added in its cure."""
-    added = next((line for line in lines if line.group == fault.key and line.sign == "+"), None)
-    if added is None or fault.cure != CHOSEN_ALREADY.format(group=fault.key):
-        return fault
-    return replace(fault, cure=f"Write {added.text[1:]}", source=COMMAND_LINE)
+    ]
 
 
 def sweep_fault(parsed: Override) -> Fault | None:
-    """What is wrong with an override of which no sweep can say the values: calls in lists, ranges without a step."""
+    """Return the error of an override whose values no sweep can name: calls in lists, and among other values."""
     value, key, text = parsed.value(), parsed.key_or_group, _short((parsed.input_line or "").partition("=")[2])
     inner = next(_calls_in(value), None)
-    if inner is not None:
-        kind = CALLS[type(inner)]
-        if isinstance(value, ChoiceSweep):
-            expected = f"{kind} alone, or single values"
-            return _fault(key, f"{kind} among other values, {text}", expected)
-        holder = "a list" if isinstance(value, list) else "a mapping"
-        cure = f"Name whole lists: {key}=[A,B],[C,D]" if isinstance(value, list) else f"Sweep {key}.NAME by itself"
-        return _fault(key, f"{kind} inside {holder}, {text}", f"{holder} of plain values, or {kind} alone", cure)
-    return None
+    if inner is None:
+        return None
+    kind = CALLS[type(inner)]
+    if isinstance(value, ChoiceSweep):
+        return _fault(key, f"{kind} among other values, {text}", f"{kind} alone, or single values")
+    cure = f"Name whole lists: {key}=[A,B],[C,D]"
+    return _fault(key, f"{kind} inside a list or a mapping, {text}", f"plain values there, or {kind} alone", cure)
 
 
 def _calls_in(value: Any) -> Iterator[Sweep | Glob]:
@@ -285,30 +263,22 @@ def _place_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
 
 
 def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
-    """What to write for several values without -m, by what the key holds and what the values look like."""
-    text, key = line.value_text, line.key
+    """Return what to write for several values without -m."""
     each = "Put -m in front for one job each"
     if line.group:
-        several = f"write {line.sign}{key}=[{text}] for all of them at once"
-        return f"{each}, {several}" if vocabulary.kind(line.group) == "many" else each
-    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
-        return f"Write {key}={text.replace(',', '')} for one number, or put -m in front for one job each"
-    if re.fullmatch(r"0,\d+", text):
-        return f"Write {key}={text.replace(',', '.')} for one number, or put -m in front for one job each"
-    default = vocabulary.default(key)
-    if OmegaConf.is_list(default) or (default is None and not isinstance(line.value, Numbers | IntervalSweep)):
-        each = f"{each}, write {key}=[{text}] for a list"
-    return f"{each}, write '{key}=\"{text}\"' for a text" if isinstance(default, str) else each
+        several = f"{each}, write {line.sign}{line.key}=[{line.value_text}] for all of them at once"
+        return several if vocabulary.kind(line.group) == "many" else each
+    default = vocabulary.default(line.key)
+    is_list = OmegaConf.is_list(default) or (default is None and not isinstance(line.value, Numbers | IntervalSweep))
+    return f"{each}, write {line.key}=[{line.value_text}] for a list" if is_list else each
 
 
 def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
-    """A choice that does not go with another one of its group."""
-    if line.sign != "+" or not others:
-        return None
-    if line.group in AXIS:
+    """Return the error of a `+` that the other choices of its group exclude."""
+    if line.sign == "+" and others and line.group in AXIS:
         return _fault(line.group, f"chosen twice, {line.text} and {others[0].text}", "one choice")
-    if vocabulary.kind(line.group) == "many" and line.is_sweep:
-        return _fault(line.group, f"swept by {line.text} beside {others[0].text}", "one of the two")
+    if line.sign == "+" and others and line.is_sweep and vocabulary.kind(line.group) == "many":
+        return _fault(line.group, f"swept by {line.text} next to {others[0].text}", "one of the two")
     return None
 
 
@@ -500,62 +470,33 @@ def _exposed_fault(text: str, secret: str) -> Fault:
 
 
 def _syntax_fault(text: str, error: Exception) -> Fault:
-    short = _short(text)
-    key = _typed_key(short)
+    typed, sign, value = text.lstrip("+~").partition("=")
+    key, short = _short(typed), _short(text)
     if isinstance(error, RecursionError):
         return _fault(key, "nested too deeply", "a value of a few levels")
-    if "=" not in text:
-        return _fault(key, f"{short!r} has no =", "key=value", _cure_without_sign(text))
-    if not KEY.fullmatch(_typed_key(text)):
-        return _key_fault(text)
-    problem = [line for line in str(error).split("\nSee ")[0].splitlines() if not line.startswith("Error parsing over")]
-    said = re.fullmatch(r"\w+ while evaluating '(\w+)\(.*?': (.*)", problem[0] if problem else "")
-    detail = (said[2] if said else problem[0] if problem else type(error).__name__)[:120]
-    got = f"{short!r} cannot be read{f': {detail}' if detail else ''}"
-    value = text.partition("=")[2]
+    if not sign:
+        pair = re.fullmatch(r"[+~]*([\w.]+):(.+)", text)
+        cure = f"Write {pair[1]}={pair[2]}" if pair else "Flags begin with -, see --help"
+        return _fault(key, f"{short!r} has no =", "key=value", SUBCOMMANDS.get(text) or cure)
+    if not KEY.fullmatch(typed):
+        near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
+        meant = f"Did you mean {_short(f'{near}={value}')}?" if KEY.fullmatch(near) else None
+        return _fault(key or "=", f"{short!r} begins with no key", "names joined by points, or a group's", meant)
     called = re.match(r"(\w+)\(", value)
-    name = said[1] if said else called[1] if called else ""
-    if name in FORMS:
-        return _fault(key, got, FORMS[name])
-    if said is not None:
-        unknown = f"{short!r} cannot be read: there is no {name}(...)"
-        return _fault(key, unknown, f"one of {', '.join(FORMS)}", _cure_of_form(name))
-    values = value.split(",")
-    if len(values) > 1 and "" in values and not re.search(r"[\[\]{}()'\"]", value):
-        rest = ",".join(filter(None, values))
-        cure = f"Write {_short(f'{key}={rest}')}" if rest else None
-        return _fault(key, f"{short!r} has a comma without a value", "a value on both sides of each comma", cure)
+    if called and called[1] not in FORMS:
+        near_forms = ["tag"] if "log" in called[1].lower() else nearest(called[1], FORMS) or ["interval"]
+        got = f"{short!r} cannot be read: there is no {called[1]}(...)"
+        return _fault(key, got, f"one of {', '.join(FORMS)}", f"Write {FORMS[near_forms[0]]}")
+    message = str(error).split("\nSee ")[0].splitlines()
+    problem = next((line for line in message if not line.startswith("Error parsing over")), type(error).__name__)
+    got = f"{short!r} cannot be read: {re.sub(r'.* while evaluating .*?: ', '', problem)[:120]}"
+    if called:
+        return _fault(key, got, FORMS[called[1]])
+    if "," in value and not re.search(r"[\[\]{}()'\"]", value):
+        rest = ",".join(filter(None, value.split(",")))
+        without = f"Write {_short(f'{key}={rest}')}" if rest else None
+        return _fault(key, f"{short!r} has a comma without a value", "a value on both sides of each comma", without)
     return _fault(key, got, "key=value", f"Quote a value with spaces or signs twice: '{key}=\"...\"'")
-
-
-def _cure_without_sign(text: str) -> str:
-    """What to write for a word without `=`: a subcommand of LightningCLI, or `key:value`."""
-    if text in SUBCOMMANDS:
-        return SUBCOMMANDS[text]
-    key, sign, value = text.partition(":")
-    if sign and value and KEY.fullmatch(key.lstrip("+~")):
-        return f"Write {key}={value}"
-    return "Flags begin with -, see --help"
-
-
-def _cure_of_form(name: str) -> str | None:
-    if "log" in name.lower():
-        return f"Write {FORMS['tag']}"
-    near = nearest(name, FORMS)
-    return f"Write {FORMS[near[0]]}" if near else f"Numbers between two are {FORMS['interval']}"
-
-
-def _key_fault(text: str) -> Fault:
-    """A fault for what stands before the = and is no key."""
-    typed = _typed_key(text)
-    near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
-    cure = f"Did you mean {_short(near + text[text.index('=') :])}?" if KEY.fullmatch(near) and "=" in text else None
-    expected = "names joined by points, or a group's"
-    return _fault(_short(typed) or "=", f"{_short(text)!r} begins with no key", expected, cure)
-
-
-def _typed_key(text: str) -> str:
-    return text.lstrip("+~").partition("=")[0]
 
 
 def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:

@@ -137,28 +137,25 @@ def resolve(
     if base is not None:
         _require_base(dotted, value, bases=[base] if isinstance(base, str) else list(base))
     if not found_by_list and inspect.isabstract(value):
+        cure = f"It lacks {among(sorted(value.__abstractmethods__))}"
         raise TargetError(
-            target=dotted,
-            got=f"{dotted}, an abstract class",
-            expected="a class that can be built",
-            cure=f"It lacks {among(sorted(value.__abstractmethods__))}",
+            target=dotted, got=f"{dotted}, an abstract class", expected="a class that can be built", cure=cure
         )
     return value
 
 
 def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
-    """The function, or the torch.autograd.Function, that a forward program may call by a name of its own.
+    """Return the function, or the torch.autograd.Function, that a forward program may call by a name of its own.
 
-    It passes the same wall as a class. Torch's own functions need no entry, for a program has a list of them.
-    Raises: TargetError.
+    It passes the same wall as a class. Torch's own functions need no entry, because a program has a list of them.
+
+    Raises:
+        TargetError: The wall refuses the name.
     """
     if dotted in FUNCTIONS:
-        raise TargetError(
-            target=dotted,
-            got=f"{dotted}, a function of torch",
-            expected="a function of yours, or of a package that security.allow names",
-            cure="Leave it out: what a program may use of torch is listed in docs/models.md",
-        )
+        expected = "a function of yours, or of a package that security.allow names"
+        cure = "Leave it out: what a program may use of torch is listed in docs/vocabulary.md"
+        raise TargetError(target=dotted, got=f"{dotted}, a function of torch", expected=expected, cure=cure)
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):
         _require_base(dotted, value, bases=["torch.autograd.Function"])
@@ -166,10 +163,10 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
 
 
 def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
-    """The function that interpolations call by a name of the user's own.
+    """Return the function of the user's own that interpolations call. It passes the same wall as a class.
 
-    It passes the same wall as a class, and is the user's, or of a package that the command line allows.
-    Raises: TargetError.
+    Raises:
+        TargetError: The wall refuses the name.
     """
     home = _home_of_name(dotted, allow=allow)
     value = _found(dotted, home=home)
@@ -216,22 +213,19 @@ def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
 
 
 def _found(dotted: str, *, home: str) -> Any:
-    """What the name leads to: an attribute of a module, or a method that a class of a module makes objects by."""
+    """Return an attribute of a module, or a method by which a class of a module makes objects."""
     module_name, _, attribute = dotted.rpartition(".")
     package, _, holder = module_name.rpartition(".")
-    # By the habit of all libraries a class begins with a capital, and a module does not.
+    # By convention a class begins with a capital, and a module does not.
     if package and holder[:1].isupper() and inspect.isclass(owner := _member(_import(package, dotted), holder)):
         _require_class_at_home(module_name, owner, home=home)
         own = inspect.getattr_static(owner, attribute, None)
         if attribute.startswith("_") or not isinstance(own, classmethod | staticmethod):
-            makers = [name for name in dir(owner) if isinstance(inspect.getattr_static(owner, name, None), classmethod)]
-            near = nearest(attribute, [name for name in makers if not name.startswith("_")])
-            raise TargetError(
-                target=dotted,
-                got=f"{dotted}, which is no class method of {module_name}",
-                expected=f"a class, such as {module_name} itself, or a class method that makes an object",
-                cure=f"Did you mean {module_name}.{near[0]}?" if near else None,
-            )
+            got = f"{dotted}, which is no class method of {module_name}"
+            expected = f"a class, such as {module_name} itself, or a class method that makes an object"
+            near = nearest(attribute, [name for name in vars(owner) if not name.startswith("_")])
+            cure = f"Did you mean {module_name}.{near[0]}?" if near else None
+            raise TargetError(target=dotted, got=got, expected=expected, cure=cure)
         return getattr(owner, attribute)
     module = _import(module_name, dotted)
     value = _member(module, attribute)
@@ -259,34 +253,31 @@ def _member(module: Any, name: str) -> Any:
 
 def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[str]) -> None:
     is_method = inspect.ismethod(value) or dotted.rpartition(".")[0].rpartition(".")[2][:1].isupper()
-    kind = "a method" if is_method else "a function"
+    got, wrap = f"{dotted}, {'a method' if is_method else 'a function'}", "Wrap it in a class of your own"
     if home in LISTED.values() or home in LISTED_CLASSES.values():
-        raise TargetError(
-            target=dotted, got=f"{dotted}, {kind}", expected="a class", cure="Wrap it in a class of your own"
-        )
+        raise TargetError(target=dotted, got=got, expected="a class", cure=wrap)
     if not returns:
-        raise TargetError(
-            target=dotted,
-            got=f"{dotted}, {kind}",
-            expected="a class: what a function returns is judged for a model, a layer, a loss or a data set alone",
-            cure="Wrap it in a class of your own",
-        )
+        expected = "a class: what a function returns is judged for a model, a layer, a loss or a data set alone"
+        raise TargetError(target=dotted, got=got, expected=expected, cure=wrap)
     if not (inspect.isfunction(value) or inspect.ismethod(value)):
-        raise TargetError(
-            target=dotted, got=f"{dotted}, a {type(value).__name__}", expected="a class, or a function in Python"
-        )
-    real = f"{value.__module__}.{value.__qualname__}"
-    if real != dotted and not _inside(real, home):
-        raise TargetError(target=dotted, got=f"{dotted}, which is {real}", expected=f"a class or a function of {home}")
+        got = f"{dotted}, a {type(value).__name__}"
+        raise TargetError(target=dotted, got=got, expected="a class, or a function in Python")
+    _require_home(dotted, value, home=home)
     said = return_annotation(value)
     classes = [class_of(name) for name in returns]
-    # A base class says too little to refuse: nn.Module, where a subclass is asked for.
+    # A base class says too little to refuse: nn.Module for a subclass.
     if said is not None and not any(issubclass(said, one) or issubclass(one, said) for one in classes):
-        raise TargetError(
-            target=dotted,
-            got=f"{dotted}, {kind} that returns {'nothing' if said is type(None) else f'a {said.__name__}'}",
-            expected=f"one that returns a {classes[0].__name__}",
-        )
+        returned = "nothing" if said is type(None) else f"a {said.__name__}"
+        expected = f"one that returns a {classes[0].__name__}"
+        raise TargetError(target=dotted, got=f"{got} that returns {returned}", expected=expected)
+
+
+def _require_home(dotted: str, value: Any, *, home: str) -> None:
+    real = f"{value.__module__}.{value.__qualname__}"
+    if real != dotted and not _inside(real, home):
+        cure = f"Write {real}" if any(_inside(real, package) for package in LISTED) else None
+        expected = f"a class or a function of {home}"
+        raise TargetError(target=dotted, got=f"{dotted}, which is {real}", expected=expected, cure=cure)
 
 
 def _import(module_name: str, dotted: str) -> Any:
@@ -308,20 +299,9 @@ def _import(module_name: str, dotted: str) -> Any:
 def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
     if not inspect.isclass(value):
         kind = "a function" if callable(value) else f"a {type(value).__name__}"
-        raise TargetError(
-            target=dotted,
-            got=f"{dotted}, {kind}",
-            expected="a class",
-            cure="Wrap it in a class of your own" if callable(value) else None,
-        )
-    real = f"{value.__module__}.{value.__qualname__}"
-    if real != dotted and not _inside(real, home):
-        raise TargetError(
-            target=dotted,
-            got=f"{dotted}, which is {real}",
-            expected=f"a class of {home}",
-            cure=f"Write {real}" if _inside_listed(real) else None,
-        )
+        cure = "Wrap it in a class of your own" if callable(value) else None
+        raise TargetError(target=dotted, got=f"{dotted}, {kind}", expected="a class", cure=cure)
+    _require_home(dotted, value, home=home)
 
 
 def _require_base(dotted: str, value: Any, *, bases: list[str]) -> None:
@@ -339,10 +319,6 @@ def class_of(dotted: str) -> Any:
 
 def _inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
-
-
-def _inside_listed(name: str) -> bool:
-    return any(_inside(name, package) for package in LISTED)
 
 
 def _outside(dotted: str) -> TargetError:
@@ -372,18 +348,15 @@ def _cure_outside(dotted: str) -> str | None:
 
 
 def _absent(dotted: str, module_name: str, module: Any, *, home: str) -> TargetError:
-    attribute = dotted.rpartition(".")[2]
     own = vars(module)
     known = [name for name, value in own.items() if inspect.isclass(value)]
     if home not in LISTED.values():
-        # What is imported late is known by its name alone.
+        # Names that are imported late are known by dir alone.
         known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
-    near = nearest(attribute, [name for name in known if not name.startswith("_")])
+    near = nearest(dotted.rpartition(".")[2], [name for name in known if not name.startswith("_")])
+    cure = f"Did you mean {module_name}.{near[0]}?" if near else None
     return TargetError(
-        target=dotted,
-        got=f"{dotted}, which is not there",
-        expected=f"a class of {module_name}",
-        cure=f"Did you mean {module_name}.{near[0]}?" if near else None,
+        target=dotted, got=f"{dotted}, which is not there", expected=f"a class of {module_name}", cure=cure
     )
 
 
@@ -395,13 +368,9 @@ def _absent_module(dotted: str, missing: str) -> TargetError:
         own = vars(sys.modules[parent])
         # Lists names of files; imports none of them.
         siblings = [found.name for found in pkgutil.iter_modules(getattr(sys.modules[parent], "__path__", None) or [])]
-        near = nearest(word, siblings)
-        if word in own and inspect.isclass(own[word]):
-            cure = f"Did you mean {missing}?"
-        elif name in own:
-            cure = f"Did you mean {parent}.{name}?"
-        elif near:
-            cure = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?"
+        near = [f"{one}{dotted[len(missing) :]}" for one in nearest(word, siblings)]
+        meant = [word] if word in own and inspect.isclass(own[word]) else [name] if name in own else near
+        cure = f"Did you mean {parent}.{meant[0]}?" if meant else None
     return TargetError(target=dotted, got=f"{dotted}: no module {missing}", expected="a class in a module", cure=cure)
 
 

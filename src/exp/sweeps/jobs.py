@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import early_faults, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded
-from exp.config.freeze import COMPOSITION, OUTPUT_DIR, literal
+from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
 from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -46,8 +46,11 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
 
 def question(directory: Path) -> str:
     """Return the part of an address that pins the curves of the newest run with scalars. directory: the links."""
-    runs = [run for run in directory.iterdir() if os.path.isdir(run)]
-    newest_first = sorted(runs, key=os.path.getmtime, reverse=True)
+    runs: dict[Path, float] = {}
+    for run in directory.iterdir():
+        with contextlib.suppress(OSError):  # a run may be removed meanwhile
+            runs[run] = run.stat().st_mtime
+    newest_first = sorted(runs, key=runs.__getitem__, reverse=True)
     found = next((tags for run in newest_first if (tags := in_order(_tags_of(run)))), [])
     cards = [{"plugin": "scalars", "tag": tag} for tag in found]
     pinned = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))

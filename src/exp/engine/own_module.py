@@ -74,14 +74,19 @@ class OwnModule:
         self._weight = 1.0
         self._by_design: Mapping[str, Kinds] = {}
         self._is_told = False
-        self._put_around("_on_before_batch_transfer", self._before_batch_transfer)
-        self._put_around("training_step", self._training_step)
+        around: dict[str, Callable[..., Any]] = {
+            "_on_before_batch_transfer": self._before_batch_transfer,
+            "training_step": self._training_step,
+            "manual_backward": self._manual_backward,
+            "configure_gradient_clipping": self._configure_gradient_clipping,
+            "on_save_checkpoint": self._on_save_checkpoint,
+            "on_load_checkpoint": self._on_load_checkpoint,
+        }
         if not is_overridden("predict_step", network, LightningModule):
-            self._put_around("predict_step", self._predict_step)
-        self._put_around("manual_backward", self._manual_backward)
-        self._put_around("configure_gradient_clipping", self._configure_gradient_clipping)
-        self._put_around("on_save_checkpoint", self._on_save_checkpoint)
-        self._put_around("on_load_checkpoint", self._on_load_checkpoint)
+            around["predict_step"] = self._predict_step
+        for name, method in around.items():
+            inner = getattr(network, name)
+            vars(network)[name] = functools.wraps(inner)(functools.partial(method, inner))
         # exp's loggers have what `module` says, among all that tells the run from another.
         vars(network)["_log_hyperparams"] = False
 
@@ -90,10 +95,6 @@ class OwnModule:
         data = self.batches.data
         vars(self.network)[step] = functools.partial(getattr(LightningModule, step), self.network)
         vars(data)[loader] = functools.partial(getattr(LightningDataModule, loader), data)
-
-    def _put_around(self, name: str, method: Callable[..., Any]) -> None:
-        inner = getattr(self.network, name)
-        vars(self.network)[name] = functools.wraps(inner)(functools.partial(_call, method, inner))
 
     def __deepcopy__(self, memo: object) -> OwnModule:
         """Leave a copy of the module to this one: callbacks that average weights make one, and never step it."""
@@ -208,10 +209,6 @@ class OwnModule:
                 among(left),
             )
         return kept
-
-
-def _call(method: Callable[..., Any], inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return method(inner, *arguments, **named)
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -61,21 +61,11 @@ class Stopping(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_restored:  # and no training began
             self._is_restored = False
-            log.warning("%s", self._complete(trainer))
-
-    def _complete(self, trainer: Trainer) -> str:
-        """Say which limit leaves nothing to train, and how to train longer. The limits count the whole run."""
-        steps, limits = trainer.global_step, self.limits
-        if limits.max_steps is not None and steps >= limits.max_steps:
-            done, longer = f"{steps} steps of trainer.max_steps={limits.max_steps}", f"max_steps={2 * steps}"
-        elif limits.max_seconds is not None and self._seconds_before >= limits.max_seconds:
-            spent = self._seconds_before
-            done = f"{spent:.0f} s of trainer.max_time, which is {limits.max_seconds:.0f} s"
-            longer = f"max_time={2 * max(1, round(spent))}"
-        else:
-            epochs = trainer.current_epoch
-            done, longer = f"{epochs} epochs of trainer.max_epochs={trainer.max_epochs}", f"max_epochs={2 * epochs}"
-        return f"nothing is left to train: {trainer.ckpt_path} has done {done}. To train longer: trainer.{longer}"
+            log.warning(
+                "nothing is left to train: %s has reached %s, which counts the whole run. To train longer, raise it",
+                trainer.ckpt_path,
+                self.reason(trainer),
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int

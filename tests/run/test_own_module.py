@@ -276,7 +276,7 @@ def errors_of(*overrides):
         ([NET, "runtime.non_finite=skip"], "runtime.non_finite", "stop"),
         ([NET, "freeze.parameters=[net]"], "freeze.parameters", "configure_model"),
         (["module=litnet", "module.widht=3"], "module.widht", "Did you mean module.width?"),
-        ([NET, "+hooks=samples"], "hooks.samples", "self.log itself"),
+        ([NET, "+hooks=samples"], "hooks.samples", "exp does not know its values"),
         ([NET, "+hooks=gradients", "hooks.gradients.modules=[nett]"], "hooks.gradients.modules", "net"),
         ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "ddp, single or auto"),
         (["module={_target_: mine.Untrained}"], "module", "Untrained without configure_optimizers"),

@@ -142,16 +142,6 @@ def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
     assert torch_findings.import_finding({"error": "OSError: torchvision/_C.so"}).fix.startswith("Install torch and")
 
 
-def test_another_package_called_exp_is_named(tmp_path, monkeypatch):
-    info = tmp_path / "exp-0.3.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: exp\nVersion: 0.3\n")
-    (info / "RECORD").write_text("exp/__init__.py,,\nexp-0.3.dist-info/METADATA,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    clash = installation.exp_package()
-    assert (clash.state, "pip uninstall -y exp" in clash.fix) == ("error", True)
-
-
 def test_versions_outside_the_ranges_are_named():
     needed = [
         "torch>=99", "numpy>=1", "not-there-at-all>=2", "never; python_version < '3'", "rich>=99; extra == 'search'",

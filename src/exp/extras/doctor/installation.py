@@ -20,21 +20,10 @@ PACKAGE = Path(exp.__file__).parent
 
 
 def findings() -> Iterator[Finding]:
-    """Check Python, other packages called `exp`, and the version of each package."""
+    """Check the version of each package, and name Python and exp."""
     yield Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}, {platform.platform()}")
-    yield exp_package()
+    yield Finding("ok", "exp", f"{exp.__version__}, {PACKAGE}")
     yield from versions(declared())
-
-
-def exp_package() -> Finding:
-    """Return an error if another distribution installs a package called `exp`, such as PyPI's exp."""
-    owners = importlib.metadata.packages_distributions().get("exp", [])
-    others = sorted({name for name in owners if re.sub(r"[-_.]+", "-", name).lower() != DISTRIBUTION})
-    if not others:
-        return Finding("ok", "exp", f"{exp.__version__}, {PACKAGE}")
-    names = " ".join(others)
-    fix = f"pip uninstall -y {names}, then install {DISTRIBUTION} again"
-    return Finding("error", "exp", f"{names} installs another package called exp", fix)
 
 
 def declared() -> list[str]:

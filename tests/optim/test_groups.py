@@ -211,8 +211,8 @@ def test_errors_of_patterns_are_reported_together() -> None:
     assert found == [
         "optimizer.groups.a.parameters: 'haed.*' matches no parameter; expected a pattern of a parameter's name: "
         "body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star, as in encoder.*",
-        "optimizer.groups.c.parameters: missing; expected a pattern of parameter names, or a list of them",
         "optimizer.groups: a and b both match body.bias; expected each parameter in one group. Narrow the patterns of one",
+        "optimizer.groups.c.parameters: missing; expected a pattern of parameter names, or a list of them",
         "optimizer.exempt_from_decay: 'norm' matches no parameter; expected norms, biases, or a pattern of a "
         "parameter's name: body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star, as in "
         "encoder.*",

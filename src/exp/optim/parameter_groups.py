@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,61 +11,15 @@ from torch import nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.matching import NORMS
+from exp.spelling import among
 
 REST = "default"
 # A norm of the user's own is known by its class's name, as in RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 # What the config's optimizer.groups holds, by name: patterns of parameters, and options of the optimizer.
 Groups = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(kw_only=True, eq=False)
-class _Trained:
-    """A parameter that is trained: all the names it goes by (tied ones have several), and whether it is exempt."""
-
-    parameter: nn.Parameter
-    names: list[str] = field(default_factory=list)
-    exempt: bool = False
-
-    def matches(self, *patterns: str) -> bool:
-        """Whether one of its names matches one of the patterns."""
-        return matches_any(self.names, patterns)
-
-
-@dataclass(kw_only=True)
-class _Parameters:
-    """A network's parameters: those that are trained, in its order, and the names of the frozen ones."""
-
-    trained: list[_Trained]
-    frozen: list[str]
-
-    @classmethod
-    def of(cls, network: nn.Module) -> _Parameters:
-        trained: dict[int, _Trained] = {}
-        frozen: list[str] = []
-        for name, parameter in network.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                trained.setdefault(id(parameter), _Trained(parameter=parameter)).names.append(name)
-            else:
-                frozen.append(name)
-        return cls(trained=list(trained.values()), frozen=frozen)
-
-    def matched(self, pattern: str) -> list[_Trained]:
-        return [entry for entry in self.trained if entry.matches(pattern)]
-
-    def no_match(self, pattern: str, *, key: str, words: str = "") -> Fault:
-        """The fault of a pattern that matches nothing. words: that may stand in its place."""
-        if matches_any(self.frozen, [pattern]):
-            got = f"{pattern!r} matches only frozen parameters"
-            return Fault(key=key, got=got, expected="parameters that are trained")
-        names = [entry.names[0] for entry in self.trained]
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        return Fault(
-            key=key,
-            got=f"{pattern!r} matches no parameter",
-            expected=f"{words}a pattern of a parameter's name: {shown}",
-            cure="A whole layer is its name with a star, as in encoder.*",
-        )
+# Parameters with requires_grad, each with all of its names: tied ones have several.
+Trained = Mapping[nn.Parameter, Sequence[str]]
 
 
 def parameter_groups(
@@ -77,7 +30,7 @@ def parameter_groups(
     parameters: Sequence[str] | None = None,
     shared: bool = False,
 ) -> list[dict[str, Any]]:
-    """Splits the trained parameters of a network into groups, as torch.optim.Optimizer takes them.
+    """Split the trained parameters of a network into groups, as torch.optim.Optimizer takes them.
 
     Every parameter with requires_grad is in exactly one group; a tied one is there once and goes by all its names;
     frozen ones are in none.
@@ -88,53 +41,50 @@ def parameter_groups(
         are split off into `<group>_exempt` with weight_decay 0.
     parameters: patterns; only parameters that one of them matches are taken. None takes all.
     shared: the groups are also those of other optimizers, so that a pattern may match parameters of theirs alone.
-    Raises: ConfigError, with all its faults, where a pattern matches no trained parameter, a parameter is in two
-        groups, or nothing is left to train.
+    Raises: ConfigError, with all errors, if a pattern matches no trained parameter, a parameter is in two groups, or
+        nothing is left to train.
     """
-    everything = _Parameters.of(network)
-    taken = [entry for entry in everything.trained if parameters is None or entry.matches(*parameters)]
-    own = _Parameters(trained=taken, frozen=everything.frozen)
+    everything = _trained(network)
+    taken = {one: names for one, names in everything.items() if parameters is None or matches_any(names, parameters)}
     if not taken:
-        frozen = len(everything.frozen)
+        frozen = sum(not one.requires_grad for one in network.parameters())
         got = f"all {frozen} parameters are frozen" if frozen else "a model without parameters"
         expected = "at least one parameter to train"
         raise ConfigError([Fault(key="model", got=got, expected=expected, cure="Or set train=false")])
-    known = everything if shared else own
+    known = everything if shared else taken
     faults: list[Fault] = []
-    owners = _owners(own, known, groups, faults)
-    _mark_exempt(network, own, known, exempt_from_decay, faults)
+    owners = _owners(network, taken, known, groups, faults)
+    exempt = _exempt(network, taken, known, exempt_from_decay, faults)
     if faults:
         raise ConfigError(faults)
-
     built: dict[str, dict[str, Any]] = {}
-    for entry, owner in zip(taken, owners, strict=True):
-        name = f"{owner}_exempt" if entry.exempt else owner
+    for parameter, owner in owners.items():
+        name = f"{owner}_exempt" if parameter in exempt else owner
         if name not in built:
-            options = (
-                {} if owner == REST else {key: value for key, value in groups[owner].items() if key != "parameters"}
-            )
-            if entry.exempt:
+            given = {} if owner == REST else groups[owner]
+            options = {key: value for key, value in given.items() if key != "parameters"}
+            if parameter in exempt:
                 options["weight_decay"] = 0.0
             built[name] = {"params": [], "name": name, **options}
-        built[name]["params"].append(entry.parameter)
+        built[name]["params"].append(parameter)
     order = [name for group in (REST, *groups) for name in (group, f"{group}_exempt")]
     return [built[name] for name in order if name in built]
 
 
 def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
-    """The parameters with requires_grad that one of the patterns matches, by any of their names, each once."""
-    return [entry.parameter for entry in _Parameters.of(network).trained if entry.matches(*patterns)]
+    """Return the parameters with requires_grad that one of the patterns matches, by any of their names, each once."""
+    return [one for one, names in _trained(network).items() if matches_any(names, patterns)]
 
 
 def pattern_faults(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[Fault]:
-    """The patterns that match no parameter with requires_grad. key: theirs in the config."""
-    own = _Parameters.of(network)
-    return [own.no_match(pattern, key=key) for pattern in patterns if not own.matched(pattern)]
+    """Return an error for each pattern that matches no parameter with requires_grad. key: theirs in the config."""
+    trained = _trained(network)
+    return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _matched(trained, pattern)]
 
 
 def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The names of the parameters with requires_grad that none of the patterns matches."""
-    return [entry.names[0] for entry in _Parameters.of(network).trained if not entry.matches(*patterns)]
+    """Return the names of the parameters with requires_grad that none of the patterns matches."""
+    return [names[0] for names in _trained(network).values() if not matches_any(names, patterns)]
 
 
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -142,12 +92,40 @@ def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _owners(own: _Parameters, known: _Parameters, groups: Groups, faults: list[Fault]) -> list[str]:
-    """The group of each parameter in `own`. known: those that a pattern may match."""
+def _trained(network: nn.Module) -> Trained:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _matched(trained: Trained, pattern: str) -> list[nn.Parameter]:
+    return [one for one, names in trained.items() if matches_any(names, [pattern])]
+
+
+def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> Fault:
+    """Return the error of a pattern that matches nothing. words: that may stand instead of it."""
+    if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
+        got = f"{pattern!r} matches only frozen parameters"
+        return Fault(key=key, got=got, expected="parameters that are trained")
+    shown = among([names[0] for names in trained.values()], count=6)
+    return Fault(
+        key=key,
+        got=f"{pattern!r} matches no parameter",
+        expected=f"{words}a pattern of a parameter's name: {shown}",
+        cure="A whole layer is its name with a star, as in encoder.*",
+    )
+
+
+def _owners(
+    network: nn.Module, taken: Trained, known: Trained, groups: Groups, faults: list[Fault]
+) -> dict[nn.Parameter, str]:
+    """Return the group of each parameter in `taken`. known: the parameters that a pattern may match."""
     if REST in groups:
         expected = "another name: what no pattern matches is called so"
         faults.append(Fault(key=f"optimizer.groups.{REST}", got="a group of this name", expected=expected))
-    found: list[list[str]] = [[] for _ in own.trained]
+    found: dict[nn.Parameter, str] = {}
     for group, options in groups.items():
         key = f"optimizer.groups.{group}.parameters"
         if "parameters" not in options:
@@ -155,40 +133,31 @@ def _owners(own: _Parameters, known: _Parameters, groups: Groups, faults: list[F
             continue
         patterns = options["parameters"]
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        faults += [own.no_match(pattern, key=key) for pattern in patterns if not known.matched(pattern)]
-        for entry, owners in zip(own.trained, found, strict=True):
-            if entry.matches(*patterns):
-                owners.append(group)
-    faults += [
-        Fault(
-            key="optimizer.groups",
-            got=f"{' and '.join(owners)} both match {' = '.join(entry.names)}",
-            expected="each parameter in one group",
-            cure="Narrow the patterns of one",
-        )
-        for entry, owners in zip(own.trained, found, strict=True)
-        if len(owners) > 1
-    ]
-    return [owners[0] if owners else REST for owners in found]
+        faults += [_no_match(network, taken, one, key=key) for one in patterns if not _matched(known, one)]
+        for parameter, names in taken.items():
+            if matches_any(names, patterns) and (other := found.setdefault(parameter, group)) != group:
+                got = f"{other} and {group} both match {' = '.join(names)}"
+                cure = "Narrow the patterns of one"
+                faults.append(Fault(key="optimizer.groups", got=got, expected="each parameter in one group", cure=cure))
+    return {parameter: found.get(parameter, REST) for parameter in taken}
 
 
-def _mark_exempt(
-    network: nn.Module, own: _Parameters, known: _Parameters, exempt_from_decay: Sequence[str], faults: list[Fault]
-) -> None:
-    norms = {
-        id(parameter) for module in network.modules() if _is_norm(module) for parameter in module.parameters(False)
-    }
+def _exempt(
+    network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], faults: list[Fault]
+) -> set[nn.Parameter]:
+    """Return the parameters whose weight decay is 0."""
+    found: set[nn.Parameter] = set()
     for word in exempt_from_decay:
         if word == "norms":
-            chosen = [entry for entry in own.trained if id(entry.parameter) in norms]
+            found |= {one for module in network.modules() if _is_norm(module) for one in module.parameters(False)}
         elif word == "biases":
-            chosen = [entry for entry in own.trained if any(_is_bias(name) for name in entry.names)]
+            found |= {one for one, names in taken.items() if any(map(_is_bias, names))}
         else:
-            chosen = own.matched(word)
-            if not known.matched(word):
-                faults.append(own.no_match(word, key="optimizer.exempt_from_decay", words="norms, biases, or "))
-        for entry in chosen:
-            entry.exempt = True
+            found |= set(_matched(taken, word))
+            if not _matched(known, word):
+                key = "optimizer.exempt_from_decay"
+                faults.append(_no_match(network, taken, word, key=key, words="norms, biases, or "))
+    return found
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from exp.models.inference import example_arguments
 from exp.plan.device_peaks import Device
-from exp.plan.fake_step import ParameterSize, Setting, StepFigures, take_step
+from exp.plan.fake_step import Setting, StepFigures, sizes_of, take_step
 from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, largest_total, load_of, memory_of
 from exp.plan.step_time import StepTime, step_time
-from exp.shared_types import dtype_name
 from exp.strategies.footprint import Footprint
 from exp.strategies.strategy import Strategy
 
@@ -161,11 +160,6 @@ def guessed(seen: Mapping[int, int], limit: int) -> int | None:
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:
     """Of a module whose step is its own."""
-    parameters = {
-        name: ParameterSize(
-            shape=tuple(one.shape), dtype=dtype_name(one.dtype), size=one.nbytes, learns=one.requires_grad
-        )
-        for name, one in network.named_parameters()
-    }
+    parameters = sizes_of(network)
     gradients = {name: one.size for name, one in parameters.items() if one.learns}
     return StepFigures(setting=setting, parameters=parameters, gradients=[gradients], notes=[OWN_MODULE])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ from exp.optim.phase import turns_of
 from exp.precision.conversion import cast_own_tensors
 from exp.precision.words import WORDS
 from exp.shared_types import Batch, dtype_name
-from exp.strategies.footprint import OBJECTIVE
+from exp.strategies.footprint import OBJECTIVE, Size
 from exp.strategies.units import checkpoint_activations, matched
 
 if TYPE_CHECKING:
@@ -86,20 +85,6 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterSize:
-    """A parameter. size: of its storage in bytes, 0 where another that was counted before has the same."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-    learns: bool
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
 class FakeNetwork:
     """A network of fake tensors, and the mode to which they belong."""
 
@@ -124,7 +109,7 @@ class StepFigures:
     """
 
     setting: Setting
-    parameters: Mapping[str, ParameterSize]
+    parameters: Mapping[str, Size]
     buffers: int = 0
     batch: int = 0
     outputs: dict[str, str] = field(default_factory=dict)
@@ -296,7 +281,7 @@ class _Step:
             view = self.network if first.forward is None else with_forward(self.network, first.forward)
             parts = [objective.only(phase.terms) for phase in group]
             self._pass(view, parts, trained, context, times=first.repeats / first.every_n_steps)
-        self.figures.parameters = self._parameters()
+        self.figures.parameters = sizes_of(self.network)
 
     def _pass(
         self,
@@ -375,20 +360,17 @@ class _Step:
             self.figures.outputs[self.paths[module]] = described(output)
             self.figures.output_bytes[self.paths[module]] = sum(tensor.nbytes for tensor in tensors_in(output))
 
-    def _parameters(self) -> dict[str, ParameterSize]:
-        seen: set[int] = set()
-        found = {}
-        for name, parameter in self.network.named_parameters():
-            storage = parameter.untyped_storage()
-            size = 0 if id(storage) in seen else storage.nbytes()
-            seen.add(id(storage))
-            found[name] = ParameterSize(
-                shape=tuple(parameter.shape),
-                dtype=dtype_name(parameter.dtype),
-                size=size,
-                learns=parameter.requires_grad,
-            )
-        return found
+
+def sizes_of(network: nn.Module) -> dict[str, Size]:
+    """Return the sizes of a network's parameters by name."""
+    seen: set[int] = set()
+    found = {}
+    for name, one in network.named_parameters():
+        storage = one.untyped_storage()
+        size = 0 if id(storage) in seen else storage.nbytes()
+        seen.add(id(storage))
+        found[name] = Size(shape=tuple(one.shape), itemsize=one.itemsize, learns=one.requires_grad, size=size)
+    return found
 
 
 def losses_of(

@@ -24,7 +24,7 @@ from exp.hooks.saved_tensors import storages
 from exp.nested import tensors_in
 from exp.plan.fake_step import UNDECIDED, FakeNetwork, Ones, StepFigures
 from exp.strategies.ddp import DDP
-from exp.strategies.footprint import Footprint, Held, Load, Place, Size
+from exp.strategies.footprint import Footprint, Held, Load, Place
 from exp.strategies.single import Single
 from exp.strategies.strategy import Strategy, averages_weights
 
@@ -144,13 +144,9 @@ def load_of(
     plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
 ) -> Load:
     """What the strategy is told of a step. network: on the meta device. inputs: stand-ins, where it is cut by them."""
-    sizes = {
-        name: Size(shape=one.shape, itemsize=getattr(torch, one.dtype).itemsize, learns=one.learns)
-        for name, one in figures.parameters.items()
-    }
     return Load(
         network=network,
-        sizes=sizes,
+        sizes=figures.parameters,
         placement=plan.placement,
         inputs=inputs,
         buffers=figures.buffers,
@@ -226,7 +222,7 @@ def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
         return 0
     copied = 0
     for name, one in place.held.items():
-        itemsize: int = getattr(torch, figures.parameters[name].dtype).itemsize
+        itemsize = figures.parameters[name].itemsize
         copied += one.stored * max(4, itemsize) // itemsize
     return count * copied
 

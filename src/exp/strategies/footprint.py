@@ -24,11 +24,16 @@ OBJECTIVE = "(objective)"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A parameter of the whole network. itemsize: bytes of one of its numbers. learns: whether it has a gradient."""
+    """A parameter of the whole network.
+
+    itemsize: bytes of one of its numbers. learns: whether it has a gradient.
+    size: bytes of its storage; 0 if another parameter that was counted before has the same storage.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     learns: bool
+    size: int
 
     @property
     def count(self) -> int:

@@ -110,7 +110,7 @@ def test_the_wall_of_targets_stands_before_functions(mine: str, dotted: object, 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("return swapped, head(x)", "`swapped` is used as a value"),
+        ("return swapped, head(x)", "is used as a value"),
         ("return swapped(head)", "`head` is a layer"),
         ("swapped = x\nreturn swapped", "`swapped` would be overwritten"),
         ("return swapped(x).__class__", "`.__class__` is not on the list"),

@@ -134,7 +134,7 @@ FAULTS = [
     ("return linears[3](x)", 1, "has 3 elements, and no number 3"),
     ("return linears(x)", 1, "(ModuleList) is called"),
     ("return relu(linears[0])", 1, "is a layer (Linear), not a tensor"),
-    ("return linears[0](x) + relu", 1, "`relu` is used as a value"),
+    ("return linears[0](x) + relu", 1, "is used as a value"),
     ("if x.shape[0] > 1:\n    x = x + 1\nreturn x, linears[0](x)", 1, "known only while the network runs"),
     ("y = 1\nfor part in x:\n    y = y + part\nreturn y, layers", 2, "a loop over a tensor"),
     ("y = x and x\nreturn linears[0](y)", 1, "a condition that is known only"),

@@ -101,7 +101,7 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
         ("return x.flaten(1)", "`.flaten` is not on the list; expected `flatten`"),
         ("return x * finfo(x.dtype)", "the limits of a dtype are used as a value"),
         ("return finfo(x.dtype).dtype", "this value has no attribute `.dtype`"),
-        ("return x.max", "a method is used as a value"),
+        ("return x.max", "a function or a method is used as a value"),
         ("y = x.values\nreturn y(x)", "is not callable"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -40,9 +40,6 @@ class Reporter(Protocol):
 
     def computed(self, *operands: object, **named: object) -> Unknown:
         """Return the result of an operation on tensors or of a layer, after a look at its operands."""
-
-    def called(self, function: Function, arguments: tuple[Any, ...], named: dict[str, object]) -> object:
-        """Return the result of a listed function."""
 
 
 class Unknown:
@@ -119,21 +116,6 @@ class Listed:
 
     name: str
     home: str
-
-
-@dataclass(frozen=True, eq=False)
-class Function:
-    """A listed function in a trial."""
-
-    _listed: Listed
-    _reporter: Reporter
-
-    def __bool__(self) -> bool:
-        self._reporter.refuse(f"a condition on `{self._listed.name}`", "a constant")
-        return True
-
-    def __call__(self, *arguments: Any, **named: object) -> object:
-        return self._reporter.called(self, arguments, named)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace, TracebackType
 from typing import Any
 
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 
 from exp.models import vocabulary
 from exp.models.program import Program
-from exp.models.stand_ins import COMPUTABLE, Function, Layer, Limits, Listed, Undecided, Unknown, stand_in
+from exp.models.stand_ins import COMPUTABLE, Layer, Limits, Listed, Undecided, Unknown, stand_in
 from exp.models.syntax import ProgramError, joined
 
 # Instructions of Python, and elements that an operation looks at.
-MAX_STEPS = 1_000_000
+MAX_STEPS = 400_000
 # A refusal takes 0.2 ms, and a loop may repeat it.
-STEPS_OF_A_REFUSAL = 5_000
+STEPS_OF_A_REFUSAL = 2_000
 MAX_ARGUMENT_DEPTH = 20
 MAX_LENGTH = 10_000
 MAX_INTEGER = 2**63
@@ -80,7 +81,9 @@ def try_out(
         trial = Trial(program, code, found)
         stand_ins = {name: stand_in(name, one, trial) for name, one in held.items()}
         network = SimpleNamespace(_modules=stand_ins, **stand_ins)
-        listed = {name: Function(one, trial) if isinstance(one, Listed) else one for name, one in functions.items()}
+        listed = {
+            name: partial(trial.called, one) if isinstance(one, Listed) else one for name, one in functions.items()
+        }
         guards = {f"{GUARDS}.{name}": getattr(trial, name) for name in Trial.GUARDS}
         # Without Python's builtins: a name that has no value must not become one of them.
         namespace = {"__builtins__": {}, **listed, **guards, mode: lambda _, training=training: training}
@@ -157,8 +160,7 @@ class Trial:
         if isinstance(value, Limits):
             return self.refuse("the limits of a dtype are used as a value", "a limit, such as finfo(x.dtype).min")
         if callable(value):
-            name = f"`{value._listed.name}`" if isinstance(value, Function) else "a method"
-            return self.refuse(f"{name} is used as a value", "a call of it")
+            return self.refuse("a function or a method is used as a value", "a call of it")
         for part in _parts(value):
             self.operand(part, depth + 1)
         return value
@@ -210,14 +212,15 @@ class Trial:
         self.operand([operands, named])
         return self.unknown
 
-    def called(self, function: Function, arguments: tuple[Any, ...], named: dict[str, object]) -> object:
-        name, home = function._listed.name, function._listed.home
+    def called(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
+        """Return the result of a listed function."""
+        name, home = listed.name, listed.home
         is_of_tensor = bool(arguments) and isinstance(arguments[0], Unknown)
         if home == "builtins" and not (is_of_tensor and name in vocabulary.TORCH_FUNCTIONS):
             return self._builtin(name, arguments, named)
         if home == "math" and not any(isinstance(one, Unknown) for one in arguments):
             return getattr(math, name)(*arguments, **named)
-        given = _named(function._listed, arguments, named)
+        given = _named(listed, arguments, named)
         written = _written(name, given)
         if written is not None:
             message = f"`{written}` of `{name}` writes into a tensor that other names may hold"

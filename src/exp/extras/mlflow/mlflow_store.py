@@ -1,4 +1,4 @@
-"""+logger=mlflow: Lightning's MLFlowLogger on a store of this machine, in batches, and going on over a resume."""
+"""+logger=mlflow: Lightning's MLFlowLogger on a store of this machine, in batches, with one MLflow run over resumes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from annotated_types import Ge
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from exp.errors import MissingExtraError, RunError, is_installed
+from exp.errors import MissingExtraError, is_installed
 from exp.hooks.panels import Image, Panel, Text
 from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
 
 if not is_installed("mlflow"):
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
 
-log = logging.getLogger(__name__)
-
 _SQLITE = "sqlite:///"
-# MLflow takes no more in one call.
+# MLflow accepts no more in one call.
 _METRICS_A_BATCH = 1000
 _ROWS_A_WRITE = 200
 _STATUS = {"completed": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -33,18 +31,18 @@ _REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
 
 
 class MlflowLogger(RunLogger, MLFlowLogger):
-    """Numbers, images and texts as a run of MLflow, under the same tags; hyperparameters as its params.
+    """Logs numbers, images and texts as a run of MLflow, with the same tags; hyperparameters as its params.
 
-    Rows wait until `flush_seconds` have passed, because a call costs milliseconds. A resume goes on in the same run of
-    MLflow; of the steps that it repeats those that are there already are left out, for they are the same numbers, and
-    MLflow can take none back.
+    Rows wait until `flush_seconds` have passed, because a call takes milliseconds. A resume continues the same run of
+    MLflow. It leaves out the steps that are there already: they have the same numbers, and MLflow can remove none.
+    Characters of a tag that MLflow refuses in names become `_`.
 
-    directory: the run directory; build.py gives it. It keeps mlflow.json, which names the run in the store.
-    tracking_uri: `sqlite:///outputs/mlflow.db` is a file below the working directory; a server's address is one, too.
-    experiment: under which MLflow lists the run.
-    artifacts: where images and texts go, with a store that is a file.
-
-    Raises RunError, from whichever call writes: the store cannot be reached.
+    Args:
+        directory: Run directory, given by build.py. Its mlflow.json names the run in the store.
+        tracking_uri: `sqlite:///outputs/mlflow.db` is a file below the working directory. It may be a server's address.
+        experiment: Name under which MLflow lists the run.
+        artifacts: Folder of images and texts, for a store that is a file.
+        flush_seconds: Interval between two writes.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
             tracking_uri = f"{_SQLITE}{self._database}"
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
-        with self._reaching(), self._alone():
+        with self._alone():
             super().__init__(
                 experiment_name=experiment,
                 run_name=str(self._directory.name),
@@ -78,77 +76,71 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self._rows = 0
         self._last_write = time.time()
         self._reached: dict[str, int] = {}
-        self._renamed: set[str] = set()
         self._left_out = LeftOut(name="mlflow", kinds=(Image, Text))
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        with self._reaching():
-            with self._alone():
-                run_id = self.run_id
-            self._notes.keep(run_id=run_id, tracking_uri=self._tracking_uri)
-            if self._is_continued:
-                self.experiment.update_run(run_id, status="RUNNING")
-                return
-            self.log_hyperparams(dict(description.hyperparameters))
-            self.experiment.set_tag(run_id, "directory", str(self._directory))
-            if description.tags:
-                self.experiment.set_tag(run_id, "tags", ", ".join(description.tags))
-            for name, text in description.texts.items():
-                self.experiment.log_text(run_id, text, f"{name}.md")
+        with self._alone():
+            run_id = self.run_id
+        self._notes.keep(run_id=run_id, tracking_uri=self._tracking_uri)
+        if self._is_continued:
+            self.experiment.update_run(run_id, status="RUNNING")
+            return
+        self.log_hyperparams(dict(description.hyperparameters))
+        self.experiment.set_tag(run_id, "directory", str(self._directory))
+        if description.tags:
+            self.experiment.set_tag(run_id, "tags", ", ".join(description.tags))
+        for name, text in description.texts.items():
+            self.experiment.log_text(run_id, text, f"{name}.md")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers by tag. step: the optimizer steps done."""
         step, now = self._step_of(step), int(1000 * time.time())
-        self._waiting += [(self._name_of(tag), value, now, step) for tag, value in metrics.items()]
+        self._waiting += [(_name_of(tag), value, now, step) for tag, value in metrics.items()]
         self._rows += 1
         if self._rows >= _ROWS_A_WRITE or time.time() - self._last_write >= self.flush_seconds:
             self.save()
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        with self._reaching():
-            for tag, panel in self._left_out.shown(panels).items():
-                if isinstance(panel, Text):
-                    self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
-                elif isinstance(panel, Image):
-                    sheet = panel.sheet()
-                    self.experiment.log_image(self.run_id, sheet, key=self._name_of(tag), step=step)
+        for tag, panel in self._left_out.shown(panels).items():
+            if isinstance(panel, Text):
+                self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
+            elif isinstance(panel, Image):
+                self.experiment.log_image(self.run_id, panel.sheet(), key=_name_of(tag), step=step)
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Nothing: MLflow takes no number back. `save` leaves out those that it has."""
+        """Do nothing: MLflow removes no number. `save` leaves out those that it has."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes what waits."""
+        """Write the rows that wait."""
         from mlflow.entities import Metric
 
         waiting, self._waiting, self._rows = self._waiting, [], 0
         self._last_write = time.time()
-        with self._reaching():
-            new = [
-                Metric(key=key, value=value, timestamp=now, step=step)
-                for key, value, now, step in waiting
-                if step > self._last_step(key)
-            ]
-            for start in range(0, len(new), _METRICS_A_BATCH):
-                self.experiment.log_batch(self.run_id, metrics=new[start : start + _METRICS_A_BATCH])
+        new = [
+            Metric(key=key, value=value, timestamp=now, step=step)
+            for key, value, now, step in waiting
+            if step > self._last_step(key)
+        ]
+        for start in range(0, len(new), _METRICS_A_BATCH):
+            self.experiment.log_batch(self.run_id, metrics=new[start : start + _METRICS_A_BATCH])
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Behind a stage, of which another may follow: writes what waits."""
+        """Write the rows that wait after a stage, of which another may follow."""
         self.save()
 
     @rank_zero_only
     def end(self, status: str) -> None:
         self.save()
-        with self._reaching():
-            self.experiment.set_terminated(self.run_id, _STATUS[status])
+        self.experiment.set_terminated(self.run_id, _STATUS[status])
 
     def _last_step(self, key: str) -> int:
-        """Up to where the store has the tag: nowhere, in a run that is not continued."""
+        """Return the last step of a tag in the store; -1 in a run that is not continued."""
         if not self._is_continued:
             return -1
         if key not in self._reached:
@@ -156,36 +148,19 @@ class MlflowLogger(RunLogger, MLFlowLogger):
             self._reached[key] = max((metric.step for metric in history), default=-1)
         return self._reached[key]
 
-    def _name_of(self, tag: str) -> str:
-        name = _REFUSED_IN_NAMES.sub("_", tag)
-        if name != tag and tag not in self._renamed:
-            self._renamed.add(tag)
-            log.warning("MLflow takes letters, digits, _ - . : / and spaces in names: %s is %s there", tag, name)
-        return name
-
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield
-        except (MlflowException, OSError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            where = self._database or self.__dict__.get("_tracking_uri", "the server")
-            raise RunError(
-                f"MLflow's store {where} cannot be used: {first}; expected a database that can be written, or a server "
-                "that answers. Change logger.mlflow.tracking_uri, or take out mlflow from the loggers"
-            ) from error
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process at a time makes the database, the experiment and the run: jobs of a sweep start together."""
+        """Let one process at a time create the database, the experiment and the run: jobs of a sweep start together."""
         if self._database is None:
             yield
             return
         self._database.parent.mkdir(parents=True, exist_ok=True)
         with self._database.with_name(f".{self._database.name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # MLflow tries for two minutes, and prints each time, before it says that a file cannot be opened.
+            # MLflow would try for two minutes to open the file, and print each time.
             self._database.open("ab").close()
             yield
+
+
+def _name_of(tag: str) -> str:
+    return _REFUSED_IN_NAMES.sub("_", tag)

@@ -144,21 +144,26 @@ TOO_FEW = functools.partial(WeightedSampler, class_weights=[0, 1, 1], replacemen
     ("sampler", "settings", "key", "told"),
     [
         (functools.partial(WeightedSampler, weights=[1.0, -1.0] * 20), {}, "sampler.weights", "-1 for sample 1"),
-        (functools.partial(WeightedSampler, weights=[0.0] * 40), {}, "sampler.weights", "0 for every sample"),
+        (
+            functools.partial(WeightedSampler, weights=[0.0] * 40),
+            {},
+            "sampler.num_samples",
+            "0 samples with a weight above 0",
+        ),
         (functools.partial(WeightedSampler, weights=[1.0] * 39), {}, "sampler.weights", "39 numbers; expected 40"),
         (MISSPELLED, {"train": Rows(), "num_classes": 3}, "sampler.weights", "importance?"),
         (WeightedSampler, {}, "sampler", "neither weights nor class_weights"),
         (functools.partial(WeightedSampler, class_weights=[1, 2]), {}, "sampler.class_weights", "holds the class 2"),
-        (TOO_FEW, {}, "sampler.num_samples", "10 samples have a weight"),
+        (TOO_FEW, {}, "sampler.num_samples", "10 samples with a weight"),
         ("balanced", {"num_classes": 5}, "sampler", "without a sample of the class 3"),
         ("balanced", {"train": TensorDataset(torch.ones(4, 1), torch.ones(4, 1))}, "sampler", "a class number for"),
         ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream of samples"),
         ("balanced", {"shuffle": False}, "shuffle", "the sampler decides"),
         (functools.partial(SubsetSampler, indices=[1, 40]), {}, "sampler.indices", "the sample 40"),
         (functools.partial(SubsetSampler, size=41), {}, "sampler.size", "1 to 40"),
-        (lambda: [0, 1.5], {}, "sampler", "a float"),
-        (lambda: [40], {}, "sampler", "numbers from 0 to 39"),
-        (list, {}, "sampler", "no sample"),
+        (lambda: [0, 1.5], {}, "sampler", "gives 1.5 in epoch 0"),
+        (lambda: [40], {}, "sampler", "integers from 0 to 39"),
+        (list, {}, "sampler", "gives nothing"),
     ],
 )
 def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
@@ -170,7 +175,7 @@ def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
 def test_epochs_of_different_lengths_are_reported():
     loader = data(USER["Shrinking"]).loader("train")
     numbers(loader)
-    with pytest.raises(RunError, match="gives 38 samples in epoch 1, and gave 39 in epoch 0"):
+    with pytest.raises(RunError, match="gives 38 items in epoch 1; expected 39 as in epoch 0"):
         numbers(loader)
 
 
@@ -260,7 +265,7 @@ class WordStream(IterableDataset):
         (LengthBuckets, {"sampler": "balanced", "train": FIVE}, "batch_sampler", "one of the two"),
         (LengthBuckets, {"train": WordStream()}, "batch_sampler", "stream"),
         (lambda: [0, 1], {}, "batch_sampler", "for data.sampler"),
-        (lambda: [[0, 48]], {}, "batch_sampler", "numbers from 0 to 47"),
+        (lambda: [[0, 48]], {}, "batch_sampler", "integers from 0 to 47"),
         (lambda: [[0, 1]], {}, "batch_sampler", "2 samples of an evaluation of 48"),
     ],
 )  # fmt: skip

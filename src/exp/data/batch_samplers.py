@@ -1,11 +1,10 @@
 """Batch samplers: samples of like length together, with so many samples or so many tokens in a global batch.
 
-Each is made once for each part. exp seeds the generators from (seed, part, epoch) before each pass.
+Each is made once for each split. exp seeds the generators from (seed, split, epoch) before each pass.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Sized
 from typing import Annotated, Any, cast
 
@@ -14,28 +13,33 @@ from annotated_types import Ge, MinLen
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from exp.data.entries import TARGET
 from exp.data.faults import data_fault
-from exp.data.in_memory import AnyDataset, samples_in
-from exp.data.sample_values import entry_of, own_share, stated_values, values_of
+from exp.data.in_memory import AnyDataset
+from exp.data.loader import batch_count
+from exp.data.sample_values import entry_of, given_values, stated_values, values_of
 
 KEY = "batch_sampler"
-# What a data set may call the lengths of all its samples, which are then not read for them.
+# The attribute of a data set with the lengths of all its samples, which are then not read for them.
 LENGTHS = "lengths"
 
 
 class LengthBuckets(Sampler[list[int]]):
     """Batches of samples whose lengths lie in one bucket; each bucket ends with a short batch.
 
-    data_source: a part. inputs: the names of a sample's values.
-    batch_size: samples of a global batch, data.batch_size where it is left out. drop_last: in training, leave out the
-        short batches. shuffle: given by exp: in training, the samples of a bucket and the batches are shuffled.
-    boundaries: the lengths at which the next bucket begins, rising. buckets: instead of boundaries, how many, of about
-        as many samples each.
-    lengths: of each sample of the part or of the whole data.dataset; None takes the data set's own `lengths`, or reads
-        every sample once. entry: the entry of a sample whose length counts.
+    Args:
+        data_source: a split.
+        batch_size: samples of a global batch, by default data.batch_size.
+        shuffle: whether the samples of a bucket and the batches are shuffled; given by exp: in training.
+        drop_last: whether the short batches of training are left out.
+        boundaries: the lengths at which the next bucket begins, rising.
+        buckets: instead of boundaries, the number of buckets, of about as many samples each.
+        lengths: of each sample of the split or of the whole data.dataset; None takes the data set's `lengths`, or reads
+            every sample once.
+        entry: the entry of a sample whose length counts.
+        inputs: the names of a sample's values.
 
-    Raises: ConfigError.
+    Raises:
+        ConfigError: as lengths_of.
     """
 
     def __init__(
@@ -53,21 +57,16 @@ class LengthBuckets(Sampler[list[int]]):
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         found = lengths_of(data_source, lengths, entry=entry, inputs=inputs)
-        if boundaries is None:
-            by_length = found.argsort(stable=True)
-            self.buckets = [piece for piece in by_length.tensor_split(buckets) if len(piece)]
-        else:
+        pieces = found.argsort(stable=True).tensor_split(buckets)
+        if boundaries is not None:
             if sorted(set(boundaries)) != list(boundaries):
                 raise data_fault(f"{KEY}.boundaries", got=str(list(boundaries)), expected="rising lengths")
-            place = torch.tensor([bisect_right(list(boundaries), length) for length in found.tolist()])
-            pieces = [(place == number).nonzero().flatten() for number in range(len(boundaries) + 1)]
-            self.buckets = [piece for piece in pieces if len(piece)]
+            place = torch.bucketize(found, torch.tensor(boundaries), right=True)
+            pieces = tuple((place == number).nonzero().flatten() for number in range(len(boundaries) + 1))
+        self.buckets = [piece for piece in pieces if len(piece)]
 
     def __len__(self) -> int:
-        return sum(
-            len(piece) // self.batch_size if self.drop_last else -(-len(piece) // self.batch_size)
-            for piece in self.buckets
-        )
+        return sum(batch_count(len(piece), self.batch_size, drop_last=self.drop_last) for piece in self.buckets)
 
     def __iter__(self) -> Iterator[list[int]]:
         batches: list[list[int]] = []
@@ -81,13 +80,20 @@ class LengthBuckets(Sampler[list[int]]):
 class TokenBatches(Sampler[list[int]]):
     """Batches of as many samples as `tokens` has room for, the padding counted: samples times the longest of them.
 
-    Samples stand by length, so that little is padded; of those of one length each epoch of training takes others
-    together, and it shuffles the batches.
+    Samples are in the order of their lengths, so that little is padded. Of samples of one length each epoch of training
+    takes others together, and it shuffles the batches.
 
-    data_source, inputs, lengths, entry, shuffle: see LengthBuckets.
-    tokens: of a global batch, over all ranks. max_samples: of a batch; None leaves that to the tokens.
+    Args:
+        data_source: see LengthBuckets.
+        tokens: of a global batch, over all ranks.
+        shuffle: see LengthBuckets.
+        max_samples: of a batch; None leaves that to the tokens.
+        lengths: see LengthBuckets.
+        entry: see LengthBuckets.
+        inputs: see LengthBuckets.
 
-    Raises: ConfigError for a sample that is longer than a batch.
+    Raises:
+        ConfigError: for a sample that is longer than a batch.
     """
 
     def __init__(
@@ -128,22 +134,18 @@ class TokenBatches(Sampler[list[int]]):
 
 
 def shuffled(batches: Sequence[list[int]]) -> list[list[int]]:
+    """Return batches in a random order."""
     return [batches[index] for index in torch.randperm(len(batches)).tolist()]
 
 
 def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inputs: Sequence[str]) -> Tensor:
-    """The length of each sample along its first axis, int64 `[N]`.
+    """Return the length of each sample along its first axis, int64 `[N]`.
 
-    Raises: ConfigError where there are not as many as samples, and where an entry has no length.
+    Raises: ConfigError for another number of lengths, and for an entry without a length.
     """
     if given is not None:
-        found = own_share(torch.as_tensor(given), part)
-        if found is None:
-            expected = f"{samples_in(part)}, one for each sample"
-            raise data_fault(f"{KEY}.lengths", got=f"{len(given)} numbers", expected=expected)
-        return found.long()
-    stated = stated_values(part, LENGTHS)
-    if stated is not None:
+        return given_values(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
+    if (stated := stated_values(part, LENGTHS)) is not None:
         return stated.long()
     # Of several inputs none may be called so.
     name = inputs[0] if entry == "input" and inputs and entry not in inputs else entry
@@ -153,7 +155,7 @@ def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inp
         try:
             return len(cast(Sized, value))
         except TypeError as error:
-            expected = "an entry with a length" if name != TARGET else "an input"
-            raise data_fault(f"{KEY}.entry", got=f"{name}, which is one number", expected=expected) from error
+            got = f"{name}, which is one number"
+            raise data_fault(f"{KEY}.entry", got=got, expected="an entry with a length") from error
 
-    return torch.tensor(values_of(part, pick, stage="train"), dtype=torch.int64)
+    return torch.tensor(values_of(part, pick), dtype=torch.int64)

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from exp.data.entries import TARGET, by_name
+from exp.data.entries import TARGET, inputs_in, named_entries
 from exp.data.faults import SampleError, data_fault
 from exp.data.labels import IGNORED, is_whole
 from exp.errors import Fault
@@ -22,16 +22,18 @@ Collate = Callable[[Any], Any]
 
 
 class Pad:
-    """Brings the tensors of a batch to one size, each entry to that of its own largest, by padding behind them.
+    """Brings the tensors of a batch to one size, each entry to that of its largest, by padding after them.
 
-    An entry may be a tensor, an array or a list of numbers; whatever else a sample holds is batched as torch does.
+    An entry may be a tensor, an array or a list of numbers; torch batches the other entries of a sample.
 
-    padding_value: what stands behind the numbers, for all entries or by entry name. An entry that is not named gets 0,
-        and a target of class numbers -100, which the losses of torch leave out.
-    masks: further entries of the batch, bool `[B, T]`, each with the name of the entry that it is of: true where a
-        sample has a number along its first axis.
-    lengths: further entries, int64 `[B]`, each with the name of the entry whose length along the first axis it is.
-    length: by entry name, of its first axis in every batch; one that is not named is as long as its longest sample.
+    Args:
+        padding_value: the number after the others, for all entries or by entry name. An entry that is not named gets 0,
+            and a target of class numbers -100, which the losses of torch leave out.
+        masks: further entries of the batch, bool `[B, T]`, each with the name of its entry: true for each number of a
+            sample along its first axis.
+        lengths: further entries, int64 `[B]`, each with the name of the entry whose length along the first axis it is.
+        length: by entry name, of its first axis in every batch; an entry that is not named is as long as its longest
+            sample.
     """
 
     def __init__(
@@ -44,62 +46,53 @@ class Pad:
     ) -> None:
         self.padding_value, self.length = padding_value, dict(length or {})
         self.masks, self.lengths = dict(masks or {}), dict(lengths or {})
-        self._inputs: Sequence[str] = ()
+        self.inputs: Sequence[str] = ()
 
     def of(self, inputs: Sequence[str]) -> Pad:
-        """The same for samples whose values have the names data.inputs, but for those that it adds."""
+        """Return the same for samples whose values have the names data.inputs, except those that it adds."""
         made = copy.copy(self)
-        made._inputs = self.held(inputs)
+        made.inputs = self.held(inputs)
         return made
 
     def held(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        """Of these entries of a batch those that samples have."""
+        """Return the entries of a batch that samples have."""
         return tuple(name for name in inputs if name not in self.masks and name not in self.lengths)
 
     def __call__(self, samples: Sequence[object]) -> object:
         """Raises: ConfigError for a name that samples do not have; SampleError for tensors that no padding helps."""
-        first = by_name(samples[0], self._inputs)
-        if isinstance(first, Mapping):
-            rows = [named for sample in samples if isinstance(named := by_name(sample, self._inputs), Mapping)]
-            return self._batch({name: [row[name] for row in rows] for name in first})
-        values = first if isinstance(first, tuple | list) else (first,)
-        if len(values) > 2:
-            got = f"null, and samples of {len(values)} values"
-            expected = "the names of all of them but the target, which is the last"
-            raise data_fault("inputs", got=got, expected=expected)
-        names = ("input", TARGET)[: len(values)]
-        pairs = [sample if isinstance(sample, tuple | list) else (sample,) for sample in samples]
-        batch = self._batch({name: [pair[place] for pair in pairs] for place, name in enumerate(names)})
-        if self.masks or self.lengths:
+        first = samples[0]
+        if not self.inputs and isinstance(first, tuple | list) and len(first) > 2:
+            inputs_in(first)  # raises the error of values without names
+        rows = [named_entries(sample, self.inputs) for sample in samples]
+        batch = self._batch({name: [row[name] for row in rows] for name in rows[0]})
+        if self.inputs or self.masks or self.lengths or isinstance(first, Mapping):
             return batch
-        return tuple(batch.values()) if len(values) == 2 else batch["input"]
+        if isinstance(first, tuple | list) and any(isinstance(value, Mapping) for value in first):
+            return batch
+        return tuple(batch.values()) if len(batch) == 2 else batch["input"]
 
     def _batch(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        for key, wanted in (("masks", self.masks), ("lengths", self.lengths)):
-            for name, entry in wanted.items():
-                self._refuse_other(f"{key}.{name}", entry, columns)
-        by_entry = {"padding_value": self.padding_value, "length": self.length}
-        for key, given in by_entry.items():
-            for entry in given if isinstance(given, Mapping) else ():
-                self._refuse_other(f"{key}.{entry}", entry, columns)
-        batch, counts = {}, {}
-        for name, values in columns.items():
-            if not all(map(is_padded, values)):
-                batch[name] = default_collate(list(values))
+        named = {f"{key}.{name}": entry for key in ("masks", "lengths") for name, entry in getattr(self, key).items()}
+        values = self.padding_value if isinstance(self.padding_value, Mapping) else {}
+        named |= {f"padding_value.{entry}": entry for entry in values} | {f"length.{one}": one for one in self.length}
+        batch, counts = {}, dict[str, Tensor]()
+        for name, held in columns.items():
+            if not all(map(is_padded, held)):
+                batch[name] = default_collate(list(held))
                 continue
-            tensors = [torch.as_tensor(value) for value in values]
+            tensors = [torch.as_tensor(value) for value in held]
             counts[name] = torch.tensor([len(tensor) for tensor in tensors])
             batch[name] = self._padded(name, tensors)
+        for key, entry in named.items():
+            if entry not in counts:
+                expected = f"an entry of the samples with a length, {among(columns, word=entry)}"
+                raise data_fault(f"{KEY}.{key}", got=entry, expected=expected, cure=did_you_mean(entry, columns))
         for name, entry in self.masks.items():
-            steps = torch.arange(batch[entry].shape[1])
-            batch[name] = steps < self._count(counts, f"masks.{name}", entry)[:, None]
-        return {
-            **batch,
-            **{name: self._count(counts, f"lengths.{name}", entry) for name, entry in self.lengths.items()},
-        }
+            batch[name] = torch.arange(batch[entry].shape[1]) < counts[entry][:, None]
+        return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
 
     def _padded(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """`[B, ...]` of tensors `[...]`, each axis as long as the longest."""
+        """Return `[B, ...]` of tensors `[...]`, each axis as long as the longest."""
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
@@ -108,37 +101,22 @@ class Pad:
         if name in self.length:
             if size[0] > self.length[name]:
                 got = f"{self.length[name]}, and a sample whose {name} has the length {size[0]}"
-                raise SampleError(
-                    Fault(key=f"data.{KEY}.length.{name}", got=got, expected=f"{size[0]} or more, or null")
-                )
+                expected = f"{size[0]} or more, or null"
+                raise SampleError(Fault(key=f"data.{KEY}.length.{name}", got=got, expected=expected))
             size[0] = self.length[name]
-        batch = torch.full((len(tensors), *size), self._value(name, tensors[0]), dtype=tensors[0].dtype)
+        value = self.padding_value
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        if value is None:
+            value = IGNORED if name == TARGET and is_whole(tensors[0]) else 0
+        batch = torch.full((len(tensors), *size), value, dtype=tensors[0].dtype)
         for row, tensor in zip(batch, tensors, strict=True):
             row[tuple(slice(length) for length in tensor.shape)] = tensor
         return batch
 
-    def _value(self, name: str, tensor: Tensor) -> float:
-        given = self.padding_value
-        if isinstance(given, Mapping):
-            given = given.get(name)
-        if given is not None:
-            return given
-        return IGNORED if name == TARGET and is_whole(tensor) else 0
-
-    def _count(self, counts: Mapping[str, Tensor], key: str, entry: str) -> Tensor:
-        if entry not in counts:
-            got = f"{entry}, which is one number in each sample"
-            raise data_fault(f"{KEY}.{key}", got=got, expected="an entry with a length")
-        return counts[entry]
-
-    def _refuse_other(self, key: str, entry: str, columns: Mapping[str, object]) -> None:
-        if entry not in columns:
-            expected = f"an entry of the samples, which have {among(columns, word=entry)}"
-            raise data_fault(f"{KEY}.{key}", got=entry, expected=expected, cure=did_you_mean(entry, columns))
-
 
 def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str]) -> Collate:
-    """What makes the batches. collate: data.collate. inputs: the names of a sample's values."""
+    """Return the function that makes batches. collate: data.collate. inputs: the names of a sample's values."""
     if collate is None:
         return default_collate
     found = Pad() if isinstance(collate, str) else collate
@@ -146,7 +124,7 @@ def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str
 
 
 def is_padded(value: object) -> bool:
-    """Whether a value of a sample has a length: a tensor, an array or a list of numbers."""
+    """Return whether a value of a sample has a length: a tensor, an array or a list of numbers."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     if isinstance(value, list | tuple):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 # The endings of files whose values have types. Any other file is CSV.
-TYPED = (".parquet", ".pq", ".jsonl", ".npz", ".npy")
+TYPED = (".parquet", ".jsonl", ".npz", ".npy")
 Values = Mapping[str, Sequence[Any] | np.ndarray]
 
 
@@ -116,6 +116,11 @@ def open_source(
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
     decimal = "." if dialect is None else dialect.decimal
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
+
+
+def parquet_source(file: Path, *, missing_values: Sequence[object]) -> ColumnSource:
+    """Return the columns of a Parquet file of any ending. Raises: ConfigError as read_parquet."""
+    return ColumnSource(file=file, columns=arrow_columns(read_parquet(file)), missing_values=missing_values)
 
 
 def read_columns(file: Path) -> Values:

@@ -13,6 +13,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from exp.data.batching import Batching
 from exp.data.collate import Collate, Pad, collate_of
 from exp.data.entries import BatchForm, by_name, target_in
 from exp.data.faults import data_fault
@@ -28,33 +29,24 @@ from exp.data.in_memory import (
     sample_name,
     samples_in,
 )
-from exp.data.joint_transforms import Transform, callables
+from exp.data.joint_transforms import StageTransforms, apply_transforms, plain_tensors
 from exp.data.labels import IGNORED, Labels
-from exp.data.loader import EpochBatches, GlobalBatches, Loader, ShareSampler
+from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_batch
 from exp.data.samplers import BalancedSampler
-from exp.data.sampling import MakeSampler, Passes, SampledBatches, SampledOrder, maker
+from exp.data.sampling import MakeSampler
 from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
 from exp.data.split_rules import chooser
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
-from exp.data.tv_tensors import plain_tensors, wrapping
-from exp.data.workers import (
-    Assembly,
-    FetchOptions,
-    SampleSource,
-    StartMethod,
-    WorkerLoader,
-    apply_transforms,
-    received,
-)
+from exp.data.tv_tensors import wrapping
+from exp.data.workers import Assembly, FetchOptions, SampleSource, StartMethod, WorkerLoader, received
 from exp.errors import ConfigError, ExpError, RunError, UserCodeError
 from exp.nested import tensors_in
 from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
 
 # By name, or in a list.
 Transforms = Mapping[str, Any] | Sequence[Any] | None
-BATCH = "batch_transforms"
 ChangeAssembly = Callable[[Assembly], Assembly]
 # Of a part, that the check looks at before a run.
 SAMPLES = 64
@@ -66,49 +58,66 @@ class Data:
     Data in memory (torch's TensorDataset, or any data set with `gather(indices)`) is batched by index. Any other
     Dataset, and data with transforms, goes sample by sample through torch's DataLoader; so does an IterableDataset.
 
-    dataset: one data set, divided into parts. train, val, test: a data set for one part, instead of a divided one.
-    parts: size of each part of `dataset`: a fraction, or a whole number of samples. parts_seed: chooses them; not the
-        run's seed, so that a checkpoint is never tested on what another seed trained it on. split: rules for the parts,
-        see split_rules.SplitRules.
-    batch_size: samples of a global batch, over all ranks. drop_last: leave out the short last batch of training.
-    sampler: which samples of train an epoch takes: a class of torch's kind, made with the part as `data_source`, or
-        `balanced`, which draws each class alike; None takes each once. It draws by torch's generators, seeded from
-        (seed, epoch), and is shared out over ranks here.
-    batch_sampler: which samples make a global batch, in every part: a class of torch's kind, made with the part as
-        `data_source`; None takes batch_size one after another.
-    num_workers, prefetch_factor, persistent_workers, multiprocessing_context: DataLoader's own.
-    pin_memory: None means where there is a CUDA device.
-    shuffle_buffer: samples among which the order of a stream is random.
-    shuffle_block: of data that are slow to read here and there, how many samples that follow each other are read
-        together; None means what the data set says in its `block`, else each by itself. shuffle_window: blocks whose
-        samples are shuffled together.
-    tv_tensors: what entries of a sample are to torchvision's v2 transforms, such as {input: image, target: mask}.
-    transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
-        train_transforms: the same before them, in training only. eval_transforms: the same before them, in validation,
-        test and prediction. batch_transforms, train_batch_transforms: the same on
-        a rank's share of a batch, on its device.
-    collate: list of samples to batch; `pad` brings tensors to one size (exp.data.collate.Pad); None means torch's own.
-    inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null in
-        a shape is a length that differs from batch to batch. Of samples that are tuples the names are in their order.
-    input_shape, input_dtype, num_classes, num_outputs: see DataSpec. None leaves them, and `inputs`, to the data.
-    input_mean, input_std: of pictures that were normalised, what for: an input is (pixel - mean) / std, with pixels
-        from 0 (black) to 1 (white). One number, or one a channel. They serve to show the pictures again.
-    ignored_labels: whole targets that are no class and that losses leave out; None means every ignore_index of the
-        objective and the metrics, and torch's own, -100. Another label outside the classes is refused.
-    keeps_doubles: whether float64, which NumPy gives, stays what it is, for a run in fp64; else it becomes float32, a
-        network's own dtype, but where input_dtype or inputs say float64.
-    rounded: an attribute, the entries of a sample that come in float64 and become float32.
-    earlier: gives what the training part told in the run that this one goes on from; this one's is asked without.
-    fitted: an attribute, what the training part told, such as means, words or classes. Checkpoints keep it.
-    notes: an attribute, what to say of the data, a line each.
-    keeps_raw: whether parts that are Raw stay in memory, too, in the attribute `raw`, by stage.
-    seed: of the run.
+    Args:
+        dataset: one data set, divided into splits.
+        train: a data set for the training split, instead of a divided one.
+        val: the same for the validation split.
+        test: the same for the test split.
+        parts: size of each split of `dataset`: a fraction, or a whole number of samples.
+        parts_seed: chooses the splits. It is not the run's seed, so that a checkpoint is never tested on samples that
+            another seed trained it on.
+        split: rules for the splits, see split_rules.SplitRules.
+        batch_size: samples of a global batch, over all ranks.
+        shuffle: whether training is shuffled by (seed, epoch).
+        drop_last: whether the short last batch of training is left out.
+        sampler: which samples of train an epoch takes: a class of torch's kind, made with the split as `data_source`,
+            or `balanced`, which draws each class alike; None takes each once. It draws by torch's generators, seeded
+            from (seed, epoch), and is shared out over ranks here.
+        batch_sampler: which samples make a global batch, in every split: a class of torch's kind, made with the split
+            as `data_source`; None takes batch_size one after another.
+        num_workers: see DataLoader.
+        pin_memory: see DataLoader; None for true on a machine with a CUDA device.
+        prefetch_factor: see DataLoader.
+        persistent_workers: see DataLoader.
+        multiprocessing_context: see DataLoader.
+        shuffle_buffer: samples among which the order of a stream is random.
+        shuffle_block: of data that are slow to read in single places, how many samples that follow each other are read
+            together; None for the data set's `block`, else each by itself.
+        shuffle_window: blocks whose samples are shuffled together.
+        tv_tensors: what entries of a sample are to torchvision's v2 transforms, such as {input: image, target: mask}.
+        transforms: applied in turn to the input of each sample, or to the entries that their parameters name.
+        train_transforms: the same before them, in training only.
+        eval_transforms: the same before them, in validation, test and prediction.
+        batch_transforms: the same on a rank's share of a batch, on its device.
+        train_batch_transforms: the same before them, in training only.
+        collate: list of samples to batch; `pad` brings tensors to one size (exp.data.collate.Pad); None for torch's.
+        inputs: a shape and a dtype for each input by name, of samples with several or with another than `input`; null
+            in a shape is a length that differs from batch to batch. Of samples that are tuples, names in their order.
+        input_shape: see DataSpec. None leaves it, and the four others, to the data.
+        input_dtype: see DataSpec.
+        num_classes: see DataSpec.
+        num_outputs: see DataSpec.
+        input_mean: of pictures that were normalised: an input is (pixel - mean) / std, with pixels from 0 (black) to 1
+            (white). One number, or one a channel, by which the pictures can be shown again.
+        input_std: see input_mean.
+        ignored_labels: whole targets that are no class and that losses leave out; None for every ignore_index of the
+            objective and the metrics, and torch's, -100. Another label outside the classes is refused.
+        keeps_doubles: whether float64, which NumPy gives, stays float64, for a run in fp64; otherwise it becomes
+            float32, except if input_dtype or inputs say float64.
+        earlier: returns the figures of training in the run that this one resumes; None computes them here.
+        keeps_raw: whether splits that are Raw stay in memory, too, in the attribute `raw`, by stage.
+        seed: of the run.
 
-    Raises: ConfigError that names the key.
+    Attributes:
+        rounded: the entries of a sample that come in float64 and become float32.
+        fitted: the figures of training, such as means, words or classes, which checkpoints keep.
+        notes: notes on the data, a line each.
+
+    Raises:
+        ConfigError: with the key of the config.
     """
 
     rounded: Sequence[str] = ()
-    _drawn: SampledOrder | None = None
 
     def __init__(
         self,
@@ -155,35 +164,36 @@ class Data:
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last, self.seed = batch_size, shuffle, drop_last, seed
         self.shuffle_buffer, self.input_mean, self.input_std = shuffle_buffer, input_mean, input_std
-        self.shuffle_block, self.shuffle_window = shuffle_block, shuffle_window
         dtypes = [input_dtype, *(one["dtype"] for one in (inputs or {}).values())]
         self.form = BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
         self._collate = collate_of(collate, inputs=self.form.names)
         given = {"transforms": transforms, "train_transforms": train_transforms, "eval_transforms": eval_transforms}
-        self._set_transforms(given, {BATCH: batch_transforms, f"train_{BATCH}": train_batch_transforms}, tv_tensors)
+        given |= {"batch_transforms": batch_transforms, "train_batch_transforms": train_batch_transforms}
+        first = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self.held),)
+        self.transforms = StageTransforms.made(given, first=first, held=self.held, names=self.form.names)
         pinned = use_pinned_memory(pin_memory)
         self._options = FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context)
         own: dict[Stage, Any] = {"train": train, "val": val, "test": test}
         raw = make_splits(dataset, own, sizes=parts, seed=parts_seed, choose=chooser(split, seed=parts_seed))
-        self._prepare(raw, earlier=earlier, keeps_raw=keeps_raw)
-        self._batched: dict[Stage, SampledBatches] = {}
-        self._check_batches()
+        self._prepare(raw, earlier=earlier or (lambda: None), keeps_raw=keeps_raw)
+        self.batching = self._batching(block=shuffle_block, window=shuffle_window)
         self.labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
         self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
         self._check_labels()
-        self._choose(BalancedSampler if sampler == "balanced" else sampler, batch_sampler)
+        self._choose(sampler, batch_sampler)
 
-    def _set_transforms(
-        self, given: Mapping[str, Transforms], batch: Mapping[str, Transforms], tv_tensors: Mapping[str, Any] | None
-    ) -> None:
-        self._wrapping = () if tv_tensors is None else (wrapping(tv_tensors, inputs=self.held),)
-        self._steps = {key: callables(one, key, self.held) for key, one in given.items()}
-        self._steps |= {key: callables(one, key, self.form.names, is_batch=True) for key, one in batch.items()}
+    def _batching(self, *, block: int | None, window: int) -> Batching:
+        options: dict[str, Any] = {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return Batching(parts=self._parts, block=block, window=window, seed=self.seed, **options)
+
+    def _choose(self, sampler: MakeSampler | Literal["balanced"] | None, batch_sampler: MakeSampler | None) -> None:
+        chosen = BalancedSampler if sampler == "balanced" else sampler
+        self.batching.choose(chosen, batch_sampler, inputs=self.held, num_classes=self.spec.num_classes)
 
     def _prepare(
-        self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None] | None, keeps_raw: bool
+        self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None], keeps_raw: bool
     ) -> None:
-        self.fitted = fit(raw, earlier=earlier or (lambda: None))
+        self.fitted = fit(raw, earlier=earlier)
         self._parts = prepare(raw, self.fitted)
         lines = [part.notes_in(self.fitted, stage=stage) for stage, part in raw.items() if isinstance(part, Noted)]
         self.notes = tuple(dict.fromkeys(chain.from_iterable(lines)))
@@ -220,7 +230,7 @@ class Data:
         if isinstance(dataset, IterableDataset):
             stream = replace(self._stream(dataset, stage), rank=rank, world_size=world_size)
             return StreamLoader(stage=stage, stream=stream, options=self._options)
-        sampler = ShareSampler(batches=self._batches_of(stage), rank=rank, world_size=world_size)
+        sampler = ShareSampler(batches=self.batching.of(stage), rank=rank, world_size=world_size)
         if self.is_indexed(stage):
             return IndexedLoader(
                 stage=stage,
@@ -266,7 +276,7 @@ class Data:
 
     def transforms_batches(self, stage: Stage) -> bool:
         """Whether the batches of a stage go through transforms once they are on the device."""
-        return bool(self._transforms_of(stage, BATCH))
+        return bool(self.transforms.of_batch(stage))
 
     def transform_batch(self, batch: Batch, *, stage: Stage, rank: int, epoch: int, number: int) -> Batch:
         """A rank's share of a batch with the stage's batch transforms applied, under generators of its own stream.
@@ -275,7 +285,7 @@ class Data:
         """
         reseed_batch(seed=self.seed, stage=stage, rank=rank, epoch=epoch, batch=number)
         try:
-            return batch._replace(data=apply_transforms(batch.data, self._transforms_of(stage, BATCH)))
+            return batch._replace(data=apply_transforms(batch.data, self.transforms.of_batch(stage)))
         except ExpError:
             raise
         except Exception as error:
@@ -324,7 +334,7 @@ class Data:
         shuffle = self.shuffle and stage == "train"
         return ShareOfStream(
             dataset=dataset,
-            transforms=self._transforms_of(stage),
+            transforms=self.transforms.of(stage),
             assembly=self._assembly(f"sample {{}} of {stage}".format),
             batch_size=self.batch_size,
             drop_last=self.drop_last and stage == "train",
@@ -339,7 +349,7 @@ class Data:
     def _source(self, stage: Stage, *, fingerprint: Callable[[object], object] | None = None) -> SampleSource:
         return SampleSource(
             dataset=self.part(stage),
-            transforms=self._transforms_of(stage),
+            transforms=self.transforms.of(stage),
             seed=self.seed,
             stage=stage,
             fingerprint=fingerprint,
@@ -348,31 +358,9 @@ class Data:
     def _assembly(self, named: Callable[[int], str]) -> Assembly:
         return Assembly(collate=self._collate, form=self.form, labels=self.labels, named=named)
 
-    def _transforms_of(self, stage: Stage, key: str = "transforms") -> tuple[Transform, ...]:
-        if key == BATCH:
-            return (*self._steps[f"train_{BATCH}"], *self._steps[BATCH]) if stage == "train" else self._steps[BATCH]
-        first = "train_transforms" if stage == "train" else "eval_transforms"
-        return (*self._wrapping, *self._steps[first], *self._steps[key])
-
     def is_indexed(self, stage: Stage) -> bool:
-        is_plain = self._collate is default_collate and not self._transforms_of(stage)
+        is_plain = self._collate is default_collate and not self.transforms.of(stage)
         return is_plain and isinstance(self._parts[stage], Indexed)
-
-    def _batches_of(self, stage: Stage) -> EpochBatches:
-        if stage in self._batched:
-            return self._batched[stage]
-        train = stage == "train"
-        draw = self._drawn if train else None
-        return GlobalBatches(
-            length=samples_in(self._parts[stage]) if draw is None else len(draw),
-            batch_size=self.batch_size,
-            shuffle=self.shuffle and train,
-            drop_last=self.drop_last and train,
-            seed=self.seed,
-            draw=draw,
-            block=self.shuffle_block or block_of(self._parts[stage]),
-            window=self.shuffle_window,
-        )
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -380,74 +368,8 @@ class Data:
         names = self.form.names
         return self._collate.held(names) if isinstance(self._collate, Pad) else names
 
-    def _choose(self, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
-        """Let samplers choose the samples and the batches, now that it is known what they are made of."""
-        if self.shuffle_block is not None and (sampler is not None or not self.shuffle):
-            why = "a sampler, which chooses the order" if self.shuffle else "data.shuffle=false"
-            expected = "null, or an order that is shuffled here"
-            raise data_fault("shuffle_block", got=f"{self.shuffle_block}, and {why}", expected=expected)
-        if sampler is not None:
-            self._drawn = self._sampled(sampler)
-        if batch_sampler is not None:
-            self._batched = {stage: self._sampled_batches(batch_sampler, stage) for stage in self._parts}
-
-    def _sampled(self, make: MakeSampler) -> SampledOrder:
-        """The order that a sampler of the training part gives."""
-        part = self._parts.get("train")
-        if part is None or isinstance(part, IterableDataset):
-            got = "no training part" if part is None else "a training part that is a stream of samples"
-            raise data_fault(
-                "sampler", got=f"a sampler, and {got}", expected="a data set with an index, to take samples from"
-            )
-        if not self.shuffle:
-            raise data_fault("shuffle", got="false, beside a sampler", expected="true: the sampler decides the order")
-        offers = {"data_source": part, "inputs": self.held, "num_classes": self.spec.num_classes}
-        passes = Passes(maker(make, key="sampler", offers=offers), key="sampler", stage="train", seed=self.seed)
-        order = SampledOrder(passes, samples=samples_in(part))
-        if self.drop_last and len(order) < self.batch_size:
-            raise self._no_batch(len(order))
-        return order
-
-    def _sampled_batches(self, make: MakeSampler, stage: Stage) -> SampledBatches:
-        """The batches that a batch sampler of one part gives."""
-        part, train, key = self._parts[stage], stage == "train", "batch_sampler"
-        if self._drawn is not None:
-            raise data_fault(
-                key, got="a batch sampler, beside data.sampler", expected="one of the two: it chooses the samples, too"
-            )
-        if isinstance(part, IterableDataset):
-            got = f"a batch sampler, and a {stage} part that is a stream of samples"
-            raise data_fault(key, got=got, expected="a data set with an index, to take samples from")
-        offers = {
-            "data_source": part,
-            "inputs": self.held,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle and train,
-            "drop_last": self.drop_last and train,
-        }
-        passes = Passes(maker(make, key=key, offers=offers), key=key, stage=stage, seed=self.seed)
-        return SampledBatches(passes, samples=samples_in(part), seed=self.seed, is_whole=not train)
-
-    def _check_batches(self) -> None:
-        for stage, part in self._parts.items():
-            if isinstance(part, IterableDataset):
-                continue
-            held = samples_in(part)
-            if not held:
-                raise data_fault(stage, got="an empty data set", expected="at least one sample")
-            if not len(self._batches_of(stage)):
-                raise self._no_batch(held)
-
     def _empty_stream(self, stage: Stage) -> ConfigError:
         return data_fault(stage, got="an empty stream", expected="at least one sample")
-
-    def _no_batch(self, held: int) -> ConfigError:
-        return data_fault(
-            "batch_size",
-            got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
-            expected=f"{held} or less",
-            cure="Make the batch smaller, or keep the short one with data.drop_last=false",
-        )
 
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""
@@ -484,18 +406,12 @@ class Data:
             source = self._source(stage)
             assembly = replace(self._assembly(source.named), form=replace(self.form, keeps_doubles=True))
             return received(assembly([source[0, 0]]))
-        transforms = self._transforms_of(stage)
+        transforms = self.transforms.of(stage)
         sample = next(open_stream(part, epoch=0), None)
         if sample is None:
             raise self._empty_stream(stage)
         read = apply_transforms(sample, transforms)
         return self._collate([plain_tensors(read) if self._collate is default_collate else read])
-
-
-def block_of(part: object) -> int | None:
-    """How many samples that follow each other a data set reads best together, by its attribute `block`."""
-    block = getattr(part, "block", None)  # a data set of the user's own need not have one, or means another thing
-    return block if isinstance(block, int) else None
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

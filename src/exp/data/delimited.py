@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Annotated
@@ -76,12 +76,13 @@ class Csv(Table):
         standardise: bool = True,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        file = data_file(path, directory=directory)
-        self._open = partial(open_source, file, dialect, missing_values=missing_values)
+        self._open = self.opener(path, directory, dialect, missing_values)
         source = self._open()
         by_name = _by_name(target)
         asked = {"categorical": categorical, "dates": dates, "ignore": ignore}
-        refuse_unknown_columns(file, source.names, {**asked, "target": list(chain.from_iterable(by_name.values()))})
+        refuse_unknown_columns(
+            source.file, source.names, {**asked, "target": list(chain.from_iterable(by_name.values()))}
+        )
         place = {name: column for column, name in enumerate(source.names)}
         answers = {name: [place[str(one)] for one in columns] for name, columns in by_name.items()}
         tasks = _tasks(task, answers)
@@ -93,7 +94,8 @@ class Csv(Table):
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
-        figures, words = [one for one in features if one not in words], [one for one in features if one in words]
+        figures = [one for one in features if one not in words]
+        words = [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
         found = source.read(
@@ -112,13 +114,18 @@ class Csv(Table):
             impute=impute,
             encoding=encoding,
         )
-        of_dates = [column for column in figures if column in days or source.is_date(column)]
-        self.dates = {source.names[column]: days.get(column) for column in of_dates}
+        self.dates = {source.names[one]: days.get(one) for one in figures if one in days or source.is_date(one)}
         self.notes = tuple(
-            f"the column {source.names[column] or NO_NAME} of {file} is left out of the input: pandas names an index so"
-            "; rename it to keep it"
+            f"the column {source.names[column] or NO_NAME} of {source.file} is left out of the input: pandas names an "
+            "index so; rename it to keep it"
             for column in nameless
         )
+
+    def opener(
+        self, path: str, directory: str, dialect: Dialect, missing_values: Sequence[object] | None
+    ) -> Callable[[], Source]:
+        """Return the function that reads the file. Raises: ConfigError for a file that is not there."""
+        return partial(open_source, data_file(path, directory=directory), dialect, missing_values=missing_values)
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Return a column that is no input, read from the file again; None for a missing value.

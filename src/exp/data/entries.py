@@ -1,9 +1,10 @@
-"""The entries of a sample or a batch by name: what a network may be given, and the target."""
+"""The entries of a sample or a batch by name: the inputs of a network, and the target."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from exp.data.faults import data_fault
 from exp.nested import mapped
 
 TARGET = "target"
+PAIR = ("input", TARGET)
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
@@ -28,29 +30,27 @@ class BatchForm:
     keeps_doubles: bool = False
 
     def __call__(self, data: object) -> object:
-        """Raises: ConfigError where there are more or fewer values than names."""
+        """Raises: ConfigError for more or fewer values than names."""
         named = by_name(data, self.names)
         return named if self.keeps_doubles else mapped(named, _single)
 
     def rounded(self, data: object) -> list[str]:
-        """The entries of a batch, as it is read, that become float32."""
-        named = by_name(data, self.names)
-        entries = named.items() if isinstance(named, Mapping) else zip(("input", TARGET), _values(named), strict=False)
-        doubles = [name for name, value in entries if isinstance(value, Tensor) and value.dtype in SINGLE]
-        return [] if self.keeps_doubles else doubles
+        """Return the entries of a batch, as it is read, that become float32."""
+        entries = {} if self.keeps_doubles else named_entries(data, self.names)
+        return [name for name, value in entries.items() if isinstance(value, Tensor) and value.dtype in SINGLE]
 
 
 def by_name(data: object, names: Sequence[str] = ()) -> object:
-    """A sample or batch as a mapping, where it has inputs by name; else as it is: (input, target), or an input alone.
+    """Return a sample or batch as a mapping if its inputs have names; otherwise as it is, (input, target) or an input.
 
     (image, table, target), ((image, table), target) and ({image: .., table: ..}, target) become mappings alike.
 
     names: of the inputs, data.inputs, in the order of a tuple; without them only mappings have names.
-    Raises: ConfigError where there are more or fewer values than names.
+    Raises: ConfigError for more or fewer values than names.
     """
     if isinstance(data, Mapping):
         return data
-    values = _values(data)
+    values = list(data) if isinstance(data, tuple | list) else [data]
     if len(values) == 2:
         first, target = values
         if isinstance(first, Mapping):
@@ -60,16 +60,17 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
     if not names:
         return data
     if len(values) not in (len(names), len(names) + 1):
-        raise data_fault(
-            "inputs",
-            got=f"{', '.join(names)}, and samples of {len(values)} values",
-            expected="a name for each value but the target, which is the last, or for each",
-        )
+        got = f"{', '.join(names)}, and samples of {len(values)} values"
+        raise data_fault("inputs", got=got, expected="a name for each value but the target, which is the last")
     return dict(zip((*names, TARGET), values, strict=False))
 
 
-def _values(data: object) -> list[object]:
-    return list(data) if isinstance(data, tuple | list) else [data]
+def named_entries(data: object, names: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Return the values of a sample or batch by name, `input` and `target` of a pair. names: as of by_name."""
+    named = by_name(data, names)
+    if isinstance(named, Mapping):
+        return named
+    return dict(zip(PAIR, named if isinstance(named, tuple | list) else [named], strict=False))
 
 
 def _single(tensor: Tensor) -> Tensor:
@@ -77,26 +78,17 @@ def _single(tensor: Tensor) -> Tensor:
 
 
 def target_in(data: object) -> object:
-    """The target of a sample or batch; None where it has none."""
+    """Return the target of a sample or batch; None without one."""
     if isinstance(data, Mapping):
         return data.get(TARGET)
     return data[1] if isinstance(data, tuple | list) and len(data) > 1 else None
 
 
 def inputs_in(data: object) -> dict[str, Tensor]:
-    """The tensors of a batch by name but the target; that of a pair, or alone, is `input`.
+    """Return the tensors of a batch by name, without the target; that of a pair, or alone, is `input`.
 
-    Raises: ConfigError where there is none.
+    Raises: ConfigError for a batch without one.
     """
-    if isinstance(data, Mapping):
-        entries = {name: value for name, value in data.items() if name != TARGET}
-    elif isinstance(data, tuple | list):
-        entries = {"input": data[0]} if len(data) <= 2 else {}
-    else:
-        entries = {"input": data}
-    found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
-    if found:
-        return found
     if isinstance(data, tuple | list) and len(data) > 2:
         raise data_fault(
             "inputs",
@@ -104,10 +96,10 @@ def inputs_in(data: object) -> dict[str, Tensor]:
             expected="the names of all of them but the target, which is the last",
             cure="For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}",
         )
-    kinds = [f"{name} is {type(value).__name__}" for name, value in entries.items()]
-    raise data_fault(
-        "transforms",
-        got=f"samples whose {' and '.join(kinds)}" if kinds else "samples of a target alone",
-        expected="a tensor, an array or a number",
-        cure="Turn it into one in data.transforms or in the data set",
-    )
+    entries = {name: value for name, value in named_entries(data).items() if name != TARGET}
+    found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
+    if not found:
+        kinds = [f"{name} is {type(value).__name__}" for name, value in entries.items()]
+        got = f"samples whose {' and '.join(kinds)}" if kinds else "samples of a target alone"
+        raise data_fault("transforms", got=got, expected="a tensor, an array or a number in data.transforms")
+    return found

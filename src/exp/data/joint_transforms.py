@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exp.data.entries import TARGET, by_name
+from exp.data.entries import PAIR, TARGET, by_name, named_entries
 from exp.data.faults import data_fault
-from exp.nested import tensors_in
+from exp.nested import mapped, tensors_in
+from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
 
 Transform = Callable[[Any], Any]
-PAIR = ("input", TARGET)
 
 
 class SampleTransform(ABC):
-    """A transform that is given a sample or a batch whole, and gives it back."""
+    """A transform that is given a sample or a batch whole, and returns it."""
 
     @abstractmethod
     def __call__(self, sample: object) -> object: ...
@@ -29,11 +29,15 @@ class SampleTransform(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class JointTransform(SampleTransform):
-    """Calls a transform with those entries that its parameters name, and puts back what it returns.
+    """Calls a transform with the entries that its parameters name, and puts back what it returns.
 
     It returns one value for each of them, in their order, or a mapping of those that it changes or adds.
 
-    names: of the parameters. inputs: the names of a sample's values, data.inputs. key: of the config.
+    Args:
+        transform: the transform.
+        names: of the parameters.
+        inputs: the names of a sample's values, data.inputs.
+        key: of the config.
     """
 
     transform: Callable[..., Any]
@@ -42,35 +46,24 @@ class JointTransform(SampleTransform):
     key: str
 
     def __call__(self, sample: object) -> object:
-        """Raises: ConfigError where there is no such entry; TypeError where it returns something else."""
-        named = by_name(sample, self.inputs)
-        if isinstance(named, Mapping):
-            return self._changed(named)
-        values = list(named) if isinstance(named, tuple | list) else [named]
-        changed = self._changed(dict(zip(PAIR, values, strict=False)))
-        if changed.keys() <= {*PAIR[: len(values)]}:
-            return tuple(changed.values()) if len(values) > 1 else changed["input"]
-        return changed
-
-    def _changed(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises: ConfigError for an entry that is not there; TypeError for another number of values."""
+        named = named_entries(sample, self.inputs)
         for name in self.names:
             if name not in named:
-                raise data_fault(
-                    self.key,
-                    got=f"{_name(self.transform)}, which takes {name}",
-                    expected=f"parameters among the entries of a sample, {among(named, word=name)}",
-                    cure=did_you_mean(name, named),
-                )
+                got = f"{_name(self.transform)}, which takes {name}"
+                expected = f"parameters among the entries of a sample, {among(named, word=name)}"
+                raise data_fault(self.key, got=got, expected=expected, cure=did_you_mean(name, named))
         found = self.transform(*[named[name] for name in self.names])
-        if isinstance(found, Mapping):
-            return {**named, **found}
-        values = found if isinstance(found, tuple | list) and len(self.names) > 1 else (found,)
-        if len(values) != len(self.names):
-            raise TypeError(
-                f"{_name(self.transform)} returns {len(values)} values; expected {len(self.names)}, one each of "
-                f"{', '.join(self.names)}, or a mapping of names"
-            )
-        return {**named, **dict(zip(self.names, values, strict=True))}
+        if not isinstance(found, Mapping):
+            values = found if isinstance(found, tuple | list) and len(self.names) > 1 else (found,)
+            if len(values) != len(self.names):
+                names = ", ".join(self.names)
+                raise TypeError(f"{_name(self.transform)} returns {len(values)} values; expected those of {names}")
+            found = dict(zip(self.names, values, strict=True))
+        changed = {**named, **found}
+        if isinstance(by_name(sample, self.inputs), Mapping) or changed.keys() != named.keys():
+            return changed
+        return tuple(changed.values()) if len(named) > 1 else changed["input"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +71,12 @@ class V2Transform(SampleTransform):
     """Calls a transform of torchvision.transforms.v2 as torchvision does.
 
     With a whole sample that holds one of torchvision's tv_tensors, so that masks and boxes move with their picture, and
-    with its input where it holds none. With a batch's input and target, which CutMix and MixUp mix both.
+    with its input otherwise. With a batch's input and target, which CutMix and MixUp mix both.
 
-    is_batch: whether it is of batches. inputs: the names of a sample's values, data.inputs.
+    Args:
+        transform: the transform.
+        is_batch: whether it is of batches.
+        inputs: the names of a sample's values, data.inputs.
     """
 
     transform: Callable[..., Any]
@@ -88,28 +84,20 @@ class V2Transform(SampleTransform):
     inputs: tuple[str, ...]
 
     def __call__(self, sample: object) -> object:
-        """Raises: ConfigError where something of a picture's size lies beside it, and nobody says what it is."""
-        if self.is_batch:
-            return self._mixed(sample)
-        if any(map(is_tv_tensor, tensors_in(sample))):
+        """Raises: ConfigError for another entry of a picture's size, of which nobody says what it is."""
+        if self.is_batch and isinstance(sample, Mapping) and sample.keys() >= {*PAIR}:
+            return {**sample, **dict(zip(PAIR, self.transform(*(sample[name] for name in PAIR)), strict=True))}
+        if self.is_batch and isinstance(sample, tuple | list) and len(sample) == len(PAIR):
+            return tuple(self.transform(*sample))
+        if not self.is_batch and any(map(is_tv_tensor, tensors_in(sample))):
             return self.transform(sample)
-        self._refuse_left_behind(sample)
+        if not self.is_batch:
+            self._refuse_left_behind(sample)
         return apply_to_input(sample, self.transform)
 
-    def _mixed(self, batch: object) -> object:
-        if isinstance(batch, Mapping) and batch.keys() >= {*PAIR}:
-            return {**batch, **dict(zip(PAIR, self.transform(*(batch[name] for name in PAIR)), strict=True))}
-        if isinstance(batch, tuple | list) and len(batch) == len(PAIR):
-            return tuple(self.transform(*batch))
-        return apply_to_input(batch, self.transform)
-
     def _refuse_left_behind(self, sample: object) -> None:
-        named = by_name(sample, self.inputs)
-        if not isinstance(named, Mapping):
-            values = named if isinstance(named, tuple | list) else (named,)
-            named = dict(zip(PAIR, values, strict=False))
-        held = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.dim() > 1}
-        sizes = {name: value.shape[-2:] for name, value in held.items()}
+        named = named_entries(sample, self.inputs).items()
+        sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
             raise data_fault(
@@ -120,8 +108,62 @@ class V2Transform(SampleTransform):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageTransforms:
+    """The transforms of samples and of batches, by stage.
+
+    Args:
+        first: those before all others, of samples.
+        steps: the transforms by the key of the config.
+    """
+
+    first: tuple[Transform, ...]
+    steps: Mapping[str, tuple[Transform, ...]]
+
+    @classmethod
+    def made(
+        cls, given: Mapping[str, Any], *, first: tuple[Transform, ...], held: Sequence[str], names: Sequence[str]
+    ) -> StageTransforms:
+        """Return the transforms of the config by key.
+
+        Args:
+            given: the values of the keys.
+            first: see StageTransforms.
+            held: the names of a sample's values.
+            names: the names of a batch's values.
+        """
+        return cls(
+            first=first,
+            steps={
+                key: callables(one, key, names if "batch" in key else held, is_batch="batch" in key)
+                for key, one in given.items()
+            },
+        )
+
+    def of(self, stage: Stage) -> tuple[Transform, ...]:
+        """Return the transforms of a sample."""
+        own = "train_transforms" if stage == "train" else "eval_transforms"
+        return (*self.first, *self.steps[own], *self.steps["transforms"])
+
+    def of_batch(self, stage: Stage) -> tuple[Transform, ...]:
+        """Return the transforms of a batch."""
+        own = self.steps["train_batch_transforms"] if stage == "train" else ()
+        return (*own, *self.steps["batch_transforms"])
+
+
+def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
+    """Return a sample with each transform applied to its input, see apply_to_input.
+
+    A transform that takes samples is given all of it. A batch goes through them alike.
+    """
+    for transform in transforms:
+        is_whole = isinstance(transform, SampleTransform)
+        sample = transform(sample) if is_whole else apply_to_input(sample, transform)
+    return sample
+
+
 def apply_to_input(sample: object, transform: Transform) -> object:
-    """The sample with a transform applied to its input: the first of a pair, the entry `input` of a mapping.
+    """Return a sample with a transform applied to its input: the first of a pair, the entry `input` of a mapping.
 
     A mapping without such an entry, and more values than two, are given to it whole.
     """
@@ -133,15 +175,22 @@ def apply_to_input(sample: object, transform: Transform) -> object:
 
 
 def is_tv_tensor(value: object) -> bool:
-    """Whether it is an Image, a Mask, BoundingBoxes or the like of torchvision. Nothing is imported."""
+    """Return whether a value is an Image, a Mask, BoundingBoxes or the like of torchvision. Nothing is imported."""
     module = sys.modules.get("torchvision.tv_tensors")
     return module is not None and isinstance(value, module.TVTensor)
+
+
+def plain_tensors(data: object) -> object:
+    """Return the data with its tv_tensors as plain tensors, of which networks and batches are made."""
+    if "torchvision.tv_tensors" not in sys.modules:
+        return data
+    return mapped(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
 
 
 def callables(
     transforms: Mapping[str, Any] | Sequence[Any] | None, key: str, inputs: Sequence[str], *, is_batch: bool = False
 ) -> tuple[Transform, ...]:
-    """The transforms of one key of the config, in their order; those with several parameters by name."""
+    """Return the transforms of one key of the config, in their order; those with several parameters by name."""
     given = transforms.values() if isinstance(transforms, Mapping) else transforms or ()
     return tuple(_joint(transform, key, tuple(inputs), is_batch) for transform in given)
 
@@ -150,20 +199,15 @@ def _joint(transform: Transform, key: str, inputs: tuple[str, ...], is_batch: bo
     v2 = sys.modules.get("torchvision.transforms.v2")
     if v2 is not None and isinstance(transform, v2.Transform):
         return V2Transform(transform=transform, is_batch=is_batch, inputs=inputs)
-    names = _parameters(transform)
-    if len(names) > 1 or names == (TARGET,):
-        return JointTransform(transform=transform, names=names, inputs=inputs, key=key)
-    return transform
-
-
-def _parameters(transform: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters that must be given by position."""
     called = transform.forward if isinstance(transform, nn.Module) else transform
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:
-        return ()  # of C, which tells none
-    return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
+        return transform  # of C, which has no signature
+    names = tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
+    if len(names) > 1 or names == (TARGET,):
+        return JointTransform(transform=transform, names=names, inputs=inputs, key=key)
+    return transform
 
 
 def _name(transform: object) -> str:

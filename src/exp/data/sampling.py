@@ -1,11 +1,11 @@
-"""Run a sampler of torch's kind so that what it gives is a function of (seed, epoch), and look at what it gives."""
+"""Run a sampler of torch's kind so that what it gives is a function of (seed, epoch), and check what it gives."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,40 +22,56 @@ from exp.shared_types import Stage
 
 # Makes a sampler: its class, or that with some of its values.
 MakeSampler = Callable[..., Sampler[Any]]
-# Whose passes depend on the generators alone, and on no pass before.
+# Packages whose samplers depend on the generators alone, and on no pass before.
 STATELESS = ("exp", "torch")
+# What an epoch must not hold, and the expected values; None for an epoch that can be used.
+Judge = Callable[[list[Any]], tuple[str, str] | None]
 
 
 class Passes:
-    """The passes of one sampler over one part, by epoch.
+    """The passes of one sampler over one split, by epoch. All epochs have as many items as the first.
 
     The generators of Python, NumPy and torch are set to (seed, stage, epoch) before a pass, and `set_epoch` is called
-    where the sampler has it. One that keeps something from pass to pass gives the same in a resumed run, for there the
-    passes of the epochs before are made again.
+    if the sampler has it. A sampler that keeps something from pass to pass gives the same in a resumed run, because
+    the passes of the epochs before are made again.
 
-    make: a new sampler. key: of the config, below `data.`.
+    Args:
+        make: makes the sampler.
+        key: of the config, below `data.`.
+        stage: of the split.
+        seed: of the run.
+        judge: judges an epoch.
+
+    Raises:
+        ConfigError: for a first epoch that cannot be used.
     """
 
-    def __init__(self, make: Callable[[], Sampler[Any]], *, key: str, stage: Stage, seed: int) -> None:
-        self._make, self._key, self._stage, self._seed = make, key, stage, seed
-        self._sampler = self._made()
-        self._done = 0
+    def __init__(self, make: Callable[[], Sampler[Any]], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
+        self._make, self._key, self._stage, self._seed, self._judge = make, key, stage, seed, judge
+        self._sampler, self._done = self._made(), 0
         self._last: tuple[int, list[Any]] | None = None
-
-    @property
-    def name(self) -> str:
-        """The sampler's class."""
-        return type(self._sampler).__name__
+        self.length = 0
+        self.length = len(self(0))
 
     def __call__(self, epoch: int) -> list[Any]:
-        """All that the sampler gives in an epoch.
+        """Return all items of an epoch.
 
-        Raises: UserCodeError.
+        Raises: RunError for an epoch that cannot be used; UserCodeError.
         """
-        if self._last is None or self._last[0] != epoch:
-            with preserve_generators():
-                self._last = (epoch, self._pass(epoch))
-        return self._last[1]
+        if self._last is not None and self._last[0] == epoch:
+            return self._last[1]
+        with preserve_generators():
+            found = self._pass(epoch)
+        wrong = self._judge(found) if found else ("nothing", "one sample or batch, or more")
+        if self.length and len(found) != self.length:
+            wrong = f"{len(found)} items", f"{self.length} as in epoch 0"
+        if wrong is not None:
+            got = f"{type(self._sampler).__name__}, which gives {wrong[0]} in epoch {epoch}"
+            if not self.length:
+                raise data_fault(self._key, got=got, expected=wrong[1])
+            raise RunError(f"data.{self._key}: {got}; expected {wrong[1]}")
+        self._last = (epoch, found)
+        return found
 
     def _pass(self, epoch: int) -> list[Any]:
         if type(self._sampler).__module__.partition(".")[0] in STATELESS or isinstance(self._sampler, Epochs):
@@ -75,105 +91,56 @@ class Passes:
                 sampler.set_epoch(epoch)
             return list(sampler)
         except Exception as error:
-            raise UserCodeError.of(error, what=f"epoch {epoch} of the sampler {self.name}") from error
+            raise UserCodeError.of(error, what=f"epoch {epoch} of the sampler {type(sampler).__name__}") from error
 
     def _made(self) -> Sampler[Any]:
         with preserve_generators():
             reseed_sampler(seed=self._seed, stage=self._stage, epoch=-1)
             sampler = self._make()
         if isinstance(sampler, DistributedSampler):
-            raise data_fault(
-                self._key,
-                got=f"{type(sampler).__name__}, which shares its samples out over ranks",
-                expected="a sampler of the whole training part: exp shares out what it gives",
-                cure="Derive it from torch.utils.data.Sampler",
-            )
+            got = f"{type(sampler).__name__}, which shares its samples out over ranks"
+            expected = "a sampler of the whole training part, derived from torch.utils.data.Sampler"
+            raise data_fault(self._key, got=got, expected=expected)
         return sampler
 
 
 class SampledOrder:
-    """The samples that a sampler takes in an epoch, in its order; a Draw.
+    """The samples that a sampler takes in an epoch, in its order; a Draw. samples: of the split."""
 
-    samples: of the part.
-    Raises: ConfigError where the sampler's first epoch cannot be used.
-    """
-
-    def __init__(self, passes: Passes, *, samples: int) -> None:
-        self._passes, self._samples = passes, samples
-        first = passes(0)
-        if fault := self._wrong(first):
-            raise data_fault("sampler", got=f"{passes.name}, which gives {fault[0]}", expected=fault[1])
-        self._length = len(first)
+    def __init__(self, make: Callable[[], Sampler[Any]], *, samples: int, seed: int) -> None:
+        judge = functools.partial(_wrong_index, samples=samples)
+        self._passes = Passes(make, key="sampler", stage="train", seed=seed, judge=judge)
 
     def __len__(self) -> int:
-        return self._length
+        return self._passes.length
 
     def __call__(self, epoch: int) -> Tensor:
-        """Raises: RunError where an epoch has another number of samples than the first, or none that are there."""
-        found = self._passes(epoch)
-        if len(found) != self._length:
-            raise RunError(
-                f"data.sampler: {self._passes.name} gives {len(found)} samples in epoch {epoch}, and gave "
-                f"{self._length} in epoch 0; expected as many in every epoch"
-            )
-        if fault := self._wrong(found):
-            raise RunError(f"data.sampler: {self._passes.name} gives {fault[0]} in epoch {epoch}; expected {fault[1]}")
-        return torch.tensor(found, dtype=torch.int64)
-
-    def _wrong(self, found: list[Any]) -> tuple[str, str] | None:
-        if not found:
-            return "no sample", "one or more"
-        return wrong_index(found, samples=self._samples)
+        return torch.tensor(self._passes(epoch), dtype=torch.int64)
 
 
 class SampledBatches(EpochBatches):
-    """The global batches that a batch sampler gives.
+    """The global batches that a batch sampler gives. samples: of the split, which an evaluation must see once each."""
 
-    samples: of the part. is_whole: whether each of them must be in one batch, as in an evaluation.
-    Raises: ConfigError where the batch sampler's first epoch cannot be used.
-    """
-
-    def __init__(self, passes: Passes, *, samples: int, seed: int, is_whole: bool) -> None:
-        self._passes, self._samples, self._is_whole, self.seed = passes, samples, is_whole, seed
-        first = passes(0)
-        if fault := self._wrong(first):
-            raise data_fault("batch_sampler", got=f"{passes.name}, which gives {fault[0]}", expected=fault[1])
-        self._length = len(first)
-        self.batch_size = max(map(len, first))
+    def __init__(self, make: Callable[[], Sampler[Any]], *, samples: int, stage: Stage, seed: int) -> None:
+        self._samples, self._is_whole, self.seed = samples, stage != "train", seed
+        self._passes = Passes(make, key="batch_sampler", stage=stage, seed=seed, judge=self._wrong)
+        self.batch_size = max(map(len, self._passes(0)))
 
     def __len__(self) -> int:
-        return self._length
+        return self._passes.length
 
     def order(self, epoch: int) -> Order:
-        return Listed(torch.tensor([index for batch in self._batches(epoch) for index in batch], dtype=torch.int64))
+        return Listed(torch.tensor([index for batch in self._passes(epoch) for index in batch], dtype=torch.int64))
 
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
-        edges = list(itertools.accumulate(map(len, self._batches(epoch)), initial=0))
+        edges = list(itertools.accumulate(map(len, self._passes(epoch)), initial=0))
         return itertools.pairwise(edges[start:])
 
-    def _batches(self, epoch: int) -> list[Any]:
-        """Raises: RunError where an epoch has another number of batches than the first, or none that can be."""
-        found = self._passes(epoch)
-        if len(found) != self._length:
-            raise RunError(
-                f"data.batch_sampler: {self._passes.name} gives {len(found)} batches in epoch {epoch}, and gave "
-                f"{self._length} in epoch 0; expected as many in every epoch"
-            )
-        if epoch and (fault := self._wrong(found)):
-            raise RunError(
-                f"data.batch_sampler: {self._passes.name} gives {fault[0]} in epoch {epoch}; expected {fault[1]}"
-            )
-        return found
-
     def _wrong(self, found: list[Any]) -> tuple[str, str] | None:
-        if not found:
-            return "no batch", "one or more"
         for batch in found:
-            if not isinstance(batch, list | tuple):
-                return f"a {type(batch).__name__}", "lists of samples: one sample at a time is for data.sampler"
-            if not batch:
-                return "an empty batch", "one sample in it or more"
-            if fault := wrong_index(batch, samples=self._samples):
+            if not isinstance(batch, list | tuple) or not batch:
+                return f"{batch!r}", "lists of samples: one sample at a time is for data.sampler"
+            if fault := _wrong_index(batch, samples=self._samples):
                 return fault
         seen = [index for batch in found for index in batch]
         if self._is_whole and sorted(seen) != list(range(self._samples)):
@@ -182,32 +149,26 @@ class SampledBatches(EpochBatches):
         return None
 
 
-def wrong_index(found: Iterable[Any], *, samples: int) -> tuple[str, str] | None:
-    """What is there and what must be, of the first that is no sample's number; None where all are."""
+def _wrong_index(found: list[Any] | tuple[Any, ...], *, samples: int) -> tuple[str, str] | None:
+    """Return the first item that is no sample's number, and the expected items; None if all are."""
     for index in found:
-        if isinstance(index, list | tuple):
-            return "lists of samples", "one sample at a time: lists are for data.batch_sampler"
-        if not hasattr(index, "__index__"):
-            return f"a {type(index).__name__}", "numbers of samples, which are integers"
-        if not 0 <= index < samples:
-            return f"the sample {int(index)}", f"numbers from 0 to {samples - 1}: those of the part"
+        if not hasattr(index, "__index__") or not 0 <= index < samples:
+            return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"
     return None
 
 
 def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Callable[[], Sampler[Any]]:
-    """What makes the sampler, with those of the offers that it takes and was not given.
+    """Return the function that makes a sampler, with the offers that it takes and was not given.
 
     key: of the config, below `data.`.
     """
-    given = dict(make.keywords) if isinstance(make, functools.partial) else {}
+    target, given = (make.func, dict(make.keywords)) if isinstance(make, functools.partial) else (make, {})
     taken = inspect.signature(make).parameters
     values = {name: value for name, value in offers.items() if name in taken and given.get(name) is None}
-    whole = functools.partial(make, **values)
 
     def made() -> Sampler[Any]:
-        target = make.func if isinstance(make, functools.partial) else make
         try:
-            sampler = whole()
+            return make(**values)
         except ExpError:
             raise
         except Exception as error:
@@ -215,6 +176,5 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
                 raise  # a bug
             got = f"{getattr(target, '__name__', target)} refused its values ({type(error).__name__}: {said(error)})"
             raise ConfigError([refusal(error, key=f"data.{key}", known=given, got=got)]) from error
-        return sampler
 
     return made

@@ -21,14 +21,8 @@ from exp.spelling import among, did_you_mean, show
 
 # The most pieces of groups from which a part is made: its size is right to a twentieth of the samples.
 FINEST = 20
-# The types of the values of data.split, and what they are called.
-KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "stratify": ((bool,), "true or false"),
-    "group": ((str, type(None)), "the name of a column, or null"),
-    "column": ((str, type(None)), "the name of a column, or null"),
-    "folds": ((int, type(None)), "a whole number of 2 or more, or null"),
-    "fold": ((int,), "a whole number from 0"),
-}
+# The types of the values of data.split; all others are texts.
+KINDS: Mapping[str, type] = {"stratify": bool, "folds": int, "fold": int}
 
 
 @runtime_checkable
@@ -76,9 +70,9 @@ class SplitRules:
             if name not in known:
                 expected, cure = f"one of {among(known)}", did_you_mean(name, known)
                 raise data_fault(f"split.{name}", got="no such key", expected=expected, cure=cure)
-            kinds, expected = KINDS[name]
-            if type(value) not in kinds:
-                raise data_fault(f"split.{name}", got=show(value), expected=expected)
+            kind = KINDS.get(name, str)
+            if type(value) is not kind and (value is not None or name in ("stratify", "fold")):
+                raise data_fault(f"split.{name}", got=show(value), expected=f"a value of the type {kind.__name__}")
         rules = cls(**given)
         if rules.folds is not None and rules.folds < 2:
             raise data_fault("split.folds", got=str(rules.folds), expected="2 or more, or null")
@@ -174,15 +168,15 @@ class _Samples:
         return [indices[part] for _, part in pairs]
 
     def refuse_few(self, rules: SplitRules, *, parts: int) -> None:
-        """Raises: ConfigError for fewer groups, or samples of a class, than parts or folds."""
+        """Raise ConfigError for fewer groups, or samples of a class, than splits or folds."""
         for key, values in (("group", self.groups), ("stratify", self.classes)):
-            names, counts = ((), ()) if values is None else np.unique(values, return_counts=True)
-            if key == "group" and values is not None and len(names) < parts:
-                got = f"{rules.group}, which has {len(names)} values"
-                raise data_fault("split.group", got=got, expected=f"{parts} at least, one for each part or fold")
-            if key == "stratify" and values is not None and min(counts) < parts:
-                got = f"true, and a class with {min(counts)} samples"
-                raise data_fault("split.stratify", got=got, expected=f"{parts} at least, one for each part or fold")
+            if values is None:
+                continue
+            names, counts = np.unique(values, return_counts=True)
+            few, what = (len(names), "values") if key == "group" else (min(counts), "samples of a class")
+            if few < parts:
+                expected = f"{parts} at least, one for each part or fold"
+                raise data_fault(f"split.{key}", got=f"{few} {what} for {getattr(rules, key)}", expected=expected)
 
 
 def _classes(dataset: AnyDataset) -> Sequence[object]:
@@ -199,11 +193,10 @@ def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
     if isinstance(dataset, NamedColumns):
         found = list(dataset.column_texts(name, key=key))
     else:
-        read = values_of(dataset, lambda sample: entry_of(sample, name, inputs=(), key=key), stage="train")
-        for one in read[:1]:
-            if isinstance(one, Tensor) and one.numel() != 1:
-                got = f"{name}, which has the shape {list(one.shape)}"
-                raise data_fault(key, got=got, expected="one value for each sample")
+        read = values_of(dataset, lambda sample: entry_of(sample, name, inputs=(), key=key))
+        if isinstance(read[0], Tensor) and read[0].numel() != 1:
+            got = f"{name}, which has the shape {list(read[0].shape)}"
+            raise data_fault(key, got=got, expected="one value for each sample")
         found = [str(one.item() if isinstance(one, Tensor) else one) for one in read]
     missing = [index for index, text in enumerate(found) if text is None]
     if missing:

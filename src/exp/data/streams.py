@@ -22,14 +22,13 @@ from torch.utils.data import IterableDataset, _utils, get_worker_info
 
 from exp.data.faults import SampleError
 from exp.data.in_memory import samples_in
-from exp.data.joint_transforms import Transform
+from exp.data.joint_transforms import Transform, apply_transforms
 from exp.data.loader import Epochs, Loader, batch_count, share
 from exp.data.randomness import reseed_sample, sample_generator
 from exp.data.workers import (
     Assembly,
     FetchOptions,
     Sample,
-    apply_transforms,
     isolate_generators,
     received,
     told,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from PIL.Image import Image
-from torch import Tensor
 
 from exp.data.faults import data_fault, require_extra
 from exp.data.joint_transforms import JointTransform, is_tv_tensor
-from exp.nested import mapped
 from exp.spelling import did_you_mean, show
 
 PICTURES = ("image", "video")
@@ -57,13 +54,6 @@ def wrapping(kinds: Mapping[str, Any], *, inputs: Sequence[str]) -> JointTransfo
     whole = dict(kinds) if _holds_picture(kinds) else {**DEFAULT, **kinds}
     # The picture first: without one that is wrapped, v2 takes the first tensor for it.
     return JointTransform(transform=TVTensors(whole), names=tuple(whole), inputs=tuple(inputs), key=KEY)
-
-
-def plain_tensors(data: object) -> object:
-    """The same with its tv_tensors as plain tensors, which a network and a batch are made of."""
-    if "torchvision.tv_tensors" not in sys.modules:
-        return data
-    return mapped(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
 
 
 def _refuse_other_words(kinds: Mapping[str, Any], key: str) -> None:

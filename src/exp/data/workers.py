@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any, Literal, TypeVar
@@ -18,12 +18,11 @@ from exp.data.collate import Collate
 from exp.data.entries import BatchForm, target_in
 from exp.data.faults import SampleError, data_fault
 from exp.data.in_memory import sample_name, samples_in
-from exp.data.joint_transforms import SampleTransform, Transform, apply_to_input
+from exp.data.joint_transforms import Transform, apply_transforms, plain_tensors
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
-from exp.data.tv_tensors import plain_tensors
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError
+from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError, one_line
 from exp.shared_types import Batch, Stage
 from exp.signals import heed
 
@@ -90,27 +89,22 @@ class Assembly:
 
     def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
         """The batch; an ExpError, not raised, where one of the samples is one, or no batch can be made of them."""
-        read: list[Sample] = []
-        for sample in samples:
-            if isinstance(sample, ExpError):
-                return sample
-            read.append(sample)
+        if (failed := next((sample for sample in samples if isinstance(sample, ExpError)), None)) is not None:
+            return failed
+        read = [sample for sample in samples if isinstance(sample, Sample)]
+        is_default = self.collate is default_collate
         try:
             # torch's would make a batch of tv_tensors one in a worker, and a plain tensor outside.
-            is_plain = self.collate is not default_collate
-            batch = self.collate([sample.data if is_plain else plain_tensors(sample.data) for sample in read])
-        except (ConfigError, SampleError) as error:
-            return error
-        except BaseException as error:
-            if self.collate is default_collate and (fault := self._misfit(read)):
-                return SampleError(fault)
-            first, last = self.named(read[0].index), self.named(read[-1].index)
-            return told(error, what=f"making a batch of {len(read)} samples, from {first} to {last},")
-        try:
+            batch = self.collate([plain_tensors(sample.data) if is_default else sample.data for sample in read])
             batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
         except (ConfigError, SampleError) as error:
             return error
+        except BaseException as error:
+            place = f"from {self.named(read[0].index)} to {self.named(read[-1].index)}"
+            if is_default and isinstance(error, TypeError | RuntimeError):
+                return SampleError(_misfit(error, place))
+            return told(error, what=f"making a batch of {len(read)} samples, {place},")
         return batch
 
     def _place(self, samples: Sequence[Sample], place: int, batch: object) -> str:
@@ -120,49 +114,15 @@ class Assembly:
         # A collate function of the user's own may put several samples into one row.
         return f"one of the samples from {self.named(samples[0].index)} to {self.named(samples[-1].index)}"
 
-    def _misfit(self, samples: Sequence[Sample]) -> Fault | None:
-        """What keeps torch from making a batch of samples: what they hold, or that they differ in size."""
-        for sample in samples:
-            if (kind := unbatchable(sample.data)) is not None:
-                got = f"{self.named(sample.index)} is {kind}" if sample.data is None else None
-                return Fault(
-                    key="data.collate",
-                    got=got or f"{self.named(sample.index)} holds {kind}",
-                    expected="samples of tensors, arrays, numbers and texts, in tuples, lists or mappings",
-                    cure="Turn it into one in the data set, or name in data.collate what makes a batch of them",
-                )
-        first, *others = samples
-        sizes = sizes_in(first.data)
-        for other in others:
-            if (found := sizes_in(other.data)) != sizes:
-                return Fault(
-                    key="data.collate",
-                    got=f"{self.named(other.index)} has the sizes {found}, and {self.named(first.index)} {sizes}",
-                    expected="one size for all samples",
-                    cure="Pad them by data.collate=pad, bring them to one in data.transforms, or name in data.collate "
-                    "what makes a batch of them",
-                )
-        return None
 
-
-def unbatchable(data: object) -> str | None:
-    """What of a sample torch's own collate function does not take; None where it takes all."""
-    if isinstance(data, Mapping | tuple | list):
-        inside = data.values() if isinstance(data, Mapping) else data
-        return next((kind for value in inside if (kind := unbatchable(value)) is not None), None)
-    if data is None:
-        return "None"
-    is_batchable = isinstance(data, Tensor | int | float | complex | str | bytes) or hasattr(data, "__array__")
-    return None if is_batchable else f"a {type(data).__name__}"
-
-
-def sizes_in(data: object) -> list[object]:
-    """The sizes of the arrays in a sample, and the lengths of its lists."""
-    if isinstance(data, Mapping):
-        return [sizes_in(value) for value in data.values()]
-    if isinstance(data, tuple | list):
-        return [sizes_in(value) for value in data]
-    return list(getattr(data, "shape", ()))
+def _misfit(error: BaseException, place: str) -> Fault:
+    """Return the error of samples that torch's collate function makes no batch of."""
+    return Fault(
+        key="data.collate",
+        got=f"samples {place}: {one_line(error)}",
+        expected="tensors, arrays, numbers and texts of one size, in tuples, lists or mappings",
+        cure="Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate",
+    )
 
 
 def received(data: object) -> object:
@@ -297,18 +257,6 @@ def end_workers() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
-
-
-def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
-    """The sample with each transform applied to its input: the first of a pair, the entry `input` of a mapping.
-
-    A mapping without such an entry, and more values than two, are given to the transforms whole; so is any sample to
-    one that takes samples, such as the entries that it names. A batch goes through them alike.
-    """
-    for transform in transforms:
-        is_whole = isinstance(transform, SampleTransform)
-        sample = transform(sample) if is_whole else apply_to_input(sample, transform)
-    return sample
 
 
 def as_batch(data: object) -> object:

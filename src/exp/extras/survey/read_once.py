@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exp.data.collate import Pad
 from exp.data.data import Data
-from exp.data.entries import TARGET, by_name
+from exp.data.entries import named_entries
 from exp.data.in_memory import Entries, Tensors, gathered, sample_name, samples_in
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
@@ -114,11 +114,7 @@ def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
         data: The sample or batch.
         inputs: The names of the values of a tuple.
     """
-    named = by_name(data, inputs)
-    if not isinstance(named, Mapping):
-        values = named if isinstance(named, tuple | list) else (named,)
-        named = dict(zip(("input", TARGET), values, strict=False))
-    return dict(_flat("", named))
+    return dict(_flat("", named_entries(data, inputs)))
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:

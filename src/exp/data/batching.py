@@ -1,0 +1,137 @@
+"""The samples of the global batches of each split, in every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset, Sampler
+
+from exp.data.faults import data_fault
+from exp.data.in_memory import AnyDataset, samples_in
+from exp.data.loader import EpochBatches, GlobalBatches
+from exp.data.sampling import MakeSampler, SampledBatches, SampledOrder, maker
+from exp.errors import ConfigError
+from exp.shared_types import Stage
+
+
+@dataclass(kw_only=True)
+class Batching:
+    """Decides which samples make a global batch.
+
+    Args:
+        parts: the splits by stage.
+        batch_size: samples of a global batch.
+        shuffle: whether the samples of training are shuffled.
+        drop_last: whether a short last batch of training is left out.
+        block: samples that follow each other and are shuffled together; None for the `block` of the data set.
+        window: blocks whose samples are shuffled together.
+        seed: of the run.
+
+    order: an attribute, the samples that data.sampler draws; None if each sample is taken once.
+    sampled: an attribute, the batches that data.batch_sampler makes, by stage.
+
+    Raises:
+        ConfigError: for a split without a sample or without a batch.
+    """
+
+    parts: Mapping[Stage, AnyDataset]
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    block: int | None
+    window: int
+    seed: int
+    order: SampledOrder | None = None
+    sampled: dict[Stage, SampledBatches] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage, part in self.parts.items():
+            if isinstance(part, IterableDataset):
+                continue
+            if not samples_in(part):
+                raise data_fault(stage, got="an empty data set", expected="at least one sample")
+            if not len(self.of(stage)):
+                raise self._no_batch(samples_in(part))
+
+    def of(self, stage: Stage) -> EpochBatches:
+        """Return the global batches of a split with an index."""
+        if stage in self.sampled:
+            return self.sampled[stage]
+        train, part = stage == "train", self.parts[stage]
+        order = self.order if train else None
+        return GlobalBatches(
+            length=samples_in(part) if order is None else len(order),
+            batch_size=self.batch_size,
+            shuffle=self.shuffle and train,
+            drop_last=self.drop_last and train,
+            seed=self.seed,
+            draw=order,
+            block=self.block or _block_of(part),
+            window=self.window,
+        )
+
+    def choose(
+        self,
+        sampler: MakeSampler | None,
+        batch_sampler: MakeSampler | None,
+        *,
+        inputs: Sequence[str],
+        num_classes: int | None,
+    ) -> None:
+        """Let samplers choose the samples and the batches.
+
+        Args:
+            sampler: data.sampler.
+            batch_sampler: data.batch_sampler.
+            inputs: the names of a sample's values.
+            num_classes: of the data.
+
+        Raises:
+            ConfigError: for samplers that cannot be used, or not together.
+        """
+        if self.block is not None and (sampler is not None or not self.shuffle):
+            why = "a sampler, which chooses the order" if self.shuffle else "data.shuffle=false"
+            expected = "null, or an order that is shuffled here"
+            raise data_fault("shuffle_block", got=f"{self.block}, and {why}", expected=expected)
+        if sampler is not None and batch_sampler is not None:
+            got, expected = "a batch sampler, beside data.sampler", "one of the two: it chooses the samples, too"
+            raise data_fault("batch_sampler", got=got, expected=expected)
+        if sampler is not None:
+            make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)
+            if not self.shuffle:
+                got, expected = "false, beside a sampler", "true: the sampler decides the order"
+                raise data_fault("shuffle", got=got, expected=expected)
+            self.order = SampledOrder(make, samples=samples_in(self.parts["train"]), seed=self.seed)
+            if self.drop_last and len(self.order) < self.batch_size:
+                raise self._no_batch(len(self.order))
+        if batch_sampler is not None:
+            for stage, part in self.parts.items():
+                train = stage == "train"
+                make = self._maker(
+                    batch_sampler, stage, key="batch_sampler", inputs=inputs, batch_size=self.batch_size,
+                    shuffle=self.shuffle and train, drop_last=self.drop_last and train,
+                )  # fmt: skip
+                self.sampled[stage] = SampledBatches(make, samples=samples_in(part), stage=stage, seed=self.seed)
+
+    def _maker(self, make: MakeSampler, stage: Stage, *, key: str, **offers: object) -> Callable[[], Sampler[Any]]:
+        part = self.parts.get(stage)
+        if part is None or isinstance(part, IterableDataset):
+            got = f"a sampler, and {'no' if part is None else 'a stream of samples as'} {stage} part"
+            raise data_fault(key, got=got, expected="a data set with an index, to take samples from")
+        return maker(make, key=key, offers={"data_source": part, **offers})
+
+    def _no_batch(self, held: int) -> ConfigError:
+        return data_fault(
+            "batch_size",
+            got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
+            expected=f"{held} or less",
+            cure="Make the batch smaller, or keep the short one with data.drop_last=false",
+        )
+
+
+def _block_of(part: object) -> int | None:
+    """Return how many samples that follow each other a data set reads best together, by its attribute `block`."""
+    block = getattr(part, "block", None)  # a data set of the user's own need not have one, or means another thing
+    return block if isinstance(block, int) else None

@@ -374,6 +374,6 @@ def test_ranks_and_resumed_runs_end_with_the_same_weights(place, ranks, words, s
 
 
 def test_a_pipeline_refuses_batch_samplers(place):
-    with pytest.raises(ConfigError, match="a schedule is made for micro-batches of one size") as caught:
+    with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([*TOKENS, *RUN, "strategy=pipeline", "launch.devices=2"]))
     assert any(fault.key == "data.batch_sampler" for fault in caught.value.faults)

@@ -94,8 +94,7 @@ class Csv(Table):
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
             raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
-        figures = [one for one in features if one not in words]
-        words = [one for one in features if one in words]
+        figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
         found = source.read(

@@ -22,8 +22,7 @@ RUN = [
     *("hooks.gradients.each_parameter=true", f"trainer.max_steps={STEPS}"),
 ]
 HOOKS = ["retain_gradients", "per_sample_gradients"]
-OPTIONS = ["hooks.retain_gradients.each_module=true", "hooks.retain_gradients.histogram=true"]
-OPTIONS += ["hooks.per_sample_gradients.chunk_size=5"]
+OPTIONS = ["hooks.retain_gradients.each_module=true", "hooks.per_sample_gradients.chunk_size=5"]
 FP16 = ["precision=fp16", "precision.scaler.init_scale=65536.0"]
 
 
@@ -90,23 +89,16 @@ def assert_values(found: dict[str, dict[int, float]], expected: list[dict[str, f
             assert found[tag][step] == pytest.approx(value, rel=tolerance, nan_ok=True), (tag, step)
 
 
-def test_figures_under_a_loss_scale_are_true(fit, events, reference) -> None:
+def test_figures_under_a_loss_scale_are_true(fit, reference) -> None:
     run = [*RUN, f"hooks=[gradients,{','.join(HOOKS)}]", *OPTIONS, "trainer.accumulate_grad_batches=2"]
     expected, outputs = by_hand(*reference(*run), 2)
-    trained = fit(*run, *FP16, "logger=[csv,tensorboard]", "hooks.retain_gradients.every_n_steps=2")
+    trained = fit(*run, *FP16, "hooks.retain_gradients.every_n_steps=2")
     values = trained.values
     assert set(values["precision/loss_scale"].values()) == {65536.0}
     assert {tag for tag in expected[0] if tag not in values} == set()
     assert set(values["gradients/norm/total"]) == set(values["gradients/output_norm/head"]) == {1, 2}
     assert outputs.keys() == {"network", "hidden", "activation", "hidden2", "activation2", "head"}
     assert_values(values, expected, 1e-2)
-    read = events(trained.directory)
-    for name, gradient in outputs.items():
-        histogram = read.Histograms(f"gradients/output_histogram/{name}")[0].histogram_value
-        assert histogram.num == gradient.numel()
-        assert (histogram.min, histogram.max) == pytest.approx(
-            (gradient.min().item(), gradient.max().item()), rel=1e-2, abs=1e-6
-        )
 
 
 # Two ranks hold 7 and 6 of the 13 samples of a batch.

@@ -73,6 +73,7 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.extras.debugging.profile.Profile": ["rows"],
     "exp.extras.research.features.Features": ["columns"],
     "exp.extras.research.gradient_reversal.GradientReversal": ["steepness"],
+    "exp.extras.research.retain_gradients.RetainGradients": ["histogram"],
     "exp.hooks.activations.Activations": ["unit_axis"],
     "exp.extras.evaluation.confusion.Confusion": ["normalised"],
     "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,16 +102,15 @@ def take(
         kept: Activations of the last forward that was measured.
         measured_at: The step of that forward.
     """
-    optimizers = () if step is None else step.optimizers
-    modules = _by_module(network, optimizers, kept)
+    modules = _by_module(network, () if step is None else step.optimizers, kept)
     parts = {part: sum(row[part] for row in modules.values()) for part in PARTS}
     module, asked = failing_module(error, network), asked_for(error)
     parameters = list(network.parameters())
     batch = [] if step is None else [tensor for tensor in tensors_in(step.data) if tensor.dim()]
+    # Gradients count whether or not they are there yet, and so does the activation that failed.
+    gradients = sum(local(one).nbytes for one in parameters if one.requires_grad)
     use = Use(
-        parameters=parts["parameters"],
-        gradients=sum(local(one).nbytes for one in parameters if one.requires_grad),
-        optimizer=parts["optimizer"],
+        state=parts["parameters"] + gradients + parts["optimizer"],
         activations=kept.size + (asked if module is not None and asked is not None else 0),
         halves=kept.half,
         samples=max(len(batch[0]), 1) if batch else 1,
@@ -165,14 +164,11 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f} MiB"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Use:
+class Use(NamedTuple):
     """The bytes of this process, and the numbers that could divide them.
 
     Args:
-        parameters: Bytes of parameters.
-        gradients: Bytes of the gradients of all trained parameters, computed or not.
-        optimizer: Bytes of the optimizer state.
+        state: Bytes of parameters, of the gradients of all trained parameters, and of the optimizer.
         activations: Bytes of activations, with the allocation that failed in a forward.
         halves: Bytes of the activations that are 16-bit floats already.
         samples: Samples of the micro-batch of this process.
@@ -181,9 +177,7 @@ class Use:
         is_sharded: Whether parameters are sharded already.
     """
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    state: int
     activations: int
     halves: int = 0
     samples: int = 1
@@ -194,31 +188,21 @@ class Use:
 
 def advice(use: Use) -> str:
     """Return the change that saves most of these bytes."""
-    kept = use.activations
-    state = use.parameters + use.gradients + use.optimizer
-    of_kept, of_state = f"of {_mib(kept)} of activations", f"of {_mib(state)} of parameters, gradients and optimizer"
+    kept, of_kept = use.activations, f"of {_mib(use.activations)} of activations"
+    of_state = f"of {_mib(use.state)} of parameters, gradients and optimizer"
     smaller = (
         "a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger: the step stays the same, "
         f"and half the samples at a time save half {of_kept}"
     )
+    sharding = f"strategy=fsdp over {use.devices} devices: each holds its share {of_state}"
+    again = f"strategy.activation_checkpointing=[...], the repeated blocks: it computes most {of_kept} again"
     choices = [
         # Down to one sample at a time.
         (kept * (1 - 1 / use.samples), smaller),
-        (
-            state * (1 - 1 / use.devices) if not use.is_sharded else 0,
-            f"strategy=fsdp over {use.devices} devices: each holds its share {of_state}",
-        ),
+        (0 if use.is_sharded else use.state * (1 - 1 / use.devices), sharding),
         # A network of n alike layers keeps the ends of about sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174).
-        (
-            kept * (1 - 1 / math.sqrt(use.holders)) if use.is_sharded else 0,
-            f"strategy.activation_checkpointing=[...], the repeated blocks: it computes most {of_kept} again",
-        ),
+        (kept * (1 - 1 / math.sqrt(use.holders)) if use.is_sharded else 0, again),
         ((kept - use.halves) / 2, f"precision=bf16: it saves up to half {of_kept}"),
     ]
     saved, line = max(choices, key=lambda choice: choice[0])
-    if saved <= 0:
-        return (
-            f"a smaller network, or a device with more memory: there is no batch to make smaller, and {_mib(state)} "
-            "are parameters, gradients and optimizer"
-        )
-    return line
+    return line if saved > 0 else f"a smaller network, or a device with more memory: nothing else saves {of_state}"

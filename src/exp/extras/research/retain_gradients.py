@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import HEALTHY_NORM
 from exp.hooks.hook import Boundary, Hook, Period
 from exp.hooks.norms import norm
-from exp.hooks.panels import Column, Histogram, Panel
+from exp.hooks.panels import Column, Panel
 from exp.hooks.step import Step
 from exp.models.matching import matching
 
@@ -36,8 +35,6 @@ class RetainGradients(Hook):
         every_n_steps: Period. `auto` depends on the length of the run.
         each_module: Whether the norms are scalars, too.
         modules: Patterns of modules.
-        histogram: Whether `gradients/output_histogram/<module>` is logged, of the samples of rank 0. It keeps the
-            gradients of all outputs until the step.
     """
 
     needs = frozenset({"whole_outputs", "all_layers"})
@@ -50,10 +47,9 @@ class RetainGradients(Hook):
         every_n_steps: Period = "auto",
         each_module: bool = False,
         modules: Sequence[str] = ("*",),
-        histogram: bool = False,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
-        self.each_module, self.histogram = each_module, histogram
+        self.each_module = each_module
         self._names: list[str] = []
         # One entry a forward: of a phase's repeats the last one's are the step's.
         self._forwards: list[dict[str, list[Tensor]]] = []
@@ -76,35 +72,22 @@ class RetainGradients(Hook):
     def tensor_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_in_backward:
             # One append, for the devices of nn.DataParallel call from threads of their own.
-            self._forwards[-1].setdefault(name, []).append(gradient if self.histogram else norm(gradient))
+            self._forwards[-1].setdefault(name, []).append(norm(gradient))
 
     def after_backward(self, step: Step) -> dict[str, Tensor | Panel] | None:
         forwards, self._forwards = self._forwards[-self._batches :], []
         found: dict[str, list[Tensor]] = {}
-        for name, gradients in (item for forward in forwards for item in forward.items()):
-            found.setdefault(name, []).extend(gradients)
-        # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks of that.
-        factor = 1.0 / (step.world_size * self.loss_scale)
-        norms = torch.stack([self._total(found.get(name, ()), step.device) for name in self._names]) * factor
-        norms = torch.linalg.vector_norm(step.gather(norms), dim=0)
+        for name, norms in (item for forward in forwards for item in forward.items()):
+            found.setdefault(name, []).extend(norms)
+        zero = torch.zeros((), device=step.device)
+        totals = [get_total_norm(found[name]).to(step.device) if name in found else zero for name in self._names]
+        # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks.
+        whole = torch.stack(totals) / (step.world_size * self.loss_scale)
+        whole = torch.linalg.vector_norm(step.gather(whole), dim=0)
+        sizes = {name or WHOLE: size for name, size in zip(self._names, whole.unbind(), strict=True) if name in found}
         values: dict[str, Tensor | Panel] = {}
-        sizes: dict[str, Tensor] = {}
-        for name, size in zip(self._names, norms.unbind(), strict=True):
-            if name not in found:
-                continue
-            sizes[name or WHOLE] = size
-            if self.histogram:
-                wide = [one.flatten().to(step.device, at_least_float32(one.dtype)) for one in found[name]]
-                numbers = torch.cat(wide) * factor
-                values[f"gradients/output_histogram/{name or WHOLE}"] = Histogram.of(numbers)
         if sizes:
             values[OUTPUT_NORM] = Column.of(sizes, healthy=HEALTHY_NORM)
         if self.each_module:
             values |= {f"{OUTPUT_NORM}/{name}": size for name, size in sizes.items()}
         return values
-
-    def _total(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the norm of all gradients, 0-d."""
-        if not gradients:
-            return torch.zeros((), device=device)
-        return get_total_norm([norm(one) for one in gradients] if self.histogram else gradients).to(device)

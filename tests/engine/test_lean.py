@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -19,8 +21,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
+import exp.strategies
 from exp.data.data import Data
 from exp.engine.lean_loop import TRAINING_HOOKS, VALIDATION_HOOKS
 from exp.errors import Interrupted
@@ -256,6 +261,18 @@ def test_callbacks_of_validation_batches_keep_lightnings_loop(tmp_path: Path, sm
     assert float(small.trainer.callback_metrics["seen/val"]) == (batches - 1) / 2
 
 
+def test_own_strategies_leave_the_rest_of_a_step_to_lightning() -> None:
+    for found in pkgutil.iter_modules(exp.strategies.__path__):
+        importlib.import_module(f"exp.strategies.{found.name}")
+    known, kinds = [LightningStrategy, DDPStrategy], [LightningStrategy]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    own = [kind for kind in kinds if kind.__module__.startswith("exp.strategies.")]
+    assert len(own) > 3
+    for name in ("batch_to_device", "pre_backward", "post_backward", "on_train_batch_start", "validation_step"):
+        assert all(getattr(kind, name) in [getattr(one, name) for one in known] for kind in own), name
+
+
 class Refusing(Hook):
     needs = frozenset({"one_step_a_call"})
 
@@ -297,7 +314,7 @@ def test_lightnings_loop_has_what_the_adapter_leans_on(tmp_path: Path, small_run
     for name in ("on_run_start", "advance", "on_advance_end", "teardown", "_should_check_val_epoch", "global_step"):
         assert name in vars(_TrainingEpochLoop)
     assert set(loop.state_dict()) == set(own.state_dict())
-    assert vars(own.val_loop).keys() == vars(loop.val_loop).keys() - {"_lean", "_told"}
+    assert vars(own.val_loop).keys() == vars(loop.val_loop).keys() - {"_is_lean"}
     for name in ("_evaluation_step", "_on_evaluation_model_eval", "_on_evaluation_start", "_on_evaluation_epoch_start"):
         assert name in vars(type(own.val_loop))
     assert list(dataclasses.asdict(loop.batch_progress)) == ["total", "current", "is_last_batch"]

@@ -117,7 +117,6 @@ def test_a_signal_waits_for_accumulated_batches(tmp_path: Path, small_run: Modul
         "batches": 3,
         "validation_due": False,
         "epoch_complete": False,
-        "samples": 48,
     }
 
 

@@ -35,7 +35,6 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
@@ -222,10 +221,11 @@ class LeanValidationLoop(_EvaluationLoop):
     def __init__(self, trainer: Trainer) -> None:
         own = trainer.fit_loop.epoch_loop.val_loop
         super().__init__(trainer, own._trainer_fn, own._stage, verbose=own.verbose, inference_mode=own.inference_mode)
-        self._lean: _LeanValidation | None = None
+        # Whether the batches of the validation under way are done here.
+        self._is_lean = False
 
     def on_run_start(self) -> None:
-        self._lean = None
+        self._is_lean = False
         if not isinstance(self.trainer.lightning_module, TrainingModule) or self.num_dataloaders != 1:
             super().on_run_start()
         else:  # but for a look at the signatures of the module's hooks
@@ -233,8 +233,15 @@ class LeanValidationLoop(_EvaluationLoop):
             self._on_evaluation_start()
             self._on_evaluation_epoch_start()
         # Behind the hooks, which may have changed anything.
-        if not any(self._reasons()):
-            self._lean = _LeanValidation(self.trainer)
+        self._is_lean = not any(self._reasons())
+        if self._is_lean:
+            trainer, module = self.trainer, self.trainer.lightning_module
+            self._place = placing(trainer)
+            self._on_batch_start = acting(trainer, VALIDATION_HOOKS[0])
+            self._on_batch_end = acting(trainer, VALIDATION_HOOKS[1])
+            strategy: LightningStrategy = trainer.strategy
+            is_plain = strategy.model is module and type(trainer.precision_plugin.forward_context()) is nullcontext
+            self._step: Callable[[Batch, int], Any] = module.validation_step if is_plain else strategy.validation_step
 
     def _reasons(self) -> Iterator[str]:
         yield from foreign_parts(self.trainer, VALIDATION_HOOKS, often="at every batch of a validation")
@@ -246,19 +253,19 @@ class LeanValidationLoop(_EvaluationLoop):
     def _evaluation_step(
         self, batch: Batch, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Batch] | None
     ) -> None:
-        lean, trainer, progress = self._lean, self.trainer, self.batch_progress
-        if lean is None:
+        trainer, progress = self.trainer, self.batch_progress
+        if not self._is_lean:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
-        module = lean.module
-        batch = lean.place(batch)
+        module = trainer.lightning_module
+        batch = self._place(batch)
         progress.increment_ready()
-        for hook in lean.on_batch_start:
+        for hook in self._on_batch_start:
             hook(trainer, module, batch, batch_idx)
         progress.increment_started()
-        outputs = lean.step(batch, batch_idx)
+        outputs = self._step(batch, batch_idx)
         progress.increment_processed()
-        for hook in lean.on_batch_end:
+        for hook in self._on_batch_end:
             hook(trainer, module, outputs, batch, batch_idx)
         progress.increment_completed()
         if not trainer.sanity_checking:
@@ -266,25 +273,6 @@ class LeanValidationLoop(_EvaluationLoop):
             self._seen_batches_per_dataloader[dataloader_idx] += 1
         if not progress.is_last_batch and trainer.received_sigterm:
             raise SIGTERMException
-
-
-class _LeanValidation:
-    """What acts at a batch of validation, looked up once a validation."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        strategy, precision = trainer.strategy, trainer.precision_plugin
-        module = self.module = trainer.lightning_module
-        self.place = placing(trainer)
-        self.on_batch_start = acting(trainer, VALIDATION_HOOKS[0])
-        self.on_batch_end = acting(trainer, VALIDATION_HOOKS[1])
-        self.step: Callable[[Batch, int], Any] = strategy.validation_step
-        if (
-            type(strategy).validation_step is LightningStrategy.validation_step
-            and strategy.model is module
-            and type(precision).val_step_context is Precision.val_step_context
-            and type(precision.forward_context()) is nullcontext
-        ):
-            self.step = module.validation_step
 
 
 def tell_stop_iterations(callbacks: Iterable[Callback]) -> None:
@@ -331,12 +319,9 @@ def _fetch(fetcher: _DataFetcher) -> Batch:
 
 def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
     """Return what brings a batch into the precision's dtype and onto its device."""
-    strategy, precision = trainer.strategy, trainer.precision_plugin
-    to_device: Callable[[Batch], Batch] | None = strategy.batch_to_device
-    if type(strategy).batch_to_device is LightningStrategy.batch_to_device:
-        device = strategy.root_device
-        moves = functools.partial(trainer.datamodule.transfer_batch_to_device, device=device, dataloader_idx=0)
-        to_device = None if device.type == "cpu" else moves
+    device, precision = trainer.strategy.root_device, trainer.precision_plugin
+    moves = functools.partial(trainer.datamodule.transfer_batch_to_device, device=device, dataloader_idx=0)
+    to_device: Callable[[Batch], Batch] | None = None if device.type == "cpu" else moves
     converts = isinstance(precision, RunPrecision) and precision.word.double
 
     def place(batch: Batch) -> Batch:
@@ -392,8 +377,6 @@ class LeanStep:
         self._skips_backward = loop.automatic_optimization._skip_backward
         self._optimizer: Optimizer = trainer.optimizers[0]
         self.on_batch_start = acting(trainer, "on_train_batch_start")
-        if type(self._strategy).on_train_batch_start is not LightningStrategy.on_train_batch_start:
-            self.on_batch_start.append(lambda _, __, batch, index: self._strategy.on_train_batch_start(batch, index))
         self.on_batch_end = acting(trainer, "on_train_batch_end")
         self._before_zero_grad = acting(trainer, "on_before_zero_grad")
         self._before_backward = acting(trainer, "on_before_backward")
@@ -429,8 +412,6 @@ class LeanStep:
         # Asked for anew at each batch: none is a context that is entered for nothing.
         self._context: Callable[[], AbstractContextManager[Any]] | None = None
         self._forward: Callable[[Batch, int], Any] = strategy.training_step
-        if type(precision).train_step_context is not Precision.train_step_context:
-            return
         if type(strategy).training_step is LightningStrategy.training_step and strategy.model is self.module:
             self._forward = self.module.training_step
         elif isinstance(strategy, WrapsModule) and strategy.is_plain and strategy.model is not self.module:
@@ -451,11 +432,7 @@ class LeanStep:
 
     def _choose_backward(self) -> None:
         kind = type(self._strategy)
-        # Before and after a backward, Lightning's ddp has something to do under manual optimization only.
-        around = (kind.pre_backward, kind.post_backward)
-        known = (LightningStrategy.pre_backward, LightningStrategy.post_backward)
-        of_ddp = (DDPStrategy.pre_backward, DDPStrategy.post_backward)
-        self._is_backward_plain = kind.backward is LightningStrategy.backward and around in (known, of_ddp)
+        self._is_backward_plain = kind.backward is LightningStrategy.backward
         self._module_backward = overridden(self.module, LightningModule, "backward")
         self._zero_grad = overridden(self.module, LightningModule, "optimizer_zero_grad")
         self._parameters = None

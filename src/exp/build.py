@@ -262,7 +262,6 @@ def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:
         monitor=compared_tag(monitor),
         pruner=sweep["pruner"],
         sweep=(directory / sweep["trial"]["sweep"]).resolve(),
-        storage=sweep["storage"],
     )
 
 

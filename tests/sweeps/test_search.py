@@ -7,7 +7,7 @@ import optuna
 import pytest
 
 from exp.engine.trial_record import STUDY, TrialOfJob, opened
-from exp.errors import ConfigError, MissingExtraError, RunError
+from exp.errors import MissingExtraError, RunError
 from exp.sweeps.search import Search
 from exp.sweeps.space import Axis, Space
 
@@ -31,7 +31,7 @@ def search(tmp_path):
 
 
 def study(directory) -> optuna.Study:
-    return optuna.load_study(study_name=STUDY, storage=opened(directory, None))
+    return optuna.load_study(study_name=STUDY, storage=opened(directory))
 
 
 def loss(values) -> float:
@@ -116,22 +116,12 @@ def test_several_objectives_have_a_front(search, tmp_path):
     assert 0 < len(record.best_trials) < 12
 
 
-def test_a_database_can_hold_the_record(search, tmp_path):
-    url = f"sqlite:///{tmp_path}/trials.db"
-    assert len(run(search(storage=url, trials=4))) == 4
-    database = opened(tmp_path, url)
-    (name,) = optuna.get_all_study_names(storage=database)
-    assert len(optuna.load_study(study_name=name, storage=database).trials) == 4
-    with pytest.raises(ConfigError, match=r"sweep\.storage: nosuch://x"):
-        search(storage="nosuch://x")
-
-
 def test_a_job_that_falls_behind_is_pruned(search, tmp_path):
     found = search(trials=8, sampler="random")
     proposals = [found.ask() for _ in range(8)]
 
     def job(number: int) -> TrialOfJob:
-        return TrialOfJob(number, directory=tmp_path, storage=None, pruner="median", epochs=3)
+        return TrialOfJob(number, directory=tmp_path, pruner="median", epochs=3)
 
     for proposal in proposals[:6]:
         trial = job(proposal.number)

@@ -473,7 +473,7 @@ def test_a_search_resumes_only_as_the_same_search():
 )
 def test_a_search_optimizes_each_tag_in_its_direction(overrides, directions):
     status, _ = run_sweep(*SEARCH, *overrides)
-    study = optuna.load_study(study_name=STUDY, storage=opened(SWEEP, None))
+    study = optuna.load_study(study_name=STUDY, storage=opened(SWEEP))
     assert status == 0
     assert dict(zip(study.metric_names, [one.name for one in study.directions], strict=True)) == directions
 

@@ -26,6 +26,7 @@ REMOVED: Mapping[str, Any] = {
     "runtime.rewind_factor": 0.5,
     "runtime.max_rewinds": 3,
     "runtime.warm": "auto",
+    "sweep.storage": None,
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules and classes that moved, by their names in earlier versions.

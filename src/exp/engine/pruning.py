@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 class Pruning(Callback):
     """A callback that ends fit, as a limit does, where the pruner says so. All ranks end at the same batch.
 
-    trial: number in the sweep's study. monitor: the tag. sweep: the sweep's directory. storage: of `sweep.storage`.
+    trial: number in the sweep's study. monitor: the tag. sweep: the sweep's directory.
     """
 
-    def __init__(self, *, trial: int, monitor: str, pruner: Pruner, sweep: Path, storage: str | None) -> None:
+    def __init__(self, *, trial: int, monitor: str, pruner: Pruner, sweep: Path) -> None:
         super().__init__()
         self.trial, self.monitor, self.pruner = trial, monitor, pruner
-        self.sweep, self.storage = sweep, storage
+        self.sweep = sweep
         self.has_pruned = False
         self._trial: TrialOfJob | None = None
         # Validations of the whole run, by which the pruner counts.
@@ -78,9 +78,7 @@ class Pruning(Callback):
 
     def _record(self, trainer: Trainer) -> TrialOfJob:
         if self._trial is None:
-            self._trial = TrialOfJob(
-                self.trial, directory=self.sweep, storage=self.storage, pruner=self.pruner, epochs=_validations(trainer)
-            )
+            self._trial = TrialOfJob(self.trial, directory=self.sweep, pruner=self.pruner, epochs=_validations(trainer))
         return self._trial
 
 

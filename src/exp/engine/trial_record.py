@@ -1,7 +1,7 @@
 """The record of a search's trials: an Optuna study in the sweep's directory, which its own tools read.
 
-The sweep writes down what it proposes and how it ended; a job reports to it and asks whether it falls behind. The
-record is sweep.journal, or any storage of Optuna's by its URL. Imports no torch.
+The sweep writes the proposals and how they ended. A job reports to the record, and asks whether it falls behind. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -73,71 +73,29 @@ class _JournalLock:
         self._file.close()
 
 
-def opened(directory: Path, url: str | None) -> BaseStorage:
-    """Return the storage of a sweep's trials.
-
-    A database has no pool of connections, because Optuna never closes one, of which Python 3.13 warns.
-
-    Raises:
-        ConfigError: Optuna cannot open the URL.
-    """
+def opened(directory: Path) -> BaseStorage:
+    """Return the journal of a sweep's trials."""
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
 
-    if url is None:
-        path = directory / JOURNAL
-        path.touch()
-        return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
-    with readable(directory, url):
-        if url.startswith("redis"):
-            return storages.get_storage(url)
-        from sqlalchemy.pool import NullPool
-
-        return storages.RDBStorage(url, engine_kwargs={"poolclass": NullPool})
+    path = directory / JOURNAL
+    path.touch()
+    return storages.JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _JournalLock(path))))
 
 
 @contextmanager
-def readable(directory: Path, url: str | None) -> Iterator[None]:
-    """Turn what Optuna makes of a storage that it cannot open or read into a fault.
-
-    Raises: ConfigError.
-    """
+def readable(directory: Path) -> Iterator[None]:
+    """Raise ConfigError if the journal of a sweep cannot be read."""
     try:
         yield
     except ExpError:
         raise
-    except Exception as error:  # of SQLAlchemy, Redis or whatever else the URL names; of a file that somebody wrote in
-        if url is not None:
-            fault = Fault(
-                key="sweep.storage",
-                got=f"{url}: {one_line(error)}",
-                expected="a storage that Optuna can open, by its URL",
-            )
-        else:
-            path = os.path.relpath(directory / JOURNAL)
-            cure = "Put a whole one back, or begin a new sweep"
-            expected = "the record of the search as Optuna wrote it"
-            fault = Fault(key="sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure)
+    except Exception as error:  # of a journal that another program wrote into
+        path = os.path.relpath(directory / JOURNAL)
+        cure = "Put a whole one back, or begin a new sweep"
+        expected = "the record of the search as Optuna wrote it"
+        fault = Fault(key="sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure)
         raise ConfigError([fault]) from error
-
-
-def refuse_url(url: str | None) -> None:
-    """Reject a storage that nothing installed can open, without opening it.
-
-    Raises: ConfigError; MissingExtraError without Optuna.
-    """
-    if url is None or url.startswith("redis"):
-        return
-    optuna_package()
-    from sqlalchemy import create_engine  # which Optuna opens them with
-
-    with readable(Path(), url):
-        create_engine(url)
-
-
-def study_name(directory: Path, url: str | None) -> str:
-    """The study's name in its storage: in one that several sweeps share, the sweep's directory."""
-    return STUDY if url is None else str(directory)
 
 
 class TrialOfJob:
@@ -146,20 +104,17 @@ class TrialOfJob:
     directory: of the sweep. Raises: MissingExtraError without Optuna.
     """
 
-    def __init__(
-        self, number: int, *, directory: Path, storage: str | None, pruner: Pruner, epochs: int | None
-    ) -> None:
+    def __init__(self, number: int, *, directory: Path, pruner: Pruner, epochs: int | None) -> None:
         optuna = optuna_package()
-        name = study_name(directory, storage)
-        with quiet(), readable(directory, storage):
-            record = opened(directory, storage)
+        with quiet(), readable(directory):
+            record = opened(directory)
             study: Study = optuna.load_study(
-                study_name=name,
+                study_name=STUDY,
                 storage=record,
                 sampler=optuna.samplers.RandomSampler(),
                 pruner=_pruner(pruner, epochs=epochs),
             )
-            known = record.get_trial_id_from_study_id_trial_number(record.get_study_id_from_name(name), number)
+            known = record.get_trial_id_from_study_id_trial_number(record.get_study_id_from_name(STUDY), number)
             self._trial: Trial = optuna.trial.Trial(study, known)
         before = record.get_trial(known)
         self._reported = set(before.intermediate_values)

@@ -5,8 +5,8 @@ but the last few trials before it have results, and the sampler gets the results
 therefore draws the same proposals again, and compares them with the record.
 
     proposals   an Optuna study in memory, which gets results in order
-    record      sweep.journal in the directory of the sweep, or another storage of Optuna: optuna-dashboard reads it,
-                jobs report to it, and their pruners look at it
+    record      sweep.journal in the directory of the sweep: optuna-dashboard reads it, jobs report to it, and their
+                pruners look at it
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exp.engine.trial_record import opened, optuna_package, quiet, readable, study_name
+from exp.engine.trial_record import STUDY, opened, optuna_package, quiet, readable
 from exp.errors import RunError
 from exp.shared_types import Mode, Sampler
 from exp.sweeps.space import Axis, Combination, Space
@@ -54,14 +54,13 @@ class Search:
         width: Number of trials that may be open at a time.
         objectives: Compared tags, with their directions.
         directory: Directory of the sweep.
-        storage: URL of a storage of Optuna. None is the journal in the directory.
 
     Attributes:
         is_blind: Whether proposals do not depend on results.
 
     Raises:
         MissingExtraError: Optuna is not installed.
-        ConfigError: The storage cannot be opened or read.
+        ConfigError: sweep.journal cannot be read.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Search:
         width: int,
         objectives: Mapping[str, Mode],
         directory: Path,
-        storage: str | None = None,
     ) -> None:
         optuna = optuna_package()
         self.space, self.trials, self.objectives = space, trials, objectives
@@ -89,10 +87,10 @@ class Search:
             self._proposing = optuna.create_study(
                 sampler=_sampler(sampler, seed=seed, width=width), directions=directions
             )
-        with quiet(), readable(directory, storage):
+        with quiet(), readable(directory):
             self._record = optuna.create_study(
-                storage=opened(directory, storage),
-                study_name=study_name(directory, storage),
+                storage=opened(directory),
+                study_name=STUDY,
                 directions=directions,
                 sampler=optuna.samplers.RandomSampler(),
                 load_if_exists=True,

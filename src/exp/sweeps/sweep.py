@@ -28,7 +28,7 @@ from exp.config.freeze import make_exclusively
 from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
 from exp.config.reading import plain_values
-from exp.engine.trial_record import JOURNAL, refuse_url
+from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, Fault, Interrupted, RunError
 from exp.files import sweep_partial_files
 from exp.output import unwritable
@@ -120,7 +120,6 @@ class Sweep:
             Interrupted: A signal came.
         """
         settings = self.settings
-        refuse_url(settings.values["storage"])
         refuse(settings.faults())
         if settings.is_search:
             self._search()
@@ -216,7 +215,6 @@ class Sweep:
             width=self._ledger.kept("width", 1 if slots == 1 else 2 * slots),
             objectives=settings.objectives,
             directory=directory,
-            storage=settings.values["storage"],
         )
 
         def make(number: int, trial: int, values: Combination) -> Job:

@@ -1,6 +1,4 @@
-"""The progress of a sweep on the screen: a line of each job that has ended, and below them, on a terminal, the running
-ones with what each printed last.
-"""
+"""The progress of a sweep on the screen: a line for each job that has ended, and a table of running jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,65 +19,59 @@ if TYPE_CHECKING:
     from exp.sweeps.results import Row
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Running:
-    swept: str
-    output: Path
-    began: float
-
-
 class Progress:
-    """Shows a sweep. total: the number of its jobs."""
+    """Shows a sweep. total: Number of its jobs."""
 
     def __init__(self, *, total: int) -> None:
-        self._total, self._done, self._failed = total, 0, 0
-        self._running: dict[int, _Running] = {}
+        self._total, self._done, self._failed, self._best = total, 0, 0, ""
+        # The swept values of each running job, its output file, and when it began.
+        self._running: dict[int, tuple[str, Path, float]] = {}
         self._live: Any = None
-        self._best = ""
         self._said: set[str] = set()
 
     def begin(self, job: int, *, swept: Mapping[str, str], directory: Path) -> None:
-        """A job has started. swept: what tells it from the others. directory: of its run."""
-        self._running[job] = _Running(swept=_words(swept), output=directory / OUTPUT, began=time.monotonic())
+        """Show a job that has started. directory: Its run directory."""
+        self._running[job] = (_words(swept), directory / OUTPUT, time.monotonic())
         self.refresh()
 
     def end(self, row: Row, *, best: Row | None = None) -> None:
-        """A job has ended. best: the best one so far."""
+        """Show a job that has ended. best: The best job so far."""
         self._running.pop(row.job, None)
         self._done += 1
         self._failed += row.status == "failed"
         if best is not None:
             self._best = f"best job {best.job}, {best.monitor} {best.value:.6g}"
         self.refresh()
-        self._say(line_of(row))
+        value = f"{row.monitor} {row.value:.6g}" if row.monitor is not None and math.isfinite(row.value) else ""
+        facts = [f"job {row.job}", row.status, value, _words(row.swept), f"{row.seconds:.1f} s", row.error]
+        self._say("  ".join(filter(None, facts)))
 
     def say_once(self, line: str) -> None:
-        """A line that several jobs have in common."""
+        """Print a line that several jobs have in common."""
         if line not in self._said:
             self._said.add(line)
-            self._say(redacted(line))
+            self._say(line)
 
     def _say(self, line: str) -> None:
         if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(redacted(line), markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, flush=True)
+            print(redacted(line), flush=True)
 
     def refresh(self) -> None:
-        """Draw the running jobs anew, where there is a terminal."""
-        if not sys.stdout.isatty() and self._live is None:
-            return
-        if self._live is None:
+        """Draw the running jobs if there is a terminal."""
+        if self._live is None and sys.stdout.isatty():
             from rich.console import Console
             from rich.live import Live
 
-            # No thread of its own: no process that forks has one.
+            # Without a thread, because this process forks.
             self._live = Live(console=Console(highlight=False), auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(self._table(), refresh=True)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
 
     def close(self) -> None:
-        """Take the running jobs off the screen; the lines of the others stay."""
+        """Remove the running jobs from the screen. The lines of the others stay."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -90,21 +81,13 @@ class Progress:
         from rich.text import Text
 
         facts = [f"{self._done} of {self._total} done", f"{self._failed} failed" if self._failed else "", self._best]
-        title = Text("  ".join(filter(None, facts)))
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table = Table(title=Text("  ".join(filter(None, facts))), title_justify="left", box=None, pad_edge=False)
         for name in ("job", "seconds", "swept", "now"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name == "seconds" else "left")
-        for job, one in self._running.items():
-            cells = [str(job), f"{time.monotonic() - one.began:.0f}", one.swept, redacted(last_line(one.output))]
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        for job, (swept, output, began) in self._running.items():
+            cells = (str(job), f"{time.monotonic() - began:.0f}", swept, redacted(last_line(output)))
             table.add_row(*map(Text, cells))
         return table
-
-
-def line_of(row: Row) -> str:
-    """A job that has ended in one line: its number, status, value, what was swept, how long it took, what ended it."""
-    value = f"{row.monitor} {row.value:.6g}" if row.monitor is not None and math.isfinite(row.value) else ""
-    facts = [f"job {row.job}", row.status, value, _words(row.swept), f"{row.seconds:.1f} s", row.error]
-    return redacted("  ".join(filter(None, facts)))
 
 
 def _words(swept: Mapping[str, str]) -> str:

@@ -252,7 +252,7 @@ class Stack:
         try:
             self._begin()
             yield from self._fit()
-            if self._running and plain["test"]:
+            if self._running and plain["test"] and "test" in self._decided.data.stages:
                 yield from self._test()
             for member in self._running:
                 yield member.place, member.end("completed")
@@ -281,14 +281,8 @@ class Stack:
             member.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
 
     def _fit(self) -> Iterator[Outcome]:
-        progress = self._progress
-        if self._is_over:
-            for member in self._members:
-                member.say(f"nothing is left to train: {progress.step} steps are done", level=logging.WARNING)
-                member.pause()
-            return
         is_trained = self._start.validation_due and self._start.epoch_complete
-        while True:
+        while not self._is_over:
             if not is_trained:
                 yield from self._train_epoch()
             is_trained = False
@@ -475,10 +469,6 @@ class Stack:
 
     def _test(self) -> Iterator[Outcome]:
         """Evaluate the best weights of each member on the test split."""
-        if "test" not in self._decided.data.stages:
-            for member in self._running:
-                member.say("the data has no test part: the test stage is left out", level=logging.WARNING)
-            return
         for member in self._running:
             with member.failing():
                 member.load_best()

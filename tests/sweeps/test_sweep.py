@@ -27,7 +27,7 @@ from exp.engine.trial_record import STUDY, opened
 from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
-from exp.sweeps.jobs import Jobs
+from exp.sweeps.jobs import Jobs, unpacked
 from exp.sweeps.sweep import compose_sweep, sweep
 
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
@@ -100,7 +100,7 @@ class Runs:
 
 def valid(configs):
     error = ConfigError([Fault(key="seed", got="13", expected="another number", source="command line")])
-    return [error if config.seed == 13 else None for config in configs]
+    return [error if unpacked(config).seed == 13 else None for config in configs]
 
 
 def run_sweep(*overrides: str, **stand_in) -> tuple[int, Runs]:

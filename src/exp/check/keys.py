@@ -183,7 +183,6 @@ SCHEMA: dict[str, Any] = {
         "when": dict[str, dict[str, Any]],
         "monitor": Searched,
         "repeat_over": Text | None,
-        "storage": Text | None,
         "resume": Resumed,
         "retry_failed": bool,
         "dry_run": bool,

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.signals import heed
 from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
+from exp.sweeps.jobs import unpacked
 
 # Modules that a run imports. The server imports them once for all jobs; a missing module only costs time.
 MODULES = (
@@ -62,26 +62,15 @@ MAX_DEATHS = 20
 Result = TypeVar("Result")
 # Checks a config. Takes the result for the job before, and returns the result for the next job.
 Validate = Callable[[DictConfig, Any], Any]
+# What a job asks for, as text, its need, and the machine.
+Asked = tuple[str, tuple[Need, Machine]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The result of the check of a job.
-
-    Attributes:
-        error: The error of the job.
-        asked: `asks` of its config, its need and the machine. None with an error.
-    """
-
-    error: ExpError | None = None
-    asked: tuple[str, tuple[Need, Machine]] | None = None
-
-
-def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Checked]:
-    """Yield the result for each job, in the process of the check."""
+def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | ExpError]:
+    """Yield what each job asks for, or its error, in the process of the check."""
     heed(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
-    for config in configs:
+    for config in map(unpacked, packed):
         try:
             asked = view.of(config)
             before = validate(config, before)
@@ -89,12 +78,12 @@ def checked(validate: Validate, configs: Sequence[DictConfig]) -> Iterator[Check
                 raise asked
         except ExpError as error:
             error.__cause__ = error.__context__ = None
-            yield Checked(error=error)
+            yield error
         except BaseException as error:
             traceback.print_exc()
-            yield Checked(error=_ended(f"with {redacted(one_line(error))}; its traceback is above"))
+            yield _ended(f"with {redacted(one_line(error))}; its traceback is above")
         else:
-            yield Checked(asked=(asks(config), asked))
+            yield asks(config), asked
 
 
 class GpuView:
@@ -170,7 +159,7 @@ class JobProcesses:
         self.start()
         return call(function, *arguments)
 
-    def check(self, configs: Sequence[DictConfig]) -> list[ConfigError | None]:
+    def check(self, configs: Sequence[bytes]) -> list[ConfigError | None]:
         """Return the errors of each job. One process checks the jobs; if it ends, another one goes on with the rest.
 
         Raises:
@@ -188,11 +177,13 @@ class JobProcesses:
                 self.start()
                 results, died = collect(checked, self._validate, configs[len(found) :])
                 for result in results:
-                    if result.error is not None and not isinstance(result.error, ConfigError):
-                        raise result.error
-                    if result.asked is not None:
-                        self.asked.update([result.asked])
-                    found.append(result.error)
+                    if isinstance(result, ConfigError):
+                        found.append(result)
+                    elif isinstance(result, ExpError):
+                        raise result
+                    else:
+                        self.asked.update([result])
+                        found.append(None)
                 if len(found) < len(configs):
                     deaths += 1
                     found.append(_ended(str(died).removeprefix("ended ")))

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -31,8 +31,8 @@ from exp.spelling import show
 MAX_FAULTS = 30
 # Keys that a sweep reads once, before its jobs.
 READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
-# Returns the errors of each of several configs. None: it has none.
-Check = Callable[[Sequence[DictConfig]], Sequence[ConfigError | None]]
+# Returns the errors of each of several packed configs. None: it has none.
+Check = Callable[[Sequence[bytes]], Sequence[ConfigError | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +68,18 @@ class Job:
         """A new copy of its config. None if the job has an error."""
         if self.packed is None:
             return None
-        config = _unpacked(self.packed)
+        config = unpacked(self.packed)
         config[COMPOSITION].directory = literal(str(self.directory))
         return config
 
 
-class Configs(Sequence[DictConfig]):
-    """Configs that are unpacked one at a time, in this process or in another.
-
-    A packed config takes 4 kB, and 100 times as much as a DictConfig: ten thousand jobs would take gigabytes.
-    """
-
-    def __init__(self, packed: Sequence[bytes]) -> None:
-        self._packed = packed
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    @overload
-    def __getitem__(self, place: int) -> DictConfig: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Configs: ...
-
-    def __getitem__(self, place: int | slice) -> DictConfig | Configs:
-        return Configs(self._packed[place]) if isinstance(place, slice) else _unpacked(self._packed[place])
-
-
 def packed(config: DictConfig) -> bytes:
-    """Return a config in little memory."""
+    """Return a config in 4 kB, a hundredth of a DictConfig: ten thousand jobs would take gigabytes."""
     return zlib.compress(pickle.dumps(config), 1)
 
 
-def _unpacked(text: bytes) -> DictConfig:
+def unpacked(text: bytes) -> DictConfig:
+    """Return the config that `packed` was given."""
     return cast(DictConfig, pickle.loads(zlib.decompress(text)))
 
 
@@ -230,7 +209,7 @@ class Jobs:
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the errors that need torch beside the errors that they have."""
         looked = {job.number: config for job in jobs if (config := job.packed or job.faulty) is not None}
-        errors = dict(zip(looked, self._check(Configs([*looked.values()])), strict=True))
+        errors = dict(zip(looked, self._check([*looked.values()]), strict=True))
         found = []
         for job in jobs:
             both = [one for one in (job.error, errors.get(job.number)) if one is not None]

@@ -44,12 +44,9 @@ def call_fault(
     if inputs is None:
         parameters = signature.parameters.values()
         needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-        return Fault(
-            key=key,
-            got=f"{name}, which takes ({', '.join(known)})",
-            expected=f"a {what} that is called with ({', '.join(given)})",
-            cure=node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}",
-        )
+        expected = f"a {what} that is called with ({', '.join(given)})"
+        fix = node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
+        return Fault(key, f"{name}, which takes ({', '.join(known)})", expected, fix)
     unknown = next((one for one in named if one not in known), None)
     if unknown is None:
         expected = f"a value for each of {', '.join(known)}"

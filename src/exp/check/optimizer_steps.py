@@ -37,12 +37,10 @@ def step_faults(
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
     if all(callable(getattr(kind, word, None)) for word in ("train", "eval")):
-        yield Fault(
-            key=place,
-            got=f"{kind.__name__}, which keeps two sets of weights and wants to be told train() and eval()",
-            expected="an optimizer that trains the weights that are validated and saved",
-            cure="optimizer=adamw with callbacks=[ema] validates and saves an average, too",
-        )
+        got = f"{kind.__name__}, which keeps two sets of weights and needs calls of train() and eval()"
+        expected = "an optimizer that trains the weights that are validated and saved"
+        fix = "optimizer=adamw with callbacks=[ema] validates and saves an average, too"
+        yield Fault(place, got, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
         return  # which is given the closure that it evaluates again
@@ -55,12 +53,10 @@ def step_faults(
         trouble = _trouble(optimization.optimizer_factory, gradient, has_closure=has_closure)
         if trouble is not None:
             gradients = "sparse gradients, of layers with sparse=true" if is_sparse else "gradients"
-            yield Fault(
-                key=place,
-                got=f"{kind.__name__}, which refused a step by this network's {gradients} ({trouble})",
-                expected="an optimizer that steps by the gradients of one forward and one backward",
-                cure="Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Such as optimizer=adamw",
-            )
+            got = f"{kind.__name__}, which refused a step by this network's {gradients} ({trouble})"
+            expected = "an optimizer that steps by the gradients of one forward and one backward"
+            fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Such as optimizer=adamw"
+            yield Fault(place, got, expected, fix)
             return
 
 
@@ -137,7 +133,7 @@ def rate_faults(
     guilty = guilty_parameter(stepped, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
-    yield Fault(key=place, got=f"{value}, with which {trouble}", expected=EXPECTED)
+    yield Fault(place, f"{value}, with which {trouble}", EXPECTED)
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:

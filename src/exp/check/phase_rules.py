@@ -1,6 +1,6 @@
-"""Rules of the node `phases`: what a phase may say, and how phases, objective and trainer go together.
+"""Rules of the node `phases`: the keys of a phase, and how phases, objective and trainer fit each other.
 
-Imports nothing of torch: what the network has is judged by plan/phases.py.
+Imports no torch: phases.py compares phases with the network.
 """
 
 from __future__ import annotations
@@ -52,93 +52,71 @@ def phases_are_readable(values: Values) -> Iterator[Fault]:
     phases = values["phases"]
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
-            cure = "An empty one is phases=[]" if phases is None else None
-            yield Fault(key="phases", got=show(phases), expected="a mapping of named phases", cure=cure)
+            fix = "An empty one is phases=[]" if phases is None else None
+            yield Fault("phases", show(phases), "a mapping of named phases", fix)
         return
     for name, phase in phases.items():
         key = f"phases.{name}"
-        if phase is UNKNOWN:
-            continue
-        if not isinstance(phase, dict):
-            cure = f"To leave it out, write '~{key}'" if phase is None else None
-            yield Fault(key=key, got=show(phase), expected=f"a mapping of {among(PHASE, count=10)}", cure=cure)
-            continue
-        yield from _keys(key, phase)
-        if any(letter in str(name) for letter in "/*?["):
-            yield Fault(key=key, got="a name with one of / * ? [", expected="a name that can be a part of a tag")
+        if isinstance(phase, dict):
+            yield from _keys(key, phase)
+            if any(letter in str(name) for letter in "/*?["):
+                yield Fault(key, "a name with one of / * ? [", "a name that can be a part of a tag")
+        elif phase is not UNKNOWN:
+            fix = f"To leave it out, write '~{key}'" if phase is None else None
+            yield Fault(key, show(phase), f"a mapping of {among(PHASE, count=10)}", fix)
 
 
 def _keys(key: str, phase: dict[str, Any]) -> Iterator[Fault]:
     for name in phase:
         if name not in PHASE:
             near = nearest(str(name), PHASE)
-            cure = f"Did you mean {key}.{near[0]}?" if near else None
-            yield Fault(
-                key=f"{key}.{name}", got="no key of a phase", expected=f"one of {among(PHASE, count=10)}", cure=cure
-            )
+            fix = f"Did you mean {key}.{near[0]}?" if near else None
+            yield Fault(f"{key}.{name}", "no key of a phase", f"one of {among(PHASE, count=10)}", fix)
     for name, rule in PHASE.items():
-        if name not in phase:
-            if name not in DEFAULTS:
-                yield Fault(key=f"{key}.{name}", got="no such key", expected=worded(rule))
-        else:
+        if name in phase:
             yield from kind_faults(f"{key}.{name}", phase[name], rule)
+        elif name not in DEFAULTS:
+            yield Fault(f"{key}.{name}", "no such key", worded(rule))
 
 
 def phases_share_the_objective(values: Values) -> Iterator[Fault]:
-    """Every term is trained in a phase, and every phase's terms are there."""
+    """Each term is trained in a phase, and the terms of each phase exist."""
     terms, phases = values["objective"], readable(values)
     if not isinstance(terms, dict) or not phases:
         return
-    for name, phase in phases.items():
-        for term in phase["terms"]:
-            if term not in terms:
-                yield Fault(
-                    key=f"phases.{name}.terms",
-                    got=f"{term!r}, which is no term of the objective",
-                    expected=f"terms of the objective: {among(map(str, terms))}",
-                    cure=did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}",
-                )
-    if len(phases) < len(values["phases"]):
-        return  # the terms may be in a phase that cannot be read
     used = {term for phase in phases.values() for term in phase["terms"]}
-    for term in terms:
+    for name, phase in phases.items():
+        for term in (term for term in phase["terms"] if term not in terms):
+            expected = f"terms of the objective: {among(map(str, terms))}"
+            fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
+            yield Fault(f"phases.{name}.terms", f"{term!r}, which is no term of the objective", expected, fix)
+    # A phase with an error may have the term.
+    for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
-            yield Fault(
-                key=f"objective.{term}",
-                got=f"in the terms of no phase; there are the phases {among(phases)}",
-                expected="each term in a phase, for else it trains nothing",
-                cure=f"Add it to the terms of one, or take it out: '~objective.{term}'",
-            )
+            got = f"in the terms of no phase; there are the phases {among(phases)}"
+            fix = f"Add it to the terms of one, or leave it out: '~objective.{term}'"
+            yield Fault(f"objective.{term}", got, "each term in a phase, because it trains nothing otherwise", fix)
 
 
 def phases_go_with_the_trainer(values: Values) -> Iterator[Fault]:
-    """Clipping is a phase's own, and each step has something to do."""
-    phases = readable(values)
+    """Each phase clips its own gradients, and each step runs a phase."""
+    phases, clip = readable(values), values["trainer.gradient_clip_val"]
     if not phases:
         return
-    if values["trainer.gradient_clip_val"] not in (None, UNKNOWN):
-        first = next(iter(phases))
-        yield Fault(
-            key="trainer.gradient_clip_val",
-            got=f"{show(values['trainer.gradient_clip_val'])}, with phases",
-            expected="null: each phase clips its own gradients",
-            cure=f"Write phases.{first}.gradient_clip_val",
-        )
+    if clip not in (None, UNKNOWN):
+        fix = f"Write phases.{next(iter(phases))}.gradient_clip_val"
+        got = f"{show(clip)}, with phases"
+        yield Fault("trainer.gradient_clip_val", got, "null: each phase clips its own gradients", fix)
     if len(phases) == len(values["phases"]) and all(phase["every_n_steps"] > 1 for phase in phases.values()):
         name, phase = min(phases.items(), key=lambda pair: pair[1]["every_n_steps"])
-        yield Fault(
-            key=f"phases.{name}.every_n_steps",
-            got=f"{phase['every_n_steps']}, and no phase runs at every step",
-            expected="1 for at least one phase: a step in which nothing runs changes nothing",
-        )
+        expected = "1 for at least one phase: a step in which no phase runs changes nothing"
+        got = f"{phase['every_n_steps']}, and no phase runs at every step"
+        yield Fault(f"phases.{name}.every_n_steps", got, expected)
     stages = values["metric_stages"]
     of_training = isinstance(stages, list) and "train" in stages and bool(values["metrics"])
     if of_training and all(phase["forward"] is not None or phase["every_n_steps"] > 1 for phase in phases.values()):
-        yield Fault(
-            key="metric_stages",
-            got="train, and no phase that runs at every step gives the network's own output",
-            expected="val and test: metrics compare what the network's own forward gives",
-        )
+        got = "train, and no phase that runs at every step gives the network's own output"
+        yield Fault("metric_stages", got, "val and test: metrics compare what the network's own forward gives")
 
 
 def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
@@ -148,21 +126,17 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
         return
     for before, (name, phase) in zip([None, *phases.values()], phases.items(), strict=False):
         key = f"phases.{name}"
-        if not phase["simultaneous"]:
-            continue
-        if before is None:
+        if phase["simultaneous"] and before is None:
             expected = "false: the first phase has none before it"
-            yield Fault(key=f"{key}.simultaneous", got="true", expected=expected, cure="Write it at the second one")
-            continue
-        for word in SHARED:
-            if phase[word] != before[word]:
+            yield Fault(f"{key}.simultaneous", "true", expected, "Write it at the second one")
+        elif phase["simultaneous"] and before is not None:
+            for word in (word for word in SHARED if phase[word] != before[word]):
                 expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
-                cure = f"Or write {key}.simultaneous=false"
-                yield Fault(key=f"{key}.{word}", got=show(phase[word]), expected=expected, cure=cure)
+                yield Fault(f"{key}.{word}", show(phase[word]), expected, f"Or write {key}.simultaneous=false")
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:
-    """The phases that have no fault of their own, whole."""
+    """Return the phases without an error, with all their keys."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         return {}
@@ -174,7 +148,7 @@ def readable(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def whole_phase(phase: dict[str, Any]) -> dict[str, Any]:
-    """A phase with all its keys, its patterns a list."""
+    """Return a phase with all its keys and with its patterns as a list."""
     whole = {**DEFAULTS, **phase}
     patterns = whole["parameters"]
     return {**whole, "parameters": [patterns] if isinstance(patterns, str) else patterns}

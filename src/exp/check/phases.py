@@ -43,13 +43,10 @@ def forward_faults(phase: Phase, network: nn.Module) -> Iterator[Fault]:
         return
     names = forward_names(network)
     kind = "programs of model.programs" if isinstance(network, ProgramModel) else f"methods of {type(network).__name__}"
-    cure = None if names else "Write the program below model.programs, or null for the network's own forward"
-    yield Fault(
-        key=f"phases.{phase.name}.forward",
-        got=f"{phase.forward!r}, which the network does not have",
-        expected=f"null, or one of the {kind}: {among(names, word=phase.forward)}",
-        cure=did_you_mean(phase.forward, names) or cure,
-    )
+    got, expected = f"{phase.forward!r}, which the network does not have", f"null, or one of the {kind}: "
+    fix = None if names else "Write the program below model.programs, or null for the network's own forward"
+    fix = did_you_mean(phase.forward, names) or fix
+    yield Fault(f"phases.{phase.name}.forward", got, expected + among(names, word=phase.forward), fix)
 
 
 def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
@@ -57,12 +54,8 @@ def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        yield Fault(
-            key="phases",
-            got=f"no phase trains {', '.join(names[:SHOWN])}{more}",
-            expected="each parameter in a phase",
-            cure="Add a pattern to the parameters of one, or freeze them: freeze.parameters",
-        )
+        fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
+        yield Fault("phases", f"no phase trains {', '.join(names[:SHOWN])}{more}", "each parameter in a phase", fix)
 
 
 def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
@@ -74,12 +67,10 @@ def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Faul
             names = {id(one): name for name, one in network.named_parameters()}
             both = next((one for one in own if id(one) in owners), None)
             if both is not None:
-                yield Fault(
-                    key=f"phases.{phase.name}.parameters",
-                    got=f"{names[id(both)]}, which phases.{owners[id(both)]} trains at the same time",
-                    expected="other parameters in each of the phases that are simultaneous",
-                    cure=f"Or write phases.{phase.name}.simultaneous=false",
-                )
+                got = f"{names[id(both)]}, which phases.{owners[id(both)]} trains at the same time"
+                expected = "other parameters in each of the phases that are simultaneous"
+                fix = f"Or write phases.{phase.name}.simultaneous=false"
+                yield Fault(f"phases.{phase.name}.parameters", got, expected, fix)
             owners |= {id(one): phase.name for one in own}
 
 
@@ -97,10 +88,7 @@ def _optimizer_faults(
         key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
         yield from rate_faults(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
-            yield Fault(
-                key=own,
-                got="LBFGS, which runs the forward several times in a step",
-                expected="an optimizer that steps once: a phase has its gradients by then",
-            )
+            expected = "an optimizer that steps once: a phase has its gradients by then"
+            yield Fault(own, "LBFGS, which runs the forward several times in a step", expected)
         else:
             made.append(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -81,16 +80,13 @@ def _failure_faults(failure: Failure, spec: DataSpec) -> Iterator[Fault]:
         for one in (error, *error.others):
             yield program_fault(error.key or "model.forward", one)
     elif call is not None and network is not None and not has_forward(call.module):
-        yield Fault(
-            key=config_key(network, recorder.path_of(network, call.module)),
-            got=f"{type(call.module).__name__}, which has no forward",
-            expected="a layer that computes something",
-            cure="A container of layers is called layer by layer, in model.forward",
-        )
+        key = config_key(network, recorder.path_of(network, call.module))
+        got, fix = f"{type(call.module).__name__}, which has no forward", "Call its layers one by one in model.forward"
+        yield Fault(key, got, "a layer that computes something", fix)
     elif failure.is_undecidable:
         return
     elif call is None or network is None:
-        yield Fault(key="model", got=failure.message, expected="a model that can be built")
+        yield Fault("model", failure.message, "a model that can be built")
     else:
         key = config_key(network, recorder.path_of(network, call.module))
         refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
@@ -108,12 +104,9 @@ def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call)
     found = set() if refused is None else {one.dtype for one in refused.sources}
     if not has_double or not {torch.float64, torch.float32} <= found:
         return None
-    return Fault(
-        key="data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs",
-        got=f"float64, and {key}, {type(call.module).__name__}, computes in float32",
-        expected="float32",
-        cure="Give float32 in the data set or in data.transforms, or write precision=fp64",
-    )
+    place = "data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs"
+    got = f"float64, and {key}, {type(call.module).__name__}, computes in float32"
+    return Fault(place, got, "float32", "Give float32 in the data set or in data.transforms, or write precision=fp64")
 
 
 def output_faults(
@@ -135,38 +128,23 @@ def output_faults(
         if wanted not in named:
             continue  # it may be an entry of the batch
         value = named[wanted]
+        got, origins = f"the network returns {described(value)}", _returning(network)
+        is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
         if not isinstance(value, Tensor):
-            cure = f"Set objective.{name}.output to one of {among(parts)}" if parts else _cure_of_likeness(value)
-            got = f"the network returns {described(value)}"
-            origins = _returning(network)
-            expected = "one tensor to compare"
-            faults.append(Fault(key=f"objective.{name}", got=got, expected=expected, cure=cure, origins=origins))
-            continue
-        fault = _number_fault(network, name, loss, value) or _width_fault(network, value, calls, spec, loss)
-        if fault is not None and fault not in faults:
+            fix = f"Set objective.{name}.output to one of {among(parts)}" if parts else "Return the tensor in it"
+            faults.append(Fault(f"objective.{name}", got, "one tensor to compare", fix, origins=origins))
+        elif is_known and not (value.is_floating_point() or value.is_complex()):
+            got = f"{got}, and objective.{name} is a {type(loss).__name__}"
+            fix = "Return the scores, not what is made of them by argmax or a comparison"
+            faults.append(Fault("model", got, "floats", fix, origins=origins))
+        elif (fault := _width_fault(network, value, calls, spec, loss)) is not None:
             faults.append(fault)
-    return faults
-
-
-def _number_fault(network: nn.Module, name: str, loss: nn.Module | None, value: Tensor) -> Fault | None:
-    """Return the error of an output without a gradient: whole numbers or booleans."""
-    is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
-    if not is_known or value.is_floating_point() or value.is_complex():
-        return None
-    got = f"the network returns {described(value)}, and objective.{name} is a {type(loss).__name__}"
-    cure = "Return the scores, not what is made of them by argmax or a comparison"
-    return Fault(key="model", got=got, expected="floats", cure=cure, origins=_returning(network))
+    return list(dict.fromkeys(faults))
 
 
 def _returning(network: nn.Module) -> tuple[str, ...]:
     """Return the key of the program that returns the network's output."""
     return ("model.forward",) if isinstance(network, ProgramModel) else ()
-
-
-def _cure_of_likeness(value: object) -> str | None:
-    """Return the fix of an output that only acts as a tensor, see torch's notes on extending it."""
-    is_like = inspect.getattr_static(type(value), "__torch_function__", None) is not None
-    return "Return the tensor in it, or derive its class from torch.Tensor" if is_like else None
 
 
 def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
@@ -185,26 +163,20 @@ def _width_fault(
     network: nn.Module, value: Tensor, calls: Sequence[Call], spec: DataSpec, loss: nn.Module | None
 ) -> Fault | None:
     wanted, what = _wanted(spec, loss)
-    if wanted is None:
+    if wanted is None or (value.dim() == 1 and wanted == 1 and spec.num_classes is None):
         return None
-    axis = 1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1
+    got, origins = f"the network returns {described(value)}", _returning(network)
     if value.dim() < 2:
-        if wanted == 1 and spec.num_classes is None and value.dim() == 1:
-            return None
-        key = config_key(network, "")
-        expected = f"{what}: [B, ..., {wanted}]"
-        got = f"the network returns {described(value)}"
-        return Fault(key=key, got=got, expected=expected, origins=_returning(network))
-    width = value.shape[axis]
+        return Fault(config_key(network, ""), got, f"{what}: [B, ..., {wanted}]", origins=origins)
+    width = value.shape[1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1]
     if width == wanted:
         return None
-    head = _head(value, calls, width)
+    expected, head = f"{wanted}: {what}", _head(value, calls, width)
     if head is None:
-        got = f"the network returns {described(value)}, {width} wide"
-        return Fault(key="model", got=got, expected=f"{wanted}: {what}", origins=_returning(network))
+        return Fault("model", f"{got}, {width} wide", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
-    return Fault(key=key, got=f"{width}", expected=f"{wanted}: {what}", cure=f"Write {size}: ${{data.num_outputs}}")
+    return Fault(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
 
 
 def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
@@ -236,43 +208,30 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
     """
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
+        key, of_loss = f"objective.{name}", isinstance(term, Term)
         if (fault := _call_fault(name, term, objective)) is not None:
             yield fault
         learning = [parameter for parameter, value in term.named_parameters() if value.requires_grad]
         if learning:
-            of_loss = isinstance(term, Term)
+            kind = type(term.loss if isinstance(term, Term) else term).__name__
             parts = ", ".join(parameter.removeprefix("loss.") if of_loss else parameter for parameter in learning)
-            yield Fault(
-                key=objective.loss_keys[name] if of_loss else f"objective.{name}",
-                got=f"{type(term.loss if of_loss else term).__name__} with parameters of its own ({parts}), which no "
-                "optimizer would train",
-                expected="a loss without parameters that learn",
-                cure="Let the network hold them and return them, or what is made of them, by a name that inputs gives "
-                "to the loss",
-            )
-        for part in term.parts:
-            if part and part not in known:
-                yield Fault(
-                    key=f"objective.{name}",
-                    got=f"the part {part!r} of the network, which is not there",
-                    expected=f"one of {among(known, word=part)}, or '' for the whole",
-                    cure=did_you_mean(part, known),
-                )
+            got = f"{kind} with parameters of its own ({parts}), which no optimizer would train"
+            fix = "Let the network hold them and return them, or what is made of them, by a name that inputs gives to "
+            place = objective.loss_keys[name] if of_loss else key
+            yield Fault(place, got, "a loss without parameters that learn", f"{fix}the loss")
+        for part in (part for part in term.parts if part and part not in known):
+            expected = f"one of {among(known, word=part)}, or '' for the whole"
+            got = f"the part {part!r} of the network, which is not there"
+            yield Fault(key, got, expected, did_you_mean(part, known))
         own = spec.inputs.get(term.input) if isinstance(term, R1 | JacobianNorm) else None
         if own is not None and "int" in own.dtype:
-            yield Fault(
-                key=f"objective.{name}.input",
-                got=f"{term.input}, which is {own.dtype}: whole numbers have no gradient",
-                expected="a value of floating numbers",
-                cure="Let the network return its embedding by a name, and write that name",
-            )
+            got = f"{term.input}, which is {own.dtype}: whole numbers have no gradient"
+            fix = "Let the network return its embedding by a name, and write that name"
+            yield Fault(f"{key}.input", got, "a value of floating numbers", fix)
         if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
-            yield Fault(
-                key=f"objective.{name}.precision",
-                got=f"full with precision={word}, whose parameters are of half precision themselves",
-                expected="step, or a precision with float32 parameters",
-                cure=f"Write precision={WORDS[word].mixed_word.name}",
-            )
+            got = f"full with precision={word}, whose parameters are of half precision themselves"
+            fix = f"Write precision={WORDS[word].mixed_word.name}"
+            yield Fault(f"{key}.precision", got, "step, or a precision with float32 parameters", fix)
 
 
 def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | None:
@@ -294,12 +253,10 @@ def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterato
     # A layer returns before the module that holds it.
     call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
     path = Recorder().path_of(trace.network, call.module)
-    yield Fault(
-        key=config_key(trace.network, path),
-        got=f"{type(call.module).__name__}, whose backward is marked once_differentiable, under objective.{terms[0]}",
-        expected="a backward that can be differentiated: this term's value is a gradient",
-        cure=f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out",
-    )
+    got = f"{type(call.module).__name__}, whose backward is marked once_differentiable, under objective.{terms[0]}"
+    expected = "a backward that can be differentiated: this term's value is a gradient"
+    fix = f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out"
+    yield Fault(config_key(trace.network, path), got, expected, fix)
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:

@@ -44,11 +44,10 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
             "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
         )
         got = f"none of {among(absent)}"
-        return [Fault(key="config", got=got, expected="every key of exp's own train.yaml", cure=cure)]
+        return [Fault("config", got, "every key of exp's own train.yaml", cure)]
     return [
         *_fixed("", plain, SCHEMA),
         *_nodes(plain),
-        *_phases(plain),
         *_present(plain),
         *_bounded(plain),
         *_layers(plain),
@@ -100,42 +99,27 @@ def _module_cure(name: str) -> str:
 
 
 def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (), cure: str | None = None) -> Fault:
-    """One wrong value, with the cure of a habit, else the one that is given, else the one that its look suggests."""
-    cure = cure_of_value(key, value) or cure or (did_you_mean(value, words) if isinstance(value, str) else None)
-    if (
-        cure is None
-        and isinstance(value, float)
-        and value.is_integer()
-        and abs(value) < MAX_INTEGER
-        and "integer" in expected
-    ):
-        cure = f"Write {int(value)}"
-    if cure is None and isinstance(value, str) and value.lower() in ("none", "nil"):
-        cure = "Write null"
-    if (
-        cure is None
-        and isinstance(value, str)
-        and _is_number(value)
-        and ("number" in expected or "integer" in expected)
-    ):
-        cure = f"Write {value} without quotes"
-    if cure is None and isinstance(value, str) and ("number" in expected or "integer" in expected):
-        meant = number_meant(value)
-        cure = None if meant is None else f"Write {meant}"
-    if cure is None and "text" in expected and (quoted := _quoted(value)) is not None:
-        cure = f"Quote it, and once more for a shell: '{key}={quoted}'"
-    return Fault(key=key, got=show(value), expected=expected, cure=cure)
+    """Return the error of a wrong value, with the fix of a habit, the given fix, or the one that its text suggests."""
+    fix = cure_of_value(key, value) or cure or (did_you_mean(value, words) if isinstance(value, str) else None)
+    return Fault(key, show(value), expected, fix or _fix_of_kind(key, value, expected))
 
 
-def _quoted(value: object) -> str | None:
-    """A scalar that is no text, or a list with some, as text; None for what cannot be."""
+def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
+    """Return the fix of a value that has another kind in YAML than it looks."""
+    is_number = "number" in expected or "integer" in expected
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER and "integer" in expected:
+        return f"Write {int(value)}"
+    if isinstance(value, str) and value.lower() in ("none", "nil"):
+        return "Write null"
+    if isinstance(value, str) and is_number:
+        meant = value if _is_number(value) else number_meant(value)
+        return f"Write {meant} without quotes" if meant == value else meant and f"Write {meant}"
     entries = value if isinstance(value, list) else [value]
-    if any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries):
+    is_quotable = not any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries)
+    if "text" not in expected or not is_quotable or all(isinstance(entry, str) for entry in entries):
         return None
-    texts = [f'"{entry if isinstance(entry, str) else show(entry)}"' for entry in entries]
-    if all(isinstance(entry, str) for entry in entries):
-        return None
-    return f"[{','.join(texts)}]" if isinstance(value, list) else texts[0]
+    texts = ",".join(f'"{entry if isinstance(entry, str) else show(entry)}"' for entry in entries)
+    return f"Quote it, and once more for a shell: '{key}={f'[{texts}]' if isinstance(value, list) else texts}'"
 
 
 def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
@@ -146,7 +130,7 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
     if not parent and cure is None:
         cure = f"Put it below vars, and refer to it as ${{vars.{name}}}"
     cure = cure_of_key(key, "VALUE") or cure
-    return Fault(key=key, got=f"no key of {holder}", expected=f"one of {among(known, word=name)}", cure=cure)
+    return Fault(key, f"no key of {holder}", f"one of {among(known, word=name)}", cure)
 
 
 def own_groups(plain: dict[str, Any]) -> list[str]:
@@ -163,66 +147,52 @@ def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[F
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
-            yield Fault(key=path, got="no such key", expected="a mapping" if isinstance(rule, dict) else worded(rule))
+            yield Fault(path, "no such key", "a mapping" if isinstance(rule, dict) else worded(rule))
         elif not isinstance(rule, dict):
             yield from _key_faults(path, node[name], rule)
         elif isinstance(node[name], dict):
             yield from _fixed(path, node[name], rule)
         elif node[name] is not UNKNOWN:
-            yield Fault(key=path, got=show(node[name]), expected=f"a mapping of {among(rule)}")
+            yield Fault(path, show(node[name]), f"a mapping of {among(rule)}")
 
 
 def _nodes(plain: dict[str, Any]) -> Iterator[Fault]:
     is_own = has_module(plain)
     if not is_own and "monitor" in plain and plain["monitor"] is None:
-        yield Fault(key="monitor", got="null", expected="a tag of this run, such as loss/val")
+        yield Fault("monitor", "null", "a tag of this run, such as loss/val")
     for name in NODES:
-        if is_own and name in REPLACED and name in plain and plain[name] is None:
-            continue
         if name not in plain:
-            yield Fault(key=name, got="no such key", expected="a node with a _target_", cure=f"Choose one: {name}=NAME")
-        else:
+            yield Fault(name, "no such key", "a node with a _target_", f"Choose one: {name}=NAME")
+        elif not (is_own and name in REPLACED and plain[name] is None):
             yield from _node(name, plain[name])
-    for name in COLLECTIONS:
+    for name in (*COLLECTIONS, PHASES):
         if name not in plain:
-            yield Fault(key=name, got="no such key", expected="named entries", cure=f"For none, write {name}: {{}}")
-            continue
-        entries = plain[name]
-        if not isinstance(entries, dict):
-            if entries is not UNKNOWN:
-                cure = f"An empty one is {name}=[]" if entries is None else None
-                yield Fault(key=name, got=show(entries), expected="a mapping of named entries", cure=cure)
-            continue
+            yield Fault(name, "no such key", "named entries", f"For none, write {name}: {{}}")
+    for name in COLLECTIONS:
+        entries = plain.get(name, UNKNOWN)
         if is_node(entries):
-            cure = f"Put it below a name: {name}: {{my_name: {{_target_: ...}}}}"
-            yield Fault(key=name, got="a node itself", expected="a mapping of named entries", cure=cure)
-            continue
-        for entry, node in entries.items():
-            yield from _node(f"{name}.{entry}", node)
+            below = f"Put it below a name: {name}: {{my_name: {{_target_: ...}}}}"
+            yield Fault(name, "a node itself", "a mapping of named entries", below)
+        elif isinstance(entries, dict):
+            for entry, node in entries.items():
+                yield from _node(f"{name}.{entry}", node)
+        elif entries is not UNKNOWN:
+            fix = f"An empty one is {name}=[]" if entries is None else None
+            yield Fault(name, show(entries), "a mapping of named entries", fix)
 
 
 def _node(key: str, node: Any) -> Iterator[Fault]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
-        yield Fault(key=key, got="null", expected="a node with a _target_", cure=f"To leave it out, write '~{key}'")
+        yield Fault(key, "null", "a node with a _target_", f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
         near = nearest("_target_", [str(name) for name in node])
-        cure = f"{key}.{near[0]} should be {key}._target_" if near else cure_of_key(key, "VALUE")
-        yield Fault(key=key, got="a mapping without a _target_", expected="a _target_: the name of a class", cure=cure)
+        fix = f"{key}.{near[0]} should be {key}._target_" if near else cure_of_key(key, "VALUE")
+        yield Fault(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
     else:
-        yield Fault(key=key, got=show(node), expected="a node with a _target_", cure=_choice(key, node))
-
-
-def _choice(key: str, node: Any) -> str | None:
-    if not isinstance(node, str):
-        return None
-    return f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
-
-
-def _phases(plain: dict[str, Any]) -> Iterator[Fault]:
-    if PHASES not in plain:
-        yield Fault(key=PHASES, got="no such key", expected="named phases", cure=f"For none, write {PHASES}: {{}}")
+        fix = f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
+        yield Fault(key, show(node), "a node with a _target_", fix if isinstance(node, str) else None)
 
 
 def _present(plain: dict[str, Any]) -> Iterator[Fault]:
@@ -232,13 +202,8 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
     for node in (name for name in NODES if name in declared and name not in owned and is_node(plain.get(name))):
         for name, default in declared[node].items():
             if name not in (*plain[node], *OPTIONAL):
-                example = default if isinstance(default, str) else show(default)
-                yield Fault(
-                    key=f"{node}.{name}",
-                    got="no such key",
-                    expected="a value, because exp reads this key",
-                    cure=f"Write {node}.{name}={example}",
-                )
+                fix = f"Write {node}.{name}={default if isinstance(default, str) else show(default)}"
+                yield Fault(f"{node}.{name}", "no such key", "a value, because exp reads this key", fix)
 
 
 # By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
@@ -251,7 +216,7 @@ PATTERNS = {
 def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-            yield Fault(key=key, got=show(value), expected="an integer of 64 bits")
+            yield Fault(key, show(value), "an integer of 64 bits")
         if key in VALUES:
             yield from _key_faults(key, value, VALUES[key])
         for pattern, rule in PATTERNS.get(key.partition(".")[0], ()):
@@ -277,7 +242,7 @@ def _layer(key: str, value: Any) -> Iterator[Fault]:
             yield from _layer(f"{key}.{index}", layer)
     elif not isinstance(value, dict):
         cure = f"To leave it out, write '~{key}'" if value is None else None
-        yield Fault(key=key, got=show(value), expected="a layer: a node with a _target_", cure=cure)
+        yield Fault(key, show(value), "a layer: a node with a _target_", cure)
     elif value.keys() & {"repeat", "layer"}:
         yield from _repeat(key, value)
         yield from _layer(f"{key}.layer", value.get("layer", UNKNOWN))
@@ -294,7 +259,7 @@ def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
             yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
     for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
-            yield Fault(key=f"{key}.{name}", got="no such key", expected=expected)
+            yield Fault(f"{key}.{name}", "no such key", expected)
     yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
@@ -306,7 +271,7 @@ def _too_many(model: object) -> Iterator[Fault]:
     # The innermost that has them all: what is around it counts each of them, too.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
     got = f"{value['repeat']}, which makes {_count(model):,} layers with those around and in it"
-    yield Fault(key=f"{key}.repeat", got=got, expected=f"{MAX_LAYERS:,} layers at most in all")
+    yield Fault(f"{key}.repeat", got, f"{MAX_LAYERS:,} layers at most in all")
 
 
 def _count(value: object) -> int:

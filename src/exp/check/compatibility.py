@@ -11,37 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Callback,
-    LearningRateFinder,
-    ModelPruning,
-    ProgressBar,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from lightning.pytorch import Callback, callbacks
+from torch import optim
 
 from exp.errors import Fault
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
@@ -52,40 +23,52 @@ from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
 
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
-COPYING = (StochasticWeightAveraging, WeightAveraging)
-REPLACING = (ModelPruning, BaseFinetuning, LearningRateFinder, BatchSizeFinder)
+COPYING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
+REPLACING = (callbacks.ModelPruning, callbacks.BaseFinetuning, callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
 # Callbacks that no run can have: what they do that it cannot follow, and what to take instead.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
-    LearningRateFinder: (
+    callbacks.LearningRateFinder: (
         "which trains within the run's own start, and puts back what it can of it",
         "python -m exp.find_lr, with the overrides of the run, makes the test before it, and prints the run's command",
     ),
-    BatchSizeFinder: (
+    callbacks.BatchSizeFinder: (
         "which changes the batch size of a run that is decided",
         "python -m exp.find_batch, with the overrides of the run, tries sizes before it, and prints the run's command",
     ),
-    BackboneFinetuning: (
+    callbacks.BackboneFinetuning: (
         "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",
         "freeze.parameters and freeze.unfreeze hold layers of any name until an epoch, and "
         "optimizer.groups gives them a rate of their own",
     ),
-    SpikeDetection: (
+    callbacks.SpikeDetection: (
         "which keeps a state that lightning 2.6 cannot read back from a checkpoint",
         "runtime.non_finite=skip leaves out a step that is not finite, and hooks=[nan_guard] says where it began",
     ),
-    BasePredictionWriter: (
+    callbacks.BasePredictionWriter: (
         "which is called by predict alone, never by training",
         "hooks=[samples] shows what the network gives in validation",
     ),
 }
 # What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
-ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop)
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.ASGD,
+    optim.RMSprop,
+    optim.Rprop,
+)
 # Why an optimizer cannot work on parts of a weight.
-WHOLE: Mapping[type[Optimizer], str] = {
-    LBFGS: "it searches along all weights together",
-    Adafactor: "it keeps sums over whole rows and columns",
-    Muon: "it makes whole matrices orthogonal",
-    SparseAdam: "it takes sparse gradients",
+WHOLE: Mapping[type[optim.Optimizer], str] = {
+    optim.LBFGS: "it searches along all weights together",
+    optim.Adafactor: "it keeps sums over whole rows and columns",
+    optim.Muon: "it makes whole matrices orthogonal",
+    optim.SparseAdam: "it takes sparse gradients",
 }
 UNKNOWN = "nothing says that it treats each number of a weight by itself"
 
@@ -264,25 +247,25 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
 
 
 def callback_faults(
-    callbacks: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
+    kinds: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
 ) -> Iterator[Fault]:
     """Yield the callbacks that no run supports.
 
     Args:
-        callbacks: Their classes by name.
+        kinds: Their classes by name.
         nodes: Their nodes by name.
         shows_bar: trainer.enable_progress_bar.
     """
-    bars = [name for name, kind in callbacks.items() if issubclass(kind, ProgressBar)]
-    for name, kind in callbacks.items():
+    bars = [name for name, kind in kinds.items() if issubclass(kind, callbacks.ProgressBar)]
+    for name, kind in kinds.items():
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
                 yield Fault(key=key, got=f"{kind.__name__}, {why}", expected="a callback of one run", cure=fix)
-        if issubclass(kind, ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
+        if issubclass(kind, callbacks.ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
             expected = "true: a checkpoint with separate weights and masks does not fit the network that is tested"
             yield Fault(key=f"{key}.make_pruning_permanent", got="false", expected=expected)
-        if kind is BaseFinetuning:
+        if kind is callbacks.BaseFinetuning:
             expected = "a class of yours that says what it freezes"
             yield Fault(key=key, got="BaseFinetuning itself", expected=expected, cure="Or write freeze.unfreeze")
         if name in bars and (not shows_bar or name != bars[0]):
@@ -335,7 +318,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     for name, callback in planned.callbacks.items():
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
-        needs = [*(["all_parameters"] if issubclass(kind, LBFGS) else []), "whole_tensors"]
+        needs = [*(["all_parameters"] if issubclass(kind, optim.LBFGS) else []), "whole_tensors"]
         if kind not in ELEMENTWISE:
             why = next((WHOLE[base] for base in WHOLE if issubclass(kind, base)), UNKNOWN)
             yield Part("optimizer._target_", f"{kind.__name__} ({why})", needs, ddp)
@@ -346,7 +329,7 @@ def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
     needs = {
         "whole_average": averages_weights(kind) or is_copying,
         "module_copy": is_copying,
-        "new_statistics": issubclass(kind, StochasticWeightAveraging),
+        "new_statistics": issubclass(kind, callbacks.StochasticWeightAveraging),
         "fixed_weights": issubclass(kind, REPLACING),
     }
     fix = "callbacks=[ema] averages parts, too, except those of a pipeline"

@@ -441,25 +441,32 @@ def switches_agree(values: Values) -> Iterator[Fault]:
 
 
 def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
-    """Return the errors of modes by which the worst checkpoint would be the best, as far as metrics say it."""
+    """Return the errors of modes by which the worst value would be the best, as far as losses and metrics say it."""
     monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
     if mode not in ("min", "max"):
         return []
     wanted = {"mode": {str(monitor): mode}}
     if isinstance(sweep, dict):
         wanted["sweep.monitor"] = dict(searched_tags(sweep.get("monitor"), mode=mode))
+    # mode_fits_a_loss and the rule of monitors judge losses under these two keys.
+    wanted = {
+        key: {tag: one for tag, one in tags.items() if not tag.startswith("loss/")} for key, tags in wanted.items()
+    }
+    nodes = {"scheduler": plain.get("scheduler")}
+    nodes |= {f"callbacks.{name}": node for name, node in Values(plain).entries("callbacks").items()}
+    for key, node in nodes.items():
+        if isinstance(node, dict) and node.get("mode") in ("min", "max"):
+            wanted[f"{key}.mode"] = {str(node.get("monitor")): node["mode"]}
     faults = []
     for key, tags in wanted.items():
         for tag, direction in tags.items():
             better = better_mode(plain, tag, allow=allow)
-            # mode_fits_a_loss judges losses.
-            if better in (None, direction) or tag.startswith("loss/"):
-                continue
-            side = "higher" if better == "max" else "lower"
-            got, fix = repr(direction), f"Add mode={better}"
-            if key != "mode":
-                got, fix = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
-            faults.append(Fault(key, got, f"{better}: a {side} {tag} is better", fix))
+            if better not in (None, direction):
+                side = "higher" if better == "max" else "lower"
+                got, fix = repr(direction), f"Add {key}={better}"
+                if key == "sweep.monitor":
+                    got, fix = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
+                faults.append(Fault(key, got, f"{better}: a {side} {tag} is better", fix))
     return faults
 
 

@@ -131,7 +131,11 @@ def output_faults(
         got, origins = f"the network returns {described(value)}", _returning(network)
         is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
         if not isinstance(value, Tensor):
-            fix = f"Set objective.{name}.output to one of {among(parts)}" if parts else "Return the tensor in it"
+            fix = (
+                f"Set objective.{name}.output to one of {among(parts)}"
+                if parts
+                else "Return the tensor in it, or derive its class from torch.Tensor"
+            )
             faults.append(Fault(f"objective.{name}", got, "one tensor to compare", fix, origins=origins))
         elif is_known and not (value.is_floating_point() or value.is_complex()):
             got = f"{got}, and objective.{name} is a {type(loss).__name__}"

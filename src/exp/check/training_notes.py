@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from exp.check.plan import Plan
-from exp.check.rules import better_mode
 from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
 from exp.config.sources import source_of
 from exp.models.containers import config_key, path_of
@@ -48,7 +47,7 @@ def training_notes(decided: Plan) -> Iterator[str]:
     if network is None or not plain["train"]:
         return
     by_forward = objectives_by_forward(decided.phases, decided.objective)
-    found = [*_rates(plain), *_modes(plain), *_probabilities(traces, by_forward)]
+    found = [*_rates(plain), *_probabilities(traces, by_forward)]
     if not plain["lora"]["layers"]:  # LoRA adds parameters that the traced forward lacks
         found += without_gradient(network, traces, by_forward)
     found += _batch_norms(plain, network, decided.placement)
@@ -68,18 +67,6 @@ def _rates(plain: Mapping[str, Any]) -> Iterator[Note]:
                     "Write a rate above 0, or freeze the parameters with freeze.parameters, which saves their gradients"
                 )
                 yield Note(key=f"{place}.lr", text=f"is 0: its parameters do not change. {fix}")
-
-
-def _modes(plain: Mapping[str, Any]) -> Iterator[Note]:
-    watching = {f"callbacks.{name}": node for name, node in plain["callbacks"].items()}
-    for key, node in {**watching, "scheduler": plain["scheduler"]}.items():
-        if not isinstance(node, Mapping) or not {"monitor", "mode"} <= node.keys():
-            continue
-        better = better_mode(plain, node["monitor"], allow=plain["security"]["allow"])
-        if better is not None and node["mode"] in ("min", "max") and node["mode"] != better:
-            side = "higher" if better == "max" else "lower"
-            text = f"is {node['mode']}, and {key}.monitor is {node['monitor']}: a {side} one is better"
-            yield Note(key=f"{key}.mode", text=f"{text}. Write {key}.mode={better}")
 
 
 def _probabilities(

@@ -50,7 +50,7 @@ HEAT_MAPS = {
 # Tags that other tabs show, or only the Scalars tab.
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
-    "throughput/flops", "gradients/histogram/", "gradients/output_histogram/", "activations/histogram/", "confusion/",
+    "throughput/flops", "gradients/histogram/", "activations/histogram/", "confusion/",
     "features/", "samples/", "pr_curve/",
     "monitor/",
 )  # fmt: skip

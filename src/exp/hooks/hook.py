@@ -84,7 +84,7 @@ class Hook:
         least: The smallest value of each numeric setting. null is allowed.
         longest: The longest period of each setting that may be `auto`.
         fewest: The least number of points in a run for each such setting, if it is not FEWEST_POINTS.
-        name: The name in the config. Files of a hook lie in a folder of that name.
+        name: The name in the config. Files of a hook are in a folder of that name.
         directory: The run directory, while the hook is attached.
     """
 

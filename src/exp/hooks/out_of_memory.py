@@ -1,4 +1,4 @@
-"""Running out of memory: how it is known, how much was asked for, and what is said of it."""
+"""Errors of memory: how they are recognized, the size of the failed allocation, and the message."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no room for what was asked of it."""
+    """Return whether an error says that a device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and ALLOCATORS.search(said(error)) is not None
 
 
 def asked_for(error: BaseException) -> int | None:
-    """The bytes that there was no room for; None where the message does not say."""
+    """Return the bytes of the failed allocation; None if the message does not state them."""
     found = ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
 def explained(error: BaseException, *, is_built: bool) -> str:
-    """What the hook `memory` found, and what the allocator said.
+    """Return the report of the hook `memory` and the message of the allocator.
 
-    is_built: whether the run has its parts already; before that no hook can look.
+    is_built: Whether the run has its parts already. Before that no hook is called.
     """
     said = str(error).partition("\n")[0] or type(error).__name__
     if is_built:

@@ -1,8 +1,8 @@
-"""What a hook may give for a tag in place of a number: a histogram, a column of a heat map, images, a text, a curve.
+"""The values of a tag that are not numbers: a histogram, a column of a heat map, images, a text, a curve.
 
     def after_backward(self, step):
         return {
-            "gradients/norm/total": norm,                                  # a 0-d tensor or a float, as before
+            "gradients/norm/total": norm,                                  # a 0-d tensor or a float
             "gradients/histogram/head.weight": Histogram.of(gradient),     # 64 bins
             "gradients/norm": Column.of(norms, healthy=Healthy(low=1e-6)), # a heat map, layers by steps
             "features/conv": Image.of(maps[:, None], stretched=True),      # [N, 1, H, W], one grid
@@ -10,10 +10,10 @@
             "pr_curve/val": PrecisionRecallCurve.of(scores, targets),
         }
 
-`of` computes on the tensors' device and never waits for it; what it gives stays there until the engine's next flush
-brings the tensors of all steps to the host together. So call it in the step, keep no `.item()`, and make what you hand
-over by hand a copy if it changes later. A flush is every `trainer.log_every_n_steps` steps: images wait on the device
-until then, as uint8. TensorBoard shows all of them; a logger that cannot says so once, and takes the numbers.
+`of` computes on the device of the tensors and does not wait for it. The result stays there until the next flush, every
+`trainer.log_every_n_steps` steps, which copies the tensors of all steps to the host together. So call `of` in the step,
+do not call `.item()`, and copy a tensor that changes later. TensorBoard shows all kinds. Another logger warns once of
+those that it cannot show.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ THRESHOLDS = 127
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panel:
-    """One of the five: something to show that is not a number."""
+    """A value to show that is not a number."""
 
     def drawn(self) -> Panel:
-        """What is shown of it, asked where it is written, with its tensors on the host.
+        """Return the panel to show, with tensors on the host. It is called when the panel is written.
 
-        A panel of a hook's own gives one of the others than a column, for what cannot be drawn on a device.
+        A panel of a hook that cannot be drawn on a device returns a panel of another kind, except a column.
         """
         return self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram(Panel):
-    """How many values lie in each of K equal bins.
+    """The counts of values in K equal bins.
 
-    counts: `[K]`, float or integer.
-    low, high: 0-d, where the first bin begins and the last one ends. Equal where all values are; both nan where no
-        value is finite.
+    Args:
+        counts: `[K]`, float or integer.
+        low: Start of the first bin, 0-d. nan if no value is finite.
+        high: End of the last bin, 0-d. Equal to low if all values are equal.
     """
 
     counts: Tensor
@@ -61,7 +62,7 @@ class Histogram(Panel):
 
     @classmethod
     def of(cls, values: Tensor, *, bins: int = BINS) -> Self:
-        """The finite ones of `values`, of any shape and any real dtype, between their smallest and their largest."""
+        """Return the histogram of the finite values of a real tensor, between the smallest and the largest."""
         flat = values.detach().reshape(-1).to(at_least_float32(values.dtype))
         if not len(flat):
             nan = flat.new_full((), torch.nan)
@@ -75,22 +76,22 @@ class Histogram(Panel):
 
     @classmethod
     def counted(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
-        """Of counts between limits as `finite_range` gives them."""
+        """Return the histogram of counts between the limits of `finite_range`."""
         empty = low > high
         return cls(counts, low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan))
 
 
 def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest finite one of `[K]` values, 0-d; inf and -inf where there is none."""
+    """Return the smallest and the largest finite value of `[K]`, 0-d; inf and -inf without a finite value."""
     if not len(flat):
         return flat.new_full((), torch.inf), flat.new_full((), -torch.inf)
-    # By where, because asking whether there is an infinity or a nan would wait for the device.
+    # By where, because a test for infinities would wait for the device.
     finite = flat.isfinite()
     return torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
 
 
 def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
-    """How many of `[K]` values lie in each of the equal bins between low and high, 0-d: `[bins]`, float."""
+    """Return the counts of `[K]` values in equal bins between low and high, 0-d: `[bins]`, float."""
     low, high = low.to(flat.dtype), high.to(flat.dtype)
     # Halves, because the distance of two finite floats may be infinite.
     half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
@@ -101,9 +102,12 @@ def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healthy:
-    """Between which bounds numbers are as they should be; beyond them a heat map is saturated. None is no bound.
+    """The bounds of healthy numbers. Other numbers are saturated in a heat map.
 
-    is_logarithmic: whether numbers are told apart by their magnitude.
+    Args:
+        low: Lower bound, or None.
+        high: Upper bound, or None.
+        is_logarithmic: Whether the scale of the colors is logarithmic.
     """
 
     low: float | None = None
@@ -113,12 +117,14 @@ class Healthy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column(Panel):
-    """One number of each of R parts of a network, such as its parameters or layers: a column of the tag's heat map.
+    """A column of the heat map of a tag: a number for each of R parts of a network, such as parameters or layers.
 
-    A run collects the columns of a tag, draws them beside each other, and keeps the numbers in table.csv, each under
-    the tag and its name.
+    A run draws the columns of a tag side by side, and keeps the numbers in table.csv, under the tag and their names.
 
-    names: R. values: `[R]`.
+    Args:
+        names: R names.
+        values: `[R]`.
+        healthy: Bounds of healthy numbers.
     """
 
     names: tuple[str, ...]
@@ -134,7 +140,7 @@ class Column(Panel):
 
     @classmethod
     def of(cls, numbers: Mapping[str, Tensor | float], *, healthy: Healthy) -> Self:
-        """From numbers, floats or 0-d tensors which may lie on several devices, by name; one at least."""
+        """Return a column of numbers by name: floats, or 0-d tensors on any devices. At least one."""
         values = list(numbers.values())
         like = next((one for one in values if isinstance(one, Tensor)), None)
         if like is None:
@@ -146,10 +152,11 @@ class Column(Panel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image(Panel):
-    """One picture, or a grid of several.
+    """A picture, or a grid of pictures.
 
-    pixels: uint8 `[N, C, H, W]`, C is 1 (grey), 3 (colour) or 4 (colour and opacity).
-    columns: pictures a row of the grid; None makes it as square as it goes.
+    Args:
+        pixels: uint8 `[N, C, H, W]`, C is 1 (gray), 3 (color) or 4 (color and opacity).
+        columns: Pictures in a row. None makes the grid almost square.
     """
 
     pixels: Tensor
@@ -157,11 +164,12 @@ class Image(Panel):
 
     @classmethod
     def of(cls, pictures: Tensor, *, stretched: bool = False, columns: int | None = None) -> Self:
-        """From `[N, C, H, W]`, `[C, H, W]` or `[H, W]`: bytes as they are, other dtypes with 0 black and 1 white.
+        """Return pictures of `[N, C, H, W]`, `[C, H, W]` or `[H, W]`. Bytes are unchanged; else 0 is black, 1 white.
 
-        stretched: each picture's own smallest value is black and its largest white, as for feature maps.
+        stretched: Whether the smallest value of each picture is black and its largest white, as for feature maps.
 
-        Raises ValueError: another shape.
+        Raises:
+            ValueError: The tensor has another shape.
         """
         pixels = pictures.detach()
         if pixels.dim() < 4:
@@ -180,7 +188,7 @@ class Image(Panel):
         return cls(pixels, columns)
 
     def sheet(self) -> np.ndarray:
-        """The pictures beside and below each other, a black line between: uint8 `[H', W', C]`, on the host."""
+        """Return the grid with black lines between the pictures: uint8 `[H', W', C]`, on the host."""
         pictures = self.pixels.permute(0, 2, 3, 1).numpy()
         count, height, width, channels = pictures.shape
         columns = min(self.columns or math.ceil(math.sqrt(count)), count)
@@ -219,7 +227,7 @@ class PrecisionRecallCurve(Panel):
 
 
 def on_host(panels: Sequence[Panel]) -> list[Panel]:
-    """The same panels with their tensors on the host: one copy, which is one wait, for each device and dtype."""
+    """Return the panels with their tensors on the host. Each device and dtype needs one copy, and so one wait."""
     found = [
         (place, field.name, value)
         for place, panel in enumerate(panels)
@@ -255,7 +263,7 @@ def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[floa
 
 
 def coloured(pixels: Tensor) -> np.ndarray:
-    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with a white paper behind transparent pixels."""
+    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with transparent pixels on white."""
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255
         pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
@@ -263,7 +271,7 @@ def coloured(pixels: Tensor) -> np.ndarray:
 
 
 def png(sheet: np.ndarray) -> bytes:
-    """One picture as the bytes of a PNG file. sheet: uint8 `[H, W, C]`, C is 1, 3 or 4."""
+    """Return the bytes of a PNG file. sheet: uint8 `[H, W, C]`, C is 1, 3 or 4."""
     from PIL import Image as PillowImage
 
     file = io.BytesIO()

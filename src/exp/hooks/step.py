@@ -1,4 +1,4 @@
-"""One optimizer step, as a hook sees it, and what a hook is told before an optimizer steps."""
+"""An optimizer step as hooks see it, and the arguments of `Hook.before_update`."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ def _of_one_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """One optimizer step, as a hook sees it.
+    """An optimizer step as hooks see it.
 
-    index: the optimizer step under way, counted from 1: the x axis of everything that is logged.
-    network: the network itself, not the wrapper of a strategy.
-    optimizers: those that step, in the order in which they do.
-    batch_size: samples of the global batch, over all ranks and accumulated micro-batches.
-    device: where the network's input is.
-    epoch, batch_idx: the position of the last micro-batch, both counted from 0.
-    seed, rank: of the run, and of the share of the batch that this process works on; with epoch and batch_idx they give
-        the step's random streams, by exp.data.randomness.reseed.
-    world_size: processes of the run.
-    accumulated: micro-batches a step.
-    total_steps: of the whole run; None where its end is not known.
-    samples_seen: of all ranks, in the steps of this process so far and in this one.
-    seconds_waited: how long this process's loop has waited for batches so far, those of this step included.
-    loss: the objective of the last micro-batch, 0-d and detached; None before it is known.
-    data: the last micro-batch, as the data set gives it: a pair or a mapping of tensors.
-    batches: the window's micro-batches so far with their batch_idx, this rank's; where a hook `keeps_batches`.
-    weight: by what this rank's mean loss of it is multiplied, so that the mean over ranks is that over samples; 0.0
-        where the rank holds a stand-in sample only.
-    loss_with: called with what runs the network and with such data, gives the objective of that run, 0-d, not weighted.
-    norms: the 2-norms of tensors by the names of their parameters, of whole ones where this process has parts of them.
-        Where ranks hold parts of one network every rank must call it alike, and it gives those of all ranks.
-    parts: how what ranks find in their parts of tensors becomes that of whole ones; None where they are whole here.
-    clips: whether the optimizer's gradients are clipped; of the phase, where there is one.
-    gather: `[...]` of every rank becomes `[R, ...]` on every rank. Every rank must call it alike.
-    autocast: the context of the run's precision, for a forward of a hook's own.
-    kept: the dtype of every layer that the run's precision gives one of its own, by name.
-    phase: of a run with phases: the one under way; in after_backward its gradients are in its own parameters alone.
+    Attributes:
+        index: The optimizer step under way, counted from 1: the x axis of logged values.
+        network: The network, without the wrapper of a strategy.
+        optimizers: Those that step, in order.
+        batch_size: Samples of the global batch, over all ranks and accumulated micro-batches.
+        device: Device of the network's input.
+        epoch: Epoch of the last micro-batch, counted from 0.
+        batch_idx: Position of the last micro-batch in the epoch, counted from 0.
+        seed: Seed of the run. exp.data.randomness.reseed makes the random streams of seed, rank, epoch and batch_idx.
+        rank: Number of this process's share of the batch.
+        world_size: Processes of the run.
+        accumulated: Micro-batches a step.
+        total_steps: Steps of the whole run; None if its end is not known.
+        samples_seen: Samples of all ranks in the steps of this process so far, with this one.
+        seconds_waited: Seconds for which the loop of this process has waited for batches so far.
+        loss: Objective of the last micro-batch, 0-d and detached; None before it is known.
+        data: The last micro-batch, as the data set gives it: a pair or a mapping of tensors.
+        batches: The micro-batches of the step so far with their batch_idx, of this rank, if a hook `keeps_batches`.
+        weight: Factor of this rank's mean loss in the mean over all samples; 0.0 for a rank with a stand-in sample.
+        loss_with: Returns the objective, 0-d and not weighted, of a callable that runs the network, and such data.
+        norms: Returns the 2-norms of whole tensors by the names of their parameters. If ranks hold shards, every rank
+            must call it.
+        parts: Combines the results of shards; None if tensors are whole here.
+        clips: Whether the optimizer's gradients are clipped; with phases, those of the phase.
+        gather: Returns `[R, ...]` on every rank from `[...]` of each. Every rank must call it.
+        autocast: Returns the context of the run's precision, for a forward of the hook.
+        kept: The dtype of every layer with a dtype of its own, by name.
+        phase: The phase under way; in after_backward only its parameters have its gradients.
     """
 
     index: int
@@ -85,11 +86,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The micro-batches behind one step of an optimizer, and their place in the run.
+    """The micro-batches of one step of an optimizer, and their position in the run.
 
-    batches: this rank's, each with its batch_idx, counted from 0. epoch: counted from 0.
-    phase, turn: of a run with phases, whose step it is, and which of several passes over the batches; see
-        exp.data.randomness.reseed.
+    Args:
+        batches: Micro-batches of this rank, each with its batch_idx, counted from 0.
+        epoch: Epoch, counted from 0.
+        phase: Phase of the step.
+        turn: Pass over the batches, for exp.data.randomness.reseed.
     """
 
     batches: Sequence[tuple[Batch, int]]
@@ -99,35 +102,38 @@ class Window:
 
 
 class Look(Protocol):
-    """Who looks at a forward and a backward that are run again."""
+    """An observer of a forward and a backward that run again."""
 
     def forward(self) -> AbstractContextManager[object]:
-        """A context around the forward and the objective."""
+        """Return a context around the forward and the objective."""
 
     def backward(self, loss: Tensor) -> None:
         """Called before the backward from `loss`, 0-d."""
 
 
 class Again(Protocol):
-    """Runs a step's forward and backward again, uncompiled and apart from the run.
+    """Runs the forward and the backward of a step again, uncompiled, without a change of the run.
 
-    The buffers must be those from before. Where ranks share the data, every one of them must call it.
+    The buffers must be those from before the step. If ranks share the data, every rank must call it.
     """
 
     def __call__(self, window: Window, place: int, look: Look) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Of the window's micro-batch at `place`: the loss, 0-d, and the gradients by parameter."""
+        """Return the loss, 0-d, and the gradients by parameter of the micro-batch at `place`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One step of one optimizer that is about to be taken: its gradients are true, averaged, and not clipped.
+    """A step that an optimizer is about to take. Its gradients are unscaled, averaged, and not clipped.
 
-    losses: of the micro-batches, 0-d on their device, this rank's share; of a phase their sum.
-    scale: by what the loss was multiplied, 0-d or a float; None without a loss scale.
-    objective: the module that gives the loss; it has no parameters that are trained.
-    again: runs forward and backward of a window's micro-batch again; see Again.
-    save: writes tensors and plain values to a file, whole or not at all. Raises OSError, and RunError for anything else
-        in them.
+    Args:
+        window: Micro-batches of the step.
+        optimizer: The optimizer.
+        losses: Losses of the micro-batches of this rank, 0-d on their device; with phases their sum.
+        scale: Factor of the loss, 0-d or a float; None without a loss scale.
+        objective: The module that gives the loss.
+        again: Runs forward and backward of a micro-batch again.
+        save: Writes tensors and plain values to a file, whole or not at all. Raises OSError, and RunError for other
+            values.
     """
 
     window: Window

@@ -35,9 +35,9 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
         # local: submitit's stand-in on this machine, to try a sweep without a cluster.
         "cluster": ("slurm", Literal["slurm", "local"]),
         "timeout_min": (60, AMOUNT),
-        # Seconds before the end of its time at which SIGUSR1 tells a job to save.
+        # Seconds before the end of its time at which a job gets SIGUSR1, and saves.
         "signal_delay_s": (120, COUNT_OR_NONE),
-        # How often a job that was told so is queued again and resumes.
+        # How often a job that saved so is queued again and resumes.
         "max_num_timeout": (3, COUNT_OR_NONE),
         # Jobs that are queued or run at once. A number in sweep.jobs takes precedence.
         "array_parallelism": (256, COUNT),

@@ -1,7 +1,7 @@
 """hydra/launcher=ray: the jobs of a sweep on Ray, each a task that starts the ranks of a frozen run on its node.
 
-The node sees the run directories: it is this machine, or they are on a disk that the cluster shares. A process of Ray's
-serves one task after another, so ranks are processes of their own, as in a run without Ray.
+The node is this machine, or the run directories are on a disk that the cluster shares. A process of Ray runs one task
+after another, so ranks have separate processes, as in a run without Ray.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RayExecutor(ClusterExecutor):
 
     def _start(self) -> None:
         address = self._settings["address"]
-        # Nothing of a sweep is told to whoever wrote Ray.
+        # Ray sends no usage statistics of a sweep.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
@@ -117,7 +117,7 @@ class RayExecutor(ClusterExecutor):
             raise ConfigError([fault]) from error
 
     def _room(self) -> int:
-        """As many jobs of one rank as there are cores and GPUs for."""
+        """Return the number of jobs of one rank for which the cluster has cores and GPUs."""
         has, settings = self._ray.cluster_resources(), self._settings
         asked = {"CPU": 1 if settings["num_cpus"] is None else settings["num_cpus"], "GPU": settings["num_gpus"] or 0}
         return max(1, min((int(has.get(name, 0) // count) for name, count in asked.items() if count), default=1))
@@ -180,7 +180,7 @@ class RayExecutor(ClusterExecutor):
             is_coming = report is None and not self._is_late(submitted)
             return None if is_coming else dead_job(directory, Died("ended with status 0 without a word"))
         if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
-            # As of a job that has no process beside its own.
+            # A job without other processes is reported like this.
             told = None if report is None else report.error
             return dead_job(directory, Died(error.reason)) if told is None else RunError(told["message"])
         assert isinstance(error, ExpError)

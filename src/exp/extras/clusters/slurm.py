@@ -1,7 +1,7 @@
 """hydra/launcher=slurm: the jobs of a sweep through submitit, one job of SLURM each, one task a rank.
 
-With cluster=local submitit stands in for SLURM with processes on this machine. What submitit writes of a job, its batch
-script and its output, is in the run directory, below submitit/.
+With cluster=local submitit runs processes on this machine instead. Its batch script and its output of a job are in
+submitit/ of the run directory.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SlurmExecutor(ClusterExecutor):
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
         self._signalled = time.monotonic()
         ids = [submitted.handle for submitted in jobs]
-        # SIGUSR1 would have each job queue itself again, beside the sweep that is.
+        # With SIGUSR1 each job would queue itself again.
         number = signal.SIGTERM if signum == signal.SIGUSR1 else signal.Signals(signum)
         if self._is_local:
             for job in ids:

@@ -1,7 +1,6 @@
-"""One task of a cluster's job: it starts a rank in an interpreter of its own, passes signals on, and says how it ended.
+"""A task of a cluster's job: it starts one rank in a new interpreter, passes signals on, and reports its end.
 
-A scheduler starts a task once a rank. What comes of the run is in its directory; here is what a rank cannot say itself,
-for it was killed.
+A scheduler starts one task a rank. The task reports the end of a rank that was killed and could not report it.
 """
 
 from __future__ import annotations
@@ -29,17 +28,22 @@ def run_task(
     arguments: Sequence[str],
     cpus: int | None,
 ) -> None:
-    """Run the rank that the scheduler's variables say this task is, until it has ended.
+    """Run the rank of this task, by the scheduler's variables, until it has ended.
 
-    directory: of the frozen run. exchange: a folder in it, in which ranks and whoever submitted them tell each other.
-    outputs: the file of each rank, to whose end it prints.
-    folders: from which a rank imports. arguments: of exp.worker, behind the directory.
-    cpus: of each task; None leaves the number of threads as it is.
-    Raises: SystemExit with the rank's status, where that is not 0.
+    Args:
+        directory: Directory of the frozen run.
+        exchange: Folder in which ranks report to the sweep.
+        outputs: File to which each rank appends its output.
+        folders: Folders from which a rank imports.
+        arguments: Arguments of exp.worker after the directory.
+        cpus: CPUs of each task. None leaves the number of threads unchanged.
+
+    Raises:
+        SystemExit: The status of the rank is not 0.
     """
     rank = rank_here()
     place = Path(exchange)
-    for name in ("json", "hang"):  # of a task before this one, where the job was queued again
+    for name in ("json", "hang"):  # of an earlier task, if the job was queued again
         (place / f"rank{rank.global_rank}.{name}").unlink(missing_ok=True)
     environment = _environment(rank, place, cpus=cpus) | {IMPORT_PATH: "\n".join(folders)}
     command = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, "exp.worker", directory, *arguments]
@@ -57,7 +61,7 @@ def run_task(
         return
     said = read_failure(place, rank=rank.global_rank) or read_hang(place, rank=rank.global_rank)
     if said is None:
-        # The folder goes with a run directory that somebody takes away.
+        # The run directory may have been removed.
         with suppress(OSError):
             write_failure(death(rank=rank.global_rank, returncode=returncode, detail=""), place)
     raise SystemExit(returncode if returncode > 0 else 128 - returncode)
@@ -82,5 +86,5 @@ def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, s
         environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         if cpus is not None:
             environment["OMP_NUM_THREADS"] = str(cpus)
-    # Whoever takes a job's time away ends it by SIGKILL, and may signal more than once before.
+    # A scheduler ends a job by SIGKILL, and may signal more than once before.
     return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}

@@ -49,7 +49,7 @@ class Dtypes(OnChosenSteps):
 
 
 class _Row:
-    """What came up of one layer, each dtype once, in order."""
+    """The dtypes of one layer, each once, in order."""
 
     def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
         self.kind = kind

@@ -46,7 +46,7 @@ WITHIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One size: whether it fits, and if its steps were done, its peak of memory in bytes and its rate."""
+    """The result of one size. peak and samples_per_second are None if it ran out of memory."""
 
     size: int
     fits: bool

@@ -1,4 +1,4 @@
-"""Whether a batch size fits into memory, and how fast it is: a callback for a few steps of a run."""
+"""The memory and the speed of a batch size: a callback for a few steps of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SizeTrial(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = _now(trainer) - self._began
         device = trainer.strategy.root_device
-        # What this process could have: nobody else's memory is counted on.
+        # The memory that this process could have, without that of other processes.
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if _is_cuda(trainer) else None
         self._write(
             trainer, fits=True, peak=peak_of(device).so_far(), room=free, samples_per_second=self._samples / seconds

@@ -1,4 +1,4 @@
-"""+logger=wandb: Lightning's WandbLogger, offline unless told otherwise, and going on over a resume."""
+"""+logger=wandb: Lightning's WandbLogger, offline by default, with one run of W&B over resumes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def describe(self, description: Description) -> None:
         self.experiment.config.update(dict(description.config), allow_val_change=True)
         self.experiment.tags = tuple(description.tags)
-        # Behind the start, so that an id that is noted is one that was used.
+        # After the start, so that a noted id was used.
         self._notes.keep(id=self.experiment.id, step=self._reached)
 
     @rank_zero_only
@@ -82,17 +82,17 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Nothing: W&B takes no row back. Those that it has are not logged again."""
+        """Do nothing: W&B removes no row. Rows that it has are not logged again."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Notes how far it came: W&B has a process of its own that writes."""
+        """Note the last step. A process of W&B writes the rows."""
         self._noted = time.time()
         self._notes.keep(step=self._last_step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Behind a stage, of which another may follow."""
+        """Note the last step after a stage, of which another may follow."""
         self.save()
 
     @rank_zero_only

@@ -47,7 +47,7 @@ from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import UndoneForward
-from exp.engine.own_data import BatchesOfData, BatchesOfLoaders, OwnBatches
+from exp.engine.own_data import BatchesOfLoaders
 from exp.engine.own_module import OwnModule
 from exp.engine.own_recording import OwnRecording
 from exp.engine.predictions import Predictions
@@ -152,7 +152,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         trainer=trainer,
         module=module,
         network=network,
-        data=batches if isinstance(batches, LightningDataModule) else batches.data,
+        data=_lightning_data(batches),
         stages=_stages(plan),
         recording=recording,
         checkpointing=checkpointing,
@@ -198,21 +198,25 @@ def _trained(
 
 def _trained_of_own(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None, saving: Checkpointing
-) -> tuple[LightningModule, nn.Module, OwnBatches, OwnRecording]:
+) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
     """The same of a module of the user's own, which is its own network, and of its data."""
     plain, world_size = plan.plain, plan.placement.data_ranks
     module, loaders = build_module(plain), plan.data_module
-    batches: OwnBatches = (
-        BatchesOfData(PlainData(data=plan.data, rank=rank, world_size=world_size))
+    batches: PlainData | BatchesOfLoaders = (
+        PlainData(data=plan.data, rank=rank, world_size=world_size)
         if loaders is None
         else BatchesOfLoaders(loaders, seed=plain["seed"], rank=rank, world_size=world_size)
     )
     own = OwnModule(module, seed=plain["seed"], rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
     if "val" not in _stages(plan):
-        own.leave_out(step=STEPS["val"], loader=LOADERS["val"])
+        own.leave_out(_lightning_data(batches), step=STEPS["val"], loader=LOADERS["val"])
     chooses = loaders is not None and plain["runtime"]["threads"] is None
     recording = OwnRecording(module=own, hooks=plan.hooks, directory=directory, chooses_threads=chooses)
     return module, module, batches, recording
+
+
+def _lightning_data(batches: LightningDataModule | BatchesOfLoaders) -> LightningDataModule:
+    return batches.data if isinstance(batches, BatchesOfLoaders) else batches
 
 
 def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:

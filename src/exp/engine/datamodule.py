@@ -23,6 +23,8 @@ from exp.errors import RunError
 from exp.nested import moved
 from exp.shared_types import Batch, Stage
 
+NO_BATCH = Batch(data=None, size=1, global_size=1, world_size=1)
+
 
 class RunTrainer(Trainer):
     """Lightning's Trainer with the types of what its connectors give it, for a type checker: none is ever made."""
@@ -136,6 +138,12 @@ class PlainData(StagedData):
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(data=data, rank=rank, world_size=world_size)
         self.shares: dict[int, Batch] = {}
+        self.current = NO_BATCH
+
+    def begin(self, batch: Any, batch_idx: int) -> Batch:
+        """Begin a batch of training; return its share."""
+        self.current = self.shares[batch_idx].with_data(batch)
+        return self.current
 
     def _given(self, stage: Stage) -> Batches:
         batches = PlainBatches(functools.partial(self._loader, stage), stage=stage, module=self)

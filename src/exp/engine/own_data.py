@@ -12,69 +12,44 @@ from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from exp.data.loader import tell_epoch, wanting_epochs
 from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
-from exp.engine.datamodule import PlainData
+from exp.engine.datamodule import NO_BATCH
 from exp.engine.progress import next_batch
 from exp.errors import RunError
 from exp.nested import tensors_in
 from exp.shared_types import Batch
 
 
-class OwnBatches(ABC):
-    """What is known of the batch that the training is at.
+class OwnBatches(Protocol):
+    """The batch that the training is at.
 
-    data: what the Trainer is given. current: an attribute, the share under way, without its data.
+    Attributes:
+        current: The share under way.
+        seconds_waited: Seconds for which training has waited for its batches in this process.
     """
 
-    data: LightningDataModule
-    current = Batch(data=None, size=1, global_size=1, world_size=1)
-
-    @property
-    @abstractmethod
-    def seconds_waited(self) -> float:
-        """For how long training has waited for its batches, in this process."""
-
-    @abstractmethod
-    def begin(self, batch: Any, batch_idx: int) -> Batch:
-        """Come to a batch of training; return its share."""
-
-
-class BatchesOfData(OwnBatches):
-    """Those of exp's data: global batches, shared out over the ranks."""
-
-    data: PlainData
-
-    def __init__(self, data: PlainData) -> None:
-        self.data = data
-
-    @property
-    def seconds_waited(self) -> float:
-        return self.data.seconds_waited
+    current: Batch
+    seconds_waited: float
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
-        self.current = self.data.shares[batch_idx].with_data(batch)
-        return self.current
+        """Begin a batch of training; return its share."""
 
 
-class BatchesOfLoaders(OwnBatches):
-    """Those of a LightningDataModule of the user's own: each rank has what its loaders give."""
+class BatchesOfLoaders:
+    """The batches of a LightningDataModule of the user: each rank has what its loaders give."""
 
     def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
         self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
-        self.waited = 0.0
+        self.current = NO_BATCH
+        self.seconds_waited = 0.0
         self._count = 0
-
-    @property
-    def seconds_waited(self) -> float:
-        return self.waited
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
         size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)
@@ -145,7 +120,7 @@ class PositionedLoader:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._batches.waited += time.perf_counter() - began
+            self._batches.seconds_waited += time.perf_counter() - began
             yield batch
 
     def _begin_epoch(self, epoch: int) -> None:

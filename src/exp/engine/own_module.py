@@ -90,9 +90,8 @@ class OwnModule:
         # exp's loggers have what `module` says, among all that tells the run from another.
         vars(network)["_log_hyperparams"] = False
 
-    def leave_out(self, *, step: str, loader: str) -> None:
-        """Have Lightning see neither the step nor the loader of a stage that lacks the other: it would warn of it."""
-        data = self.batches.data
+    def leave_out(self, data: LightningDataModule, *, step: str, loader: str) -> None:
+        """Hide the step and the loader of a stage from Lightning, which would warn of a stage that lacks one."""
         vars(self.network)[step] = functools.partial(getattr(LightningModule, step), self.network)
         vars(data)[loader] = functools.partial(getattr(LightningDataModule, loader), data)
 

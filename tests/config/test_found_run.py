@@ -194,8 +194,8 @@ def test_a_sweep_may_start_from_a_run(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["from_run=nope"], r"from_run: nope, which is not there; expected a run directory"),
-        (["from_run=file"], r"from_run: file, which is a file; expected a run directory"),
+        (["from_run=nope"], r"from_run: nope, which holds no config.yaml; expected a run directory"),
+        (["from_run=file"], r"from_run: file, which holds no config.yaml; expected a run directory"),
         (["from_run=empty"], r"from_run: empty, which holds no config.yaml; expected a run directory"),
         (["from_run=half"], r"from_run: half, which holds no overrides.yaml"),
         (["from_run=wrong"], r"from_run: wrong, whose overrides.yaml is no list"),

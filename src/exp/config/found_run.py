@@ -59,27 +59,18 @@ def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     if own[0].startswith(("+", "~")) or not isinstance(named, str):
         raise _refusal(own[0], f"{KEY}=DIR, {WHERE}")
     run = Path(named)
-    _refuse_other_directories(run)
-    return run, others
-
-
-def _refuse_other_directories(run: Path) -> None:
-    if not run.is_dir():
-        there = "a file" if run.exists() else "not there"
-        raise _refusal(f"{run}, which is {there}", WHERE)
-    if not (run / "config.yaml").is_file():
-        jobs = sorted(path.parent.name for path in run.glob("*/config.yaml"))
-        if jobs:
-            raise _refusal(f"{run}, a directory of {len(jobs)} runs", "one of them", f"Write {KEY}={run / jobs[0]}")
-        raise _refusal(f"{run}, which holds no config.yaml", WHERE)
-    if not (run / "overrides.yaml").is_file():
-        raise _refusal(f"{run}, which holds no overrides.yaml: it was killed before it began", WHERE)
+    jobs = sorted(path.parent.name for path in run.glob("*/config.yaml"))
+    for name in ("config.yaml", "overrides.yaml"):
+        if not (run / name).is_file():
+            got = f"{run}, a directory of {len(jobs)} runs" if jobs else f"{run}, which holds no {name}"
+            raise _refusal(got, WHERE, f"Write {KEY}={run / jobs[0]}" if jobs else None)
     if not isinstance(read_overrides(run), list):
         raise _refusal(f"{run}, whose overrides.yaml is no list", "the file as exp wrote it")
     lost = lost_keys(read_frozen(run))
     if lost:
         got = f"{run}, whose config.yaml has no {among(lost)}: a part of it is lost"
         raise _refusal(got, "the file as exp wrote it", "Take another run, or type the overrides anew")
+    return run, others
 
 
 def lost_keys(config: DictConfig) -> list[str]:
@@ -175,21 +166,19 @@ class Changes:
         return Changes(then=then, known=self.known, since=since)
 
     def overrides(self) -> list[str]:
-        """What gives today's config the values that the run had."""
+        """Return the overrides that give today's config the values of the run."""
         return [f"{'' if key in self.known else '++'}{key}={written(value)}" for key, value in self.then.items()]
 
-    def lines(self, run: Path) -> list[str]:
-        """What to say of them."""
+    def lines(self, run: Path) -> Iterator[str]:
+        """Yield the lines that name the changes."""
         words = {
             f"as in {run}, though the configs say otherwise today": self.then,
             f"what {run} did not have, as it is today": self.since,
         }
-        return [f"{word}: {_listed(values)}" for word, values in words.items() if values]
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{key}={written(value)}" for key, value in list(values.items())[:MOST_TOLD])
-    return f"{shown} and {len(values) - MOST_TOLD} more" if len(values) > MOST_TOLD else shown
+        for word, values in words.items():
+            pairs = [f"{key}={written(value)}" for key, value in values.items()]
+            more = f" and {len(pairs) - MOST_TOLD} more" if len(pairs) > MOST_TOLD else ""
+            yield from [f"{word}: {', '.join(pairs[:MOST_TOLD])}{more}"] if pairs else ()
 
 
 def _values(plain: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -191,8 +191,8 @@ def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
         if word.strip().lstrip("+~").partition(".")[0] == "security":
             cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
             faults.append(_fault(f"{key}.params", word, "no key of security: it is not for a sweep to set", cure))
-        elif word == "custom_search_space" and isinstance(plain, dict) and plain.get(word) is not None:
-            faults.append(_fault(f"{key}.{word}", "a function by its name", "the values in hydra.sweeper.params"))
+    if isinstance(plain, dict) and plain.get("custom_search_space") is not None:
+        faults.append(_fault(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params"))
     if name == "launcher" and isinstance(plain, dict):
         faults += cluster_faults({str(word): value for word, value in plain.items()})
     return faults
@@ -222,26 +222,25 @@ def _keys_in(plain: Any) -> Iterator[str]:
 
 
 def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None) -> list[Fault]:
-    """Faults of a directory that results go to: it must have a value and lie inside the working directory.
+    """Return the errors of a directory for results: it has a value and is inside the working directory.
 
-    typed: what the command line says of it, the user's own word, which may lead to another place.
+    typed: the value on the command line, which may lead elsewhere.
     """
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        return [_fault(key, reason, "a path that can be worked out before the run")]
+        return [_fault(key, str(error).splitlines()[0], "a path that can be worked out before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
+    longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
+    name = str(config.name) if "name" in config else ""
     if not can_be_a_path(directory):
-        longest = max(directory.split("/"), key=len)
-        key = "name" if "name" in config and longest in str(config.name) else key
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
-        return [_fault(key, f"{longest[:40]}..., {len(longest)} characters", expected)]
-    secret = INTERPOLATION.search(directory)
+        got = f"{longest[:40]}..., {len(longest)} characters"
+        return [_fault("name" if longest in name else key, got, expected)]
     if secret is not None:
-        key = "name" if "name" in config and secret[0] in str(config.name) else key
-        return [_fault(key, f"{secret[0]} in the name of a folder", "a name that holds no secret")]
+        got = f"{secret[0]} in the name of a folder"
+        return [_fault("name" if secret[0] in name else key, got, "a name that holds no secret")]
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
@@ -269,23 +268,21 @@ def is_inside(directory: str) -> bool:
 
 
 def directory_of(config: DictConfig, *, sweep: str | None) -> str:
-    """The absolute path of a job's run directory. sweep: the directory of its sweep.
+    """Return the absolute path of a job's run directory. sweep: the directory of its sweep.
 
-    Raises: ConfigError where it leads out of the sweep's.
+    Raises:
+        ConfigError: It leads out of the sweep's directory.
     """
     if sweep is None:
         return os.path.abspath(str(config.hydra.run.dir))
     faults = _directory_faults(config, "hydra.sweep.subdir")
+    subdir = Path() if faults else Path(config.hydra.sweep.subdir)
+    directory = Path(os.path.abspath(Path(sweep) / subdir))
+    if not faults and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
+        faults = [_fault("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
     if faults:
         raise ConfigError(faults)
-    directory = os.path.join(sweep, config.hydra.sweep.subdir)
-    if ".." in Path(config.hydra.sweep.subdir).parts or not Path(os.path.abspath(directory)).is_relative_to(
-        os.path.join(os.path.abspath(sweep), "")
-    ):
-        raise ConfigError(
-            [_fault("hydra.sweep.subdir", config.hydra.sweep.subdir, "a directory below the sweep's own")]
-        )
-    return os.path.abspath(directory)
+    return str(directory)
 
 
 def resolve_hydra_values(config: DictConfig) -> list[Fault]:

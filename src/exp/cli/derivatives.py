@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from exp.errors import one_line
@@ -50,21 +50,6 @@ class Subject:
     function: Of
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...]
-
-
-def of_module(network: nn.Module, inputs: Sequence[Tensor], *, seed: int) -> Subject:
-    """Return the subject of a module in float64: a function of its inputs and of its trained parameters."""
-    learning = {name: one.detach().requires_grad_() for name, one in network.named_parameters() if one.requires_grad}
-
-    def function(*given: Tensor) -> tuple[Tensor, ...]:
-        # Clones, because every forward updates running statistics.
-        parts = {name: buffer.clone() for name, buffer in network.named_buffers()}
-        parts |= dict(zip(learning, given[len(inputs) :], strict=True))
-        with _seeded(seed):
-            return _floats(torch.func.functional_call(network, parts, tuple(given[: len(inputs)])))
-
-    names = (*(f"input {index}" for index in range(len(inputs))), *learning)
-    return Subject(function=function, inputs=(*inputs, *learning.values()), names=names)
 
 
 def parameters_of(function: Any) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 python -m exp.gradcheck mine.Cube                                   a torch.autograd.Function, of floats [4, 3]
 python -m exp.gradcheck mine.Scale factor=2.0 --input 8             with an argument of its forward by name
-python -m exp.gradcheck mine.Net width=16 --input 4x1x8x8           a module: its inputs and its parameters
 python -m exp.gradcheck mine.lookup --input 4:10 --input 10x3       whole numbers from 0 to 9, and floats
 """
 
@@ -19,7 +18,7 @@ from exp.errors import ConfigError, Fault, one_line
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from exp.cli.derivatives import Subject, Verdict
 
@@ -40,8 +39,8 @@ def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.gradcheck", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target", metavar="TARGET", help="a Function, a function of tensors, or a module")
-    parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="of a module's constructor, else of forward")
+    parser.add_argument("target", metavar="TARGET", help="a Function, or a function of tensors")
+    parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="of forward")
     parser.add_argument("--input", action="append", metavar="SHAPE", help="4x3 for floats, 4:10 for 4 numbers below 10")
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow would")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs, and of what is random in the forward")
@@ -59,7 +58,7 @@ def gradcheck(
 ) -> list[Verdict]:
     """The verdicts on a target that passes the wall.
 
-    values: arguments of a module's constructor, or of a function's forward. inputs: the shapes of the tensors.
+    values: arguments of the forward. inputs: the shapes of the tensors.
     Raises: ConfigError where the target, a value or a shape does not fit.
     """
     with loading_torch():
@@ -111,51 +110,28 @@ def _tensor(text: str, *, seed: int) -> Tensor:
 def _subject(
     target: str, values: Mapping[str, Any], inputs: Sequence[Tensor], *, allow: Sequence[str], seed: int
 ) -> Subject:
-    from torch import nn
     from torch.autograd import Function
 
-    from exp.cli.derivatives import of_function, of_module, parameters_of
+    from exp.cli.derivatives import of_function, parameters_of
     from exp.config.targets import resolve
 
     found = resolve(target, returns=("builtins.object",), allow=allow)
-    if inspect.isclass(found) and issubclass(found, nn.Module):
-        return of_module(_network(target, values, inputs, allow=allow), inputs, seed=seed)
     if inspect.isclass(found) and not issubclass(found, Function):
-        expected = "a torch.autograd.Function, a function of tensors, or a torch.nn.Module"
+        expected = "a torch.autograd.Function, or a function of tensors"
         raise ConfigError([Fault(key="TARGET", got=f"{target}, another class", expected=expected)])
     try:
         names = parameters_of(found)
     except (TypeError, ValueError) as error:  # a function that is built into torch
         got, expected = f"{target}, which does not name its parameters", "a function written in Python that calls it"
         raise ConfigError([Fault(key="TARGET", got=got, expected=expected)]) from error
-    for name in values:
-        if name not in names:
-            raise ConfigError(
-                [Fault(key=name, got="no parameter of its forward", expected=f"one of {', '.join(names)}")]
-            )
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        expected = f"one of {', '.join(names)}"
+        raise ConfigError([Fault(key=unknown[0], got="no parameter of its forward", expected=expected)])
     if len(inputs) > len(names) - len(values):
         expected = f"at most one --input for each of {', '.join(name for name in names if name not in values)}"
         raise ConfigError([Fault(key="--input", got=f"{len(inputs)} of them", expected=expected)])
     return of_function(found, inputs, values, seed=seed)
-
-
-def _network(target: str, values: Mapping[str, Any], inputs: Sequence[Tensor], *, allow: Sequence[str]) -> nn.Module:
-    """The module in training, in float64, with its lazy sizes filled in."""
-    from exp.check.parameters import target_faults
-    from exp.construct import construct
-    from exp.models.inference import input_names, materialise
-
-    node = {"_target_": target, **values}
-    if faults := target_faults({"model": node}, allow=allow):
-        raise ConfigError(faults)
-    network: nn.Module = construct(node, key="model", allow=allow).double()
-    try:
-        materialise(network, dict(zip(input_names(network), inputs, strict=False)))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _unfit(error, [str(list(one.shape)) for one in inputs]) from error
-    return network.double().train()
 
 
 def _unfit(error: Exception, inputs: Sequence[str]) -> ConfigError:

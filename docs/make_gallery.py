@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from exp.cli.gallery import Entry, entries
+from exp.cli.gallery import EXPERIMENTS, titles
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, TESTS = ROOT / "docs" / "gallery", ROOT / "tests" / "gallery"
@@ -74,9 +74,9 @@ SECONDS = 60
 def pages() -> dict[str, str]:
     """Return the text of gallery.md and of each experiment's page, by its path in docs/."""
     numbers = dict(_numbers())
-    found = {entry.name: entry for entry in entries()}
+    found = titles()
     return {"gallery.md": "\n".join(_index(found)) + "\n"} | {
-        f"gallery/{name}.md": "\n".join(_page(entry, numbers[name])) + "\n" for name, entry in found.items()
+        f"gallery/{name}.md": "\n".join(_page(name, title, numbers[name])) + "\n" for name, title in found.items()
     }
 
 
@@ -89,38 +89,38 @@ def _numbers() -> Iterator[tuple[str, str]]:
                 yield node.name.removeprefix("test_"), " ".join(said.split())
 
 
-def _index(found: dict[str, Entry]) -> Iterator[str]:
+def _index(found: dict[str, str]) -> Iterator[str]:
     yield HEAD
     for family, names in FAMILIES.items():
         yield f"## {family}\n\n| | |\n|---|---|"
-        yield from (f"| [{name}](gallery/{name}.md) | {found[name].title} |" for name in names.split())
+        yield from (f"| [{name}](gallery/{name}.md) | {found[name]} |" for name in names.split())
         yield ""
 
 
-def _page(entry: Entry, number: str) -> Iterator[str]:
-    yield f"# {entry.name}\n\n*Reference*: {entry.title}."
-    yield f"One of the [gallery](../gallery.md).\n\n![{entry.name}]({entry.name}.png)\n"
-    yield f"    {entry.command}\n"
+def _page(name: str, title: str, number: str) -> Iterator[str]:
+    yield f"# {name}\n\n*Reference*: {title}."
+    yield f"One of the [gallery](../gallery.md).\n\n![{name}]({name}.png)\n"
+    yield f"    python -m exp.train experiment={name}\n"
     yield f"**The number that its test holds.** {number}\n"
-    yield f"```yaml\n{entry.path.read_text(encoding='utf-8').rstrip()}\n```"
+    yield f"```yaml\n{(EXPERIMENTS / f'{name}.yaml').read_text(encoding='utf-8').rstrip()}\n```"
 
 
-def draw(entry: Entry, place: Path) -> None:
+def draw(name: str, place: Path) -> None:
     """Runs an experiment, for SECONDS at most, and draws its picture."""
-    directory = place / entry.name
-    words = [f"experiment={entry.name}", f"hydra.run.dir={directory.name}", "logger=[csv]"]
+    directory = place / name
+    words = [f"experiment={name}", f"hydra.run.dir={directory.name}", "logger=[csv]"]
     words += [
         "trainer.enable_progress_bar=false",
         f"trainer.max_time='00:00:00:{SECONDS - 1}'",
         "launch.accelerator=cpu",
     ]
-    if BESIDE.get(entry.name, "").startswith("gradients/norm/"):
+    if BESIDE.get(name, "").startswith("gradients/norm/"):
         words.append("hooks.gradients.each_parameter=true")
     done = subprocess.run(
         [sys.executable, "-m", "exp.train", *words], cwd=place, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{entry.name}: {done.stderr}")
+        raise SystemExit(f"{name}: {done.stderr}")
     with (directory / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     import matplotlib
@@ -128,14 +128,14 @@ def draw(entry: Entry, place: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    beside = _beside(entry.name)
+    beside = _beside(name)
     figure, axes = pyplot.subplots(1, 2 if beside else 1, figsize=(7.5 if beside else 4.5, 2.8), squeeze=False)
     curve(axes[0][0], rows, ["loss/train", "loss/val"])
     if beside:
         beside(axes[0][1], rows, directory)
     figure.tight_layout()
     PICTURES.mkdir(exist_ok=True)
-    figure.savefig(PICTURES / f"{entry.name}.png", dpi=72, metadata={"Software": None})
+    figure.savefig(PICTURES / f"{name}.png", dpi=72, metadata={"Software": None})
     pyplot.close(figure)
 
 
@@ -251,10 +251,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     names: list[str] = parser.parse_args().names
     with tempfile.TemporaryDirectory() as place:
-        for entry in entries():
-            if not names or entry.name in names:
-                draw(entry, Path(place))
-                print(entry.name, os.path.getsize(PICTURES / f"{entry.name}.png"), flush=True)
+        for name in titles():
+            if not names or name in names:
+                draw(name, Path(place))
+                print(name, os.path.getsize(PICTURES / f"{name}.png"), flush=True)
 
 
 if __name__ == "__main__":

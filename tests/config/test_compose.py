@@ -335,19 +335,6 @@ def test_a_mapping_and_a_list_replace_each_other():
     assert (fault.key, fault.source) == ("trainer", "command line")
 
 
-def test_a_whole_number_as_a_key_is_explained():
-    write("conf/experiment/e.yaml", "# @package _global_\nvars: {widths: {1: 32, 2: 64}, size: 2}\n")
-    number = "${vars.size} is the number 2"
-    as_key = "vars.widths has the number 2 as a key"
-    for reference, told in (("vars.widths.${vars.size}", number), ("vars.widths.2", as_key), (".widths.2", as_key)):
-        (fault,) = refused_values("experiment=e", f"+vars.own='${{{reference}}}'")
-        assert (fault.key, fault.got) == ("vars.own", f"${{{reference}}}, and {told}")
-        assert fault.cure == 'Write the number in quotes, "1", as a value and as a key'
-    text = "vars: {widths: {'1': 32, '2': 64}, size: '2', own: '${vars.widths.${vars.size}}'}\n"
-    write("conf/experiment/e.yaml", f"# @package _global_\n{text}")
-    assert exp.compose(["experiment=e"]).vars.own == 64
-
-
 def test_one_missing_value_is_one_error():
     text = "vars: {a: '${vars.b}', b: '${vars.no}', c: ['${vars.no}', '${vars.b}'], x: '${vars.y}', y: '${vars.x}'}\n"
     write("conf/experiment/e.yaml", f"# @package _global_\n{text}")

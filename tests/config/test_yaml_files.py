@@ -19,7 +19,7 @@ CONF = Path(__file__).parents[2] / "conf"
         ("No", "Write false, or 'No' in quotes"),
         ("ON", "Write true"),
         ("off", "Write false"),
-        ("012", "Write 12 for the number, or '012' in quotes"),
+        ("012", "Write 12, or '012' in quotes"),
         ("-017", "Write -17"),
         ("00", "Write 0"),
         ("0b101", "'0b101' in quotes"),

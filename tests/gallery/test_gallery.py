@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import exp
-from exp.cli.gallery import Entry, entries, main
+from exp.cli.gallery import main, titles
 
 FOLDER = Path(__file__).parent
 EXPERIMENTS = Path(exp.__file__).parent / "conf" / "experiment"
@@ -44,14 +44,14 @@ def test_the_list_needs_neither_torch_nor_hydra() -> None:
 
 
 def test_an_installed_package_names_the_repository_for_pictures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("exp.cli.gallery.PAGES", tmp_path)
-    entry = Entry(name="lenet", title="", path=tmp_path)
-    assert entry.picture == "docs/gallery/lenet.png of the repository"
+    assert main([]) == 0
+    assert "docs/gallery/lenet.png of the repository" in capsys.readouterr().out
 
 
 def test_each_experiment_has_a_test_that_says_its_number() -> None:
     functions = [node for path in FOLDER.glob("test_*.py") for node in ast.parse(path.read_text()).body]
     said = {node.name: ast.get_docstring(node) for node in functions if isinstance(node, ast.FunctionDef)}
-    assert [entry.name for entry in entries() if not said.get(f"test_{entry.name}")] == []
+    assert [name for name in titles() if not said.get(f"test_{name}")] == []

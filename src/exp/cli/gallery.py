@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from exp.errors import ConfigError, Fault
@@ -19,51 +18,23 @@ from exp.output import exit_status
 from exp.spelling import among, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Of a checkout; a wheel has no docs.
+EXPERIMENTS = PACKAGE / "conf" / "experiment"
+# In a checkout; a wheel has no docs.
 PAGES = PACKAGE.parents[1] / "docs" / "gallery"
-SELECTED_BY = ": experiment="
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """An experiment of conf/experiment.
-
-    name: in `experiment=NAME`. title: what it is, from its first line. path: of the YAML.
-    """
-
-    name: str
-    title: str
-    path: Path
-
-    @property
-    def command(self) -> str:
-        return f"python -m exp.train experiment={self.name}"
-
-    @property
-    def picture(self) -> str:
-        """Where the picture is: a path from the current folder where it can be, else its place in the repository."""
-        path = PAGES / f"{self.name}.png"
-        if not path.is_file():
-            return f"docs/gallery/{self.name}.png of the repository"
-        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def entries() -> list[Entry]:
-    """All experiments, by name."""
-    return [_entry(path) for path in sorted((PACKAGE / "conf" / "experiment").glob("*.yaml"))]
-
-
-def _entry(path: Path) -> Entry:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    first = next(line for line in lines if line.startswith("# ") and not line.startswith("# @package"))
-    return Entry(name=path.stem, title=first.removeprefix("# ").partition(SELECTED_BY)[0], path=path)
+def titles() -> dict[str, str]:
+    """Return the title of each experiment, from the first comment of its file."""
+    found = {}
+    for path in sorted(EXPERIMENTS.glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        first = next(line for line in lines if line.startswith("# ") and not line.startswith("# @package"))
+        found[path.stem] = first.removeprefix("# ").partition(": experiment=")[0]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the list, or the YAML of one experiment.
-
-    Returns: 0; 2 where there is no experiment of that name.
-    """
+    """Print the list, or the YAML of one experiment. Returns: 0; 2 for an unknown name."""
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
 
 
@@ -77,21 +48,15 @@ def _command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("name", nargs="?", help="the experiment whose YAML is printed")
     name: str | None = parser.parse_args(argv).name
-    found = {entry.name: entry for entry in entries()}
+    found = titles()
     if name is None:
-        for entry in found.values():
-            print(f"{entry.name}\n  {entry.title}\n  {entry.command}\n  {entry.picture}\n")
+        for one, title in found.items():
+            picture = PAGES / f"{one}.png"
+            place = picture if picture.is_file() else f"docs/gallery/{one}.png of the repository"
+            print(f"{one}\n  {title}\n  python -m exp.train experiment={one}\n  {place}\n")
         return 0
     if name not in found:
-        raise ConfigError(
-            [
-                Fault(
-                    key="experiment",
-                    got=f"{name}, which is none of exp's own",
-                    expected=f"one of {among(found, word=name)}",
-                    cure=did_you_mean(name, found),
-                )
-            ]
-        )
-    print(found[name].path.read_text(encoding="utf-8"), end="")
+        got, expected = f"{name}, which is none of exp's own", f"one of {among(found, word=name)}"
+        raise ConfigError([Fault(key="experiment", got=got, expected=expected, cure=did_you_mean(name, found))])
+    print((EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8"), end="")
     return 0

@@ -29,9 +29,8 @@ MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 # Filled in from the data before a run; null until then, and other keys refer to them.
 OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
-# What OmegaConf (2.3) says of a key that an interpolation does not find, and of a number as a part of one.
+# What OmegaConf (2.3) says of a key that an interpolation does not find.
 NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
-NUMBER_INSIDE = re.compile(r"should return a string, but instead returned `([^`]*)` of type `[^`]*`: (.*)")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 
 
@@ -225,10 +224,6 @@ class _Reader:
                     cure=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
                 )
                 return
-        if (numbers := self.numbers(key, str(error))) is not None:
-            cure = 'Write the number in quotes, "1", as a value and as a key'
-            self.fault(key, got=f"{text}, and {numbers}", expected="text, which finds keys of text", cure=cure)
-            return
         cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
         expected = "an interpolation that leads to a value"
@@ -246,20 +241,6 @@ class _Reader:
                 if NOT_FOUND.match(str(error)) or "environment variable" in str(error).lower():
                     return True
         return False
-
-    def numbers(self, key: str, message: str) -> str | None:
-        """Return which number stands where OmegaConf looks for text in the interpolation at a key, in words."""
-        if (inner := NUMBER_INSIDE.search(message)) is not None:
-            return f"{inner[2]} is the number {inner[1]}"
-        sought, parts = NOT_FOUND.match(message), key.split(".")
-        holder, _, name = (sought[1] if sought is not None else "").rpartition(".")
-        # A reference may begin at any mapping around it, `${.1}`.
-        places = (".".join(filter(None, (*parts[:count], holder))) for count in range(len(parts)))
-        for place in places if name.isdecimal() else ():
-            node = self.values[place] if place else self.raw
-            if isinstance(node, dict) and int(name) in node:
-                return f"{place} has the number {name} as a key"
-        return None
 
     def near(self, reference: str, key: str) -> str | None:
         """The existing key most like one that leads nowhere: a sibling first, then any key but `key`, which asks."""

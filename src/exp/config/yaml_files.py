@@ -213,21 +213,16 @@ def _refuse_misread(name: str, root: yaml.Node) -> None:
 def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[Fault]:
     text = node.value
     for meaning, pattern in MISREAD.items():
-        if not pattern.fullmatch(text):
-            continue
-        if meaning == "a truth value":
-            cure = f"Write {'true' if text.lower() in ('yes', 'on') else 'false'}, or '{text}' in quotes for the text"
-        elif meaning == "an octal number":
-            cure = f"Write {int(text)} for the number, or '{text}' in quotes for the text"
-        else:
-            cure = f"Write '{text}' in quotes for the text, or the number in decimal digits"
-        yield Fault(
-            key=key or name,
-            got=f"{text}, which YAML 1.1 reads as {meaning} and YAML 1.2 does not",
-            expected="a value that both read alike",
-            cure=cure,
-            source=f"{name}, line {node.start_mark.line + 1}",
-        )
+        if pattern.fullmatch(text):
+            value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower())
+            value = value or (str(int(text)) if meaning == "an octal number" else "the number in decimal digits")
+            yield Fault(
+                key=key or name,
+                got=f"{text}, which YAML 1.1 reads as {meaning} and YAML 1.2 does not",
+                expected="a value that both read alike",
+                cure=f"Write {value}, or '{text}' in quotes for the text",
+                source=f"{name}, line {node.start_mark.line + 1}",
+            )
 
 
 @functools.cache

@@ -233,20 +233,24 @@ def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None)
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_fault(key, repr(directory), "a directory below the working directory")]
     longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
-    name = str(config.name) if "name" in config else ""
     if not can_be_a_path(directory):
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
         got = f"{longest[:40]}..., {len(longest)} characters"
-        return [_fault("name" if longest in name else key, got, expected)]
+        return [_fault(_name_or(key, config, longest), got, expected)]
     if secret is not None:
         got = f"{secret[0]} in the name of a folder"
-        return [_fault("name" if secret[0] in name else key, got, "a name that holds no secret")]
+        return [_fault(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
         return [_fault(key, directory, "a directory of its own for the results", f"Write {key}=outputs/elsewhere")]
     cure = f"Write {key}={directory} on the command line, which may lead to another disk"
     return [_fault(key, directory, "a directory below the working directory", cure)]
+
+
+def _name_or(key: str, config: DictConfig, text: str) -> str:
+    """Return `name` if the name of the run has a text of a directory, else the key of the directory."""
+    return "name" if "name" in config and text in str(config.name) else key
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exp.data.arrays import archive_of
+from exp.engine.predictions import archive_of
 from exp.errors import ConfigError, Fault, RunError
 from exp.files import write_whole
 from exp.saved_runs.answers import Reading

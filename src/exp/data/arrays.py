@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -139,14 +138,6 @@ def read_archive(file: Path) -> dict[str, np.ndarray]:
         raise data_fault(
             "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
         ) from error
-
-
-def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The content of an .npz file of these arrays."""
-    content = io.BytesIO()
-    save: Callable[..., None] = np.savez  # whose stub takes any name for that of its one option
-    save(content, **arrays)
-    return content.getvalue()
 
 
 def _require_rows(array: np.ndarray, what: str) -> None:

@@ -70,9 +70,8 @@ def read_idx(file: Path) -> np.ndarray:
     shape = tuple(int(size) for size in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), dtype=">u4"))
     wanted = start + dtype.itemsize * math.prod(shape)
     if len(content) != wanted:
-        raise data_fault(
-            "dataset.path", got=f"{file} of {len(content)} bytes", expected=f"{wanted}, as its beginning says"
-        )
+        got = f"{file} of {len(content)} bytes"
+        raise data_fault("dataset.path", got=got, expected=f"{wanted}, as its beginning says")
     return np.frombuffer(content[start:], dtype=dtype).reshape(shape)
 
 

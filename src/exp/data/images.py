@@ -28,7 +28,6 @@ from exp.data.pictures import (
     PictureForm,
     broken,
     deep,
-    is_transparent,
     pair_of,
     stored_mode,
 )
@@ -100,9 +99,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 self._join()
             else:
                 self.files, self.targets, self.classes = _in_folders(folder)
-        self._notes = self._look()
-        for part in self.own_parts.values():
-            part._notes = self._notes
+        self._look()
 
     def _of(self, files: list[str], targets: Tensor, classes: tuple[str, ...]) -> Images:
         part = copy.copy(self)
@@ -136,10 +133,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             part.targets = torch.tensor([known.index(name) for name in self.classes])[self.targets]
         return part
 
-    def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
-        """Return what to say of the pictures, a line each."""
-        return self._notes
-
     @property
     def num_classes(self) -> int | None:
         return len(self.classes) or None
@@ -165,33 +158,21 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
-    def _look(self) -> list[str]:
-        """Return notes on the pictures that are looked at.
-
-        Raises: ConfigError for a file that is no picture, and for modes and sizes that do not fit.
-        """
-        looked = self.files[:: -(-len(self.files) // LOOKED_AT)]
+    def _look(self) -> None:
+        """Raise ConfigError for a file that is no picture, and for modes and sizes that do not fit."""
         modes: dict[str, list[str]] = {}
         sizes: dict[tuple[int, int], list[str]] = {}
-        transparent: list[str] = []
-        for file in looked:
+        for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
                 with Image.open(file) as picture:
-                    mode = stored_mode(picture)
-                    modes.setdefault(mode, []).append(file)
+                    modes.setdefault(stored_mode(picture), []).append(file)
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
-                    transparent += [file] * (mode in EIGHT_BITS and is_transparent(picture))
             except UNREADABLE as error:
                 raise ConfigError([broken(file, error)]) from error
         faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
         faults += [] if faults else _mode_faults(modes, self.form.mode)
-        faults += self._size_faults(sizes)
-        if faults:
+        if faults := [*faults, *self._size_faults(sizes)]:
             raise ConfigError(faults)
-        if not transparent:
-            return []
-        told = f"{len(transparent)} of the {len(looked)} pictures looked at have transparent parts"
-        return [f"{told}, such as {transparent[0]}; they are laid on data.dataset.background={self.form.background}"]
 
     def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
         if self.form.crop is not None:
@@ -267,22 +248,16 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """
     folders = _folders_in(folder)
     found = {one.name: list(pictures_below(one)) for one in folders}
-    empty = [name for name, files in found.items() if not files]
-    if empty:
+    if empty := [name for name, files in found.items() if not files]:
+        got, expected = f"{folder / empty[0]} without a picture", f"a file that ends in {', '.join(ENDINGS)}"
         raise data_fault(
-            "dataset.path",
-            got=f"{folder / empty[0]} without a picture",
-            expected=f"a file that ends in {', '.join(ENDINGS)}",
-            cure="Remove the folder, or put its pictures there",
+            "dataset.path", got=got, expected=expected, cure="Remove the folder, or put its pictures there"
         )
     if len(found) < 2:
-        held = f"one folder, {folders[0].name}" if folders else "no folder"
-        raise data_fault(
-            "dataset.path",
-            got=f"{folder} with {held}",
-            expected="a folder of pictures for each of two or more classes",
-            cure="Or give a CSV file with the columns path and target",
+        expected = (
+            "a folder of pictures for each of two or more classes, or a CSV file with the columns path and target"
         )
+        raise data_fault("dataset.path", got=f"{folder} with {', '.join(found) or 'no folder'}", expected=expected)
     files = [file for several in found.values() for file in several]
     targets = [number for number, several in enumerate(found.values()) for _ in several]
     return files, torch.tensor(targets), tuple(found)
@@ -291,33 +266,19 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
     """Return the folders train, val and test that hold a folder for each class; none if classes are called so.
 
-    Raises: ConfigError for two folders of one part, and for a folder of class folders that is no part.
+    Raises: ConfigError for two folders of one split, and for a folder of class folders that is no split.
     """
-    folders = _folders_in(folder)
-    named = [
-        (stage, one)
-        for stage, names in PART_NAMES.items()
-        for one in folders
-        if one.name.casefold() in names and _folders_in(one)
-    ]
+    folders = [one for one in _folders_in(folder) if _folders_in(one)]
+    named = [(stage, one) for stage, names in PART_NAMES.items() for one in folders if one.name.casefold() in names]
     found = dict(named)
     if "train" not in found or len(named) < 2:
         return {}
-    for stage, one in named:
-        if found[stage] != one:
-            got = f"{folder} with {one.name} and {found[stage].name}, which are both {stage}"
-            raise _stray(got, [one, found[stage]])
-    for one in folders:
-        if one not in found.values() and _folders_in(one):
-            names = " and ".join(place.name for place in found.values())
-            raise _stray(f"{folder} with {one.name}, a folder of classes that is no part, next to {names}", [one])
+    if others := [one for one in folders if one not in found.values()]:
+        known = " and ".join(one.name for one in found.values())
+        got = f"{folder} with {others[0].name}, a folder of classes, next to {known}"
+        expected, cure = "one folder for each of train, val and test", f"Rename or move {others[0]}"
+        raise data_fault("dataset.path", got=got, expected=expected, cure=cure)
     return found
-
-
-def _stray(got: str, folders: Sequence[Path]) -> ConfigError:
-    """Return the error of a folder whose pictures no part would take."""
-    cure = f"Rename or move {' or '.join(map(str, folders))}"
-    return data_fault("dataset.path", got=got, expected="one folder for each of train, val and test", cure=cure)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -41,7 +41,7 @@ class Indexed(Protocol):
 
 @runtime_checkable
 class Samples(Protocol):
-    """What gives samples by their numbers, as a data set of any library does."""
+    """A data set of any library that gives samples by their numbers."""
 
     def __len__(self) -> int: ...
 
@@ -256,19 +256,6 @@ def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
     indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
     within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
     return f"sample {index} of {stage}{within}"
-
-
-def origin(dataset: object, index: int) -> str | None:
-    """Where a sample of a part comes from: its file, else its number in the data set of which this is a part."""
-    indices = getattr(dataset, "indices", None)
-    if isinstance(dataset, Subset):
-        return (
-            origin(dataset.dataset, int(dataset.indices[index])) or f"sample {int(dataset.indices[index])} of the whole"
-        )
-    files = getattr(dataset, "files", None)
-    if isinstance(files, list) and isinstance(dataset, Samples) and len(files) == len(dataset):
-        return str(files[index])
-    return None if not isinstance(indices, Tensor) else f"sample {int(indices[index])} of the whole"
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:

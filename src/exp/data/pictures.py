@@ -157,11 +157,6 @@ def stored_mode(picture: Image.Image) -> str:
     return picture.mode
 
 
-def is_transparent(picture: Image.Image) -> bool:
-    """Return whether an opened picture has a pixel that is not opaque. Decodes pictures with an alpha channel."""
-    return picture.has_transparency_data and min(picture.convert("RGBA").getchannel("A").tobytes()) < 255
-
-
 def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:
     """Return the error of a picture that pillow cannot read."""
     reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)

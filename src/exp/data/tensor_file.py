@@ -13,7 +13,8 @@ from torch import Tensor
 
 from exp.data.arrays import NUMERIC, read_archive
 from exp.data.dataset_files import data_file
-from exp.data.faults import data_fault, name_cure
+from exp.data.entries import TARGET
+from exp.data.faults import data_fault, refuse_unknown_columns
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
 
@@ -42,23 +43,17 @@ class TensorFile(Tensors):
         scale: float = 1.0,
     ) -> None:
         file = data_file(path, directory=directory)
-        names = {"input": input} if target is None else {"input": input, "target": target}
+        names = {"input": input} if target is None else {"input": input, TARGET: target}
         arrays = read_arrays(file, names=names)
-        inputs, targets = arrays["input"], arrays.get("target")
-        if targets is not None and len(inputs) != len(targets):
-            raise data_fault(
-                "dataset.path",
-                got=f"{file} with {len(inputs)} inputs and {len(targets)} targets",
-                expected="as many of the one as of the other",
-            )
+        if len({len(tensor) for tensor in arrays.values()}) > 1:
+            got = f"{file} with {' and '.join(f'{len(tensor)} {name}s' for name, tensor in arrays.items())}"
+            raise data_fault("dataset.path", got=got, expected="as many of the one as of the other")
         for name, tensor in arrays.items():
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             if bad.any():
-                raise data_fault(
-                    "dataset.path",
-                    got=f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite",
-                    expected="finite numbers",
-                )
+                got = f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite"
+                raise data_fault("dataset.path", got=got, expected="finite numbers")
+        inputs, targets = arrays["input"], arrays.get(TARGET)
         is_scaled = inputs.is_floating_point() or inputs.dtype == torch.uint8
         inputs = _float(inputs) * scale if is_scaled else inputs.long()
         if targets is None:
@@ -75,7 +70,7 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The named arrays of a file, by role."""
+    """Return the named arrays of a file, by role. Raises: ConfigError for another file, and for an unknown name."""
     if file.suffix == ".npz":
         arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}
         native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
@@ -84,17 +79,8 @@ def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
         held = _read_pt(file, tuple(names.values()))
     else:
         raise data_fault("dataset.path", got=str(file), expected="a file that ends in .npz, .pt or .pth")
-    found = {}
-    for role, name in names.items():
-        if name not in held:
-            raise data_fault(
-                f"dataset.{role}",
-                got=name,
-                expected=f"an array of numbers that {file} holds",
-                cure=name_cure(name, list(held)),
-            )
-        found[role] = held[name]
-    return found
+    refuse_unknown_columns(file, list(held), {role: [name] for role, name in names.items()})
+    return {role: held[name] for role, name in names.items()}
 
 
 def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -102,15 +88,11 @@ def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         held = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise data_fault(
-            "dataset.path", got=f"{file} ({reason})", expected="tensors alone, saved by torch.save"
-        ) from error
+        expected = "tensors alone, saved by torch.save"
+        raise data_fault("dataset.path", got=f"{file} ({reason})", expected=expected) from error
     if isinstance(held, tuple | list) and len(held) == len(names):
         held = dict(zip(names, held, strict=True))
     if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):
-        raise data_fault(
-            "dataset.path",
-            got=f"{file} with {type(held).__name__}",
-            expected="a mapping of names to tensors, or a pair",
-        )
+        expected = "a mapping of names to tensors, or a pair"
+        raise data_fault("dataset.path", got=f"{file} with {type(held).__name__}", expected=expected)
     return dict(held)

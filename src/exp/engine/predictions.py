@@ -7,8 +7,9 @@ one of them writes.
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from exp.data.arrays import archive_of
 from exp.errors import RunError
 from exp.files import write_whole
 from exp.nested import named_parts, tensors_in
@@ -87,6 +87,14 @@ def as_arrays(outputs: Any, *, held: int) -> tuple[dict[str, np.ndarray], list[s
     if not found:
         raise RunError(f"the network gives a {type(outputs).__name__}; expected a tensor [B, ...], or several by name")
     return found, others
+
+
+def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the content of an .npz file of arrays by name."""
+    content = io.BytesIO()
+    save: Callable[..., None] = np.savez  # whose stub takes any name for that of its one option
+    save(content, **arrays)
+    return content.getvalue()
 
 
 def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:

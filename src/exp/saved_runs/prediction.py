@@ -19,12 +19,11 @@ from exp.config.frozen import literal
 from exp.config.module_key import brings_data
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
-from exp.data.arrays import archive_of
 from exp.data.column_source import raw_columns
 from exp.data.csv_source import Dialect
 from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
-from exp.engine.predictions import read_shares
+from exp.engine.predictions import archive_of, read_shares
 from exp.errors import ConfigError, Fault, RunError
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config

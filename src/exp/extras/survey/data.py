@@ -119,7 +119,7 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
     """
     from exp.config.freeze import make_exclusively
     from exp.config.frozen import COMPOSITION
-    from exp.data.in_memory import origin
+    from exp.extras.survey.read_once import origin
     from exp.extras.survey.survey_pictures import sheets
     from exp.extras.survey.survey_text import findings, markdown
     from exp.files import write_whole

@@ -11,11 +11,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from exp.data.collate import Pad
 from exp.data.data import Data
 from exp.data.entries import named_entries
-from exp.data.in_memory import Entries, Tensors, gathered, sample_name, samples_in
+from exp.data.in_memory import Entries, Samples, Tensors, gathered, sample_name, samples_in
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
 from exp.nested import is_record
@@ -115,6 +116,18 @@ def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
         inputs: The names of the values of a tuple.
     """
     return dict(_flat("", named_entries(data, inputs)))
+
+
+def origin(dataset: object, index: int) -> str | None:
+    """Return the file of a sample of a part, or its number in the whole data set; None for neither."""
+    indices = getattr(dataset, "indices", None)
+    if isinstance(dataset, Subset):
+        within = int(dataset.indices[index])
+        return origin(dataset.dataset, within) or f"sample {within} of the whole"
+    files = getattr(dataset, "files", None)
+    if isinstance(files, list) and isinstance(dataset, Samples) and len(files) == len(dataset):
+        return str(files[index])
+    return f"sample {int(indices[index])} of the whole" if isinstance(indices, Tensor) else None
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:

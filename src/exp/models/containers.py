@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.compiler import compile_forward
-from exp.models.freezing import freeze as freeze_parameters
+from exp.models.freezing import find_frozen
 from exp.models.graphs import graph_of_function
 from exp.models.initialisation import Scheme, initialise
 from exp.models.layers import Held, built
@@ -43,7 +43,7 @@ class ProgramModel(nn.Module):
     functions: functions that the program may call by name, beside those of torch that are listed. They take what the
         program gives them, and give tensors. A torch.autograd.Function stands for its `apply`.
     initialisation: pattern to scheme, see models/initialisation.py; applied once all shapes are known.
-    freeze: patterns of what does not learn, or {parameters: patterns, batch_norm: eval}, see models/freezing.py.
+    freeze: patterns of what does not learn, see models/freezing.py.
 
     Raises ProgramError for a fault in the program, ConfigError for one in the layers.
     """
@@ -61,7 +61,7 @@ class ProgramModel(nn.Module):
         constants: Mapping[str, object] | None = None,
         functions: Mapping[str, Callable[..., object]] | None = None,
         initialisation: Mapping[str, Scheme] | None = None,
-        freeze: Sequence[str] | Mapping[str, Any] = (),
+        freeze: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if container is not None:
@@ -135,7 +135,7 @@ class ProgramModel(nn.Module):
 
     def apply_freeze(self) -> None:
         """Freeze the parameters that the config names, whether they have their shapes or not."""
-        freeze_parameters(self, self._freeze)
+        find_frozen(self, parameters=self._freeze, key="freeze").apply(self)
 
     def apply_options(self) -> None:
         """Initialise and freeze, once, as soon as every parameter has its shape."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from exp.errors import ConfigError, Fault
 from exp.models.matching import ANY_BATCH_NORM, parameters_meant
-from exp.spelling import show
 
 Statistics = Literal["train", "eval"]
 NEVER = float("inf")
@@ -123,25 +122,6 @@ def find_frozen(
         if batch_norm == "eval" and _is_frozen(_of_norm(network, path, mean), mean, until)
     }
     return Freezing(until={name: epoch for name, epoch in until.items() if name in names}, norms=norms)
-
-
-def freeze(network: nn.Module, node: Sequence[str] | Mapping[str, Any]) -> None:
-    """Freeze what a container's `freeze` means: patterns, or {parameters: patterns, batch_norm: eval}.
-
-    Raises: ConfigError.
-    """
-    if not isinstance(node, Mapping):
-        find_frozen(network, parameters=node, key="freeze").apply(network)
-        return
-    statistics = node.get("batch_norm", "train")
-    unknown = [name for name in node if name not in ("parameters", "batch_norm")]
-    if unknown:
-        cure = f"Epochs are those of the run: write {UNFREEZE}, at the top" if "unfreeze" in unknown else None
-        fault = Fault(key=f"freeze.{unknown[0]}", got="unknown", expected="parameters, batch_norm", cure=cure)
-        raise ConfigError([fault])
-    if statistics not in ("train", "eval"):
-        raise ConfigError([Fault(key="freeze.batch_norm", got=show(statistics), expected="train or eval")])
-    find_frozen(network, parameters=node.get("parameters", ()), batch_norm=statistics).apply(network)
 
 
 def _meant(network: nn.Module, pattern: str, known: Iterable[str], *, key: str, faults: list[Fault]) -> frozenset[str]:

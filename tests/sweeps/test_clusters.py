@@ -117,7 +117,7 @@ def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):
     found = faults(local, "+hydra.launcher.additional_parameters={signal:USR2,mem-gb:1,reservation:mine}")
     assert set(found) == {"additional_parameters.signal", "additional_parameters.mem-gb"}
     (unknown,) = faults(local, "+hydra.launcher.tasks_per_node=1").values()
-    assert "Did you mean gpus_per_node?" in unknown
+    assert "Key 'tasks_per_node' not in 'SlurmSettings'" in unknown
     delay = faults(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
     assert "less than the 60 s of a job" in delay["signal_delay_s"]
     with pytest.raises(ConfigError, match="Write -m in front"):

@@ -65,23 +65,23 @@ MOVED: Mapping[str, str] = {
 # Parameters that classes no longer have. The names of the classes are those of this version.
 REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.data.delimited.Csv": ["packed"],
+    "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
+    "exp.extras.debugging.nan_guard.NanGuard": ["steps_in_flight"],
+    "exp.extras.debugging.operators.Operators": ["every_n_steps"],
+    "exp.extras.debugging.profile.Profile": ["rows"],
     "exp.extras.deepspeed.deepspeed.DeepSpeed": [
         *("offload_parameters", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "show_gradients"),
     ],
+    "exp.extras.evaluation.confusion.Confusion": ["normalised"],
+    "exp.extras.evaluation.pr_curve.PRCurve": ["positive_class", "thresholds"],
+    "exp.extras.evaluation.samples.Samples": ["columns"],
     "exp.extras.hf.hf.HuggingFace": ["files"],
-    "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
-    "exp.extras.debugging.operators.Operators": ["every_n_steps"],
-    "exp.extras.debugging.profile.Profile": ["rows"],
     "exp.extras.research.features.Features": ["columns"],
     "exp.extras.research.gradient_reversal.GradientReversal": ["steepness"],
     "exp.extras.research.retain_gradients.RetainGradients": ["histogram"],
     "exp.hooks.activations.Activations": ["unit_axis"],
-    "exp.extras.evaluation.confusion.Confusion": ["normalised"],
     "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],
     "exp.hooks.memory.Memory": ["record_history"],
-    "exp.extras.debugging.nan_guard.NanGuard": ["steps_in_flight"],
-    "exp.extras.evaluation.pr_curve.PRCurve": ["positive_class", "thresholds"],
-    "exp.extras.evaluation.samples.Samples": ["columns"],
     "exp.tensorboard.logger.TensorBoardLogger": ["graph"],
 }
 

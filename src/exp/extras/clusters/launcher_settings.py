@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
 from exp.errors import Fault, is_installed
-from exp.spelling import among, did_you_mean, show
+from exp.spelling import show
 
 # The package of each launcher, which the extra of the same word installs.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
@@ -99,17 +99,10 @@ def launcher_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
             cure=f"pip install 'exp-framework[{word}]'",
         )
     wrong = set()
-    for name, value in settings.items():
-        if name != "_target_" and name not in known:
-            yield Fault(
-                key=f"hydra.launcher.{name}",
-                got=f"hydra/launcher={word} has no such key",
-                expected=f"one of {among(known, word=name)}",
-                cure=did_you_mean(name, known),
-            )
-        elif name != "_target_" and not fits(value, known[name][1]):
+    for name, (_, kind) in known.items():
+        if not fits(settings[name], kind):
             wrong.add(name)
-            yield Fault(key=f"hydra.launcher.{name}", got=show(value), expected=worded(known[name][1]))
+            yield Fault(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=worded(kind))
     if target == SLURM:
         yield from (fault for name, fault in _slurm_faults(settings, wrong) if name not in wrong)
 

@@ -24,9 +24,8 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Sigmoid: (0.0, 1.0),
     nn.Hardsigmoid: (0.0, 1.0),
 }
-# The figures of a part: number of entries, mean, sum of squared deviations, number of zeros, number of entries that
-# could be saturated, number of those that are.
-COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED = range(6)
+# The figures of a part: number of entries, mean, sum of squared deviations, number of zeros, number at a bound.
+COUNT, MEAN, SQUARES, ZEROS, SATURATED = range(5)
 
 # Layers in which a signal fades or grows by three orders of magnitude, half of whose units are dead, or half of whose
 # entries are at their bounds.
@@ -50,7 +49,7 @@ class Activations(Hook):
     `activations/dead_units`: share of units whose every entry is 0. A unit is a feature, the last axis of `[B, C]` and
     `[B, T, C]`, or a channel, axis 1 of `[B, C, H, W]`.
     `activations/saturated`, of bounded modules: share of entries within 1 per cent of the range of a bound. For ReLU6
-    that is the upper bound. For Softmax it is the share of distributions whose largest probability is above 0.99.
+    that is the upper bound.
     `activations/histogram/<module>`, on request: of the last micro-batch of rank 0.
 
     A module that is called several times in a step counts with all its calls, and with the first tensor that it
@@ -91,7 +90,7 @@ class Activations(Hook):
         if found is None:
             return
         found = found.detach()
-        seen = self._seen.setdefault(name, _Seen(bounded=is_bounded(module)))
+        seen = self._seen.setdefault(name, _Seen(bounded=bounds_of(module) is not None))
         part, live = figures(found, module), live_units(found)
         if not self._counts:
             part, live = torch.zeros_like(part), torch.zeros_like(live)
@@ -118,7 +117,7 @@ class Activations(Hook):
             found["zeros"][name] = whole[ZEROS] / whole[COUNT]
             found["dead_units"][name] = 1 - units.float().mean()
             if one.bounded:
-                found["saturated"][name] = whole[SATURATED] / whole[ASKED]
+                found["saturated"][name] = whole[SATURATED] / whole[COUNT]
             if one.last is not None:
                 values[f"activations/histogram/{name}"] = Histogram.of(one.last)
         for figure, numbers in found.items():
@@ -140,21 +139,20 @@ class _Seen:
 
 
 def figures(output: Tensor, module: nn.Module) -> Tensor:
-    """Return six numbers on one output of a module, `[6]`, float64: COUNT, MEAN, SQUARES, ZEROS, ASKED, SATURATED."""
+    """Return five numbers on one output of a module, `[5]`, float64: COUNT, MEAN, SQUARES, ZEROS, SATURATED."""
     values = output.to(at_least_float32(output.dtype))
     count = float(values.numel())
     # In two passes: torch.var_mean takes fifteen times as long on a CPU.
     mean = values.mean()
     squares = (values - mean).square_().sum()
-    saturated, asked = saturation(values, module)
     exact = torch.float32 if values.device.type == "mps" else torch.float64
     zeros = count - torch.count_nonzero(values).to(exact)
-    mean, squares, saturated = mean.to(exact), squares.to(exact), saturated.to(exact)
-    return torch.stack([torch.full_like(mean, count), mean, squares, zeros, torch.full_like(mean, asked), saturated])
+    mean, squares, at_bound = mean.to(exact), squares.to(exact), saturated(values, module).to(exact)
+    return torch.stack([torch.full_like(mean, count), mean, squares, zeros, at_bound])
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
-    """Return the figures of the entries of all parts, `[6]`, from those of each. Chan, Golub and LeVeque 1979."""
+    """Return the figures of the entries of all parts, `[5]`, from those of each. Chan, Golub and LeVeque 1979."""
     if len(parts) == 1:
         return parts[0]
     table = torch.stack(list(parts))
@@ -172,30 +170,21 @@ def live_units(output: Tensor) -> Tensor:
     return (output.abs().amax(others) if others else output.abs().amax()[None]) != 0
 
 
-def is_bounded(module: nn.Module) -> bool:
-    """Return whether `saturated` applies to a module."""
-    return isinstance(module, (nn.Softmax, nn.Softmax2d, nn.Hardtanh, *BOUNDS))
-
-
-def saturation(values: Tensor, module: nn.Module) -> tuple[Tensor, float]:
-    """Return the number of saturated entries of an output, 0-d, and of all; for Softmax, of distributions."""
-    if isinstance(module, nn.Softmax | nn.Softmax2d):
-        largest = values.amax(-3 if isinstance(module, nn.Softmax2d) else _softmax_axis(values, module.dim))
-        return (largest > 1 - MARGIN).sum(), float(largest.numel())
+def bounds_of(module: nn.Module) -> tuple[float, float] | None:
+    """Return the bounds of a module's output; None for a module without them."""
     if isinstance(module, nn.Hardtanh):  # and ReLU6, which derives from it
-        low, high = float(module.min_val), float(module.max_val)
-    else:
-        bounds = next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
-        if bounds is None:
-            return values.new_zeros(()), 1.0
-        low, high = bounds
+        return float(module.min_val), float(module.max_val)
+    return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
+
+
+def saturated(values: Tensor, module: nn.Module) -> Tensor:
+    """Return the number of entries at a bound, 0-d; 0 for a module without bounds."""
+    bounds = bounds_of(module)
+    if bounds is None:
+        return values.new_zeros(())
+    low, high = bounds
     margin = MARGIN * (high - low)
     at_bound = values >= high - margin
-    if not isinstance(module, nn.ReLU6):  # whose lower bound is counted as zeros
+    if not isinstance(module, nn.ReLU6):  # its lower bound is counted as zeros
         at_bound |= values <= low + margin
-    return at_bound.sum(), float(values.numel())
-
-
-def _softmax_axis(values: Tensor, axis: int | None) -> int:
-    """Return the axis of Softmax; by default as torch.nn.functional.softmax chooses it."""
-    return axis if axis is not None else 0 if values.dim() in (0, 1, 3) else 1
+    return at_bound.sum()

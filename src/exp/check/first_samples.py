@@ -134,26 +134,24 @@ def _batch_faults(
                 f"sample {place} of {stage} has an {name} that is not finite: unless the network removes it, the loss "
                 "is nan. Replace it in the data set or in data.transforms"
             )
-    measures = decided.metrics.values() if stage in plain["metric_stages"] else ()
     for forward, part in objectives_by_forward(decided.phases, decided.objective).items():
         trace = decided.shapes.traces.get(forward)
         if trace is None:
             continue
-        names = term_names(part)
-        if forward is None:  # metrics read the output of the network's own forward
-            names |= {f"{one.key}.{place}": name for one in measures for place, name in one.names.items()}
+        unknown = list(name_faults(term_names(part), trace, batch, spec))
+        yield from unknown or _term_faults(part, trace, batch, spec, stage)
+        if not unknown and plain["trainer"]["accumulate_grad_batches"] > 1:
+            part.known_divisors(named_values(batch))
+    trace = decided.shapes.traces.get(None)  # metrics read the output of the network's own forward
+    if trace is None or stage not in plain["metric_stages"]:
+        return
+    for measure in decided.metrics.values():
+        names = {f"{measure.key}.{place}": name for place, name in measure.names.items()}
         unknown = list(name_faults(names, trace, batch, spec))
         yield from unknown
-        wrong = {fault.subject for fault in unknown}
-        if not wrong & set(term_names(part).values()):
-            yield from _term_faults(part, trace, batch, spec, stage)
-            if plain["trainer"]["accumulate_grad_batches"] > 1:
-                part.known_divisors(named_values(batch))
-        for measure in measures if forward is None else ():
-            read = measure.names.values()
-            draw = None if wrong & set(read) or not _is_batched(trace, read) else _stand_ins(trace, batch, spec)
-            if draw is not None:
-                yield from fit_faults([measure], draw, stage, entries)
+        draw = _stand_ins(trace, batch, spec) if not unknown and _is_batched(trace, names.values()) else None
+        if draw is not None:
+            yield from fit_faults([measure], draw, stage, entries)
 
 
 def term_names(objective: Objective) -> dict[str, str]:
@@ -171,15 +169,15 @@ def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
     parts = named_parts(trace.output)
     known, held = {**values, **parts}, batch if isinstance(batch, Mapping) else {}
     for key, wanted in names.items():
-        if wanted in parts and wanted in held:
-            got, expected = f"{show(wanted)}, which both network and batch give", "a name that one of them gives"
-            fix: str | None = "Give it another name in what the network returns, or in the data set"
-        elif wanted not in known:
-            got = f"{show(wanted)}, which neither network nor batch gives"
-            expected, fix = f"one of {among(sorted(known), word=wanted)}", did_you_mean(wanted, known)
-        else:
+        is_twofold = wanted in parts and wanted in held
+        if wanted in known and not is_twofold:
             continue
-        yield Fault(key=key, got=got, expected=expected, cure=fix, subject=wanted)
+        got = f"{show(wanted)}, which neither network nor batch gives"
+        expected, fix = f"one of {among(sorted(known), word=wanted)}", did_you_mean(wanted, known)
+        if is_twofold:
+            got, expected = f"{show(wanted)}, which both network and batch give", "a name that one of them gives"
+            fix = "Give it another name in what the network returns, or in the data set"
+        yield Fault(key, got, expected, fix, subject=wanted)
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:

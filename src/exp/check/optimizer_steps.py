@@ -1,6 +1,6 @@
 """Try each optimizer and each schedule without the network: one step of an optimizer, all steps of a schedule.
 
-They are judged by what they do, on two small weights, not by their names.
+They are judged by what they do to a small weight, not by their names.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ EXPECTED = "a value with which the schedule lasts through the run and no rate is
 def step_faults(
     optimization: Optimization, network: nn.Module, optimizer: Optimizer, *, key: str, has_closure: bool = True
 ) -> Iterator[Fault]:
-    """The fault of an optimizer that no run can step, or whose weights are not those that it is evaluated with.
+    """Yield the error of an optimizer that no run can step, or that evaluates other weights than it trains.
 
-    optimizer: as it was made for these parameters of the network. key: of its node. has_closure: whether the run gives
-        it the closure that runs forward and backward; phases have their gradients by then.
+    Args:
+        optimization: Makes the optimizer.
+        network: On the meta device.
+        optimizer: As it was made for the parameters of the network.
+        key: The key of its node.
+        has_closure: Whether the run gives it the closure of forward and backward. Phases compute gradients before.
     """
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
@@ -66,7 +70,7 @@ def _sparse(shape: list[int]) -> Tensor:
 
 
 def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_closure: bool) -> str | None:
-    """What an optimizer says of a step by this gradient; or that it takes one that is none of the step's."""
+    """Return why an optimizer refuses a step by this gradient, or uses one of another step; None if it does neither."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own of sparse tensors, which the run will tell
@@ -83,7 +87,7 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
 
 
 def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
-    """The weights behind one step. before: the gradient that lies there when it begins."""
+    """Return the weights after one step. before: the gradient that the last step left."""
     weight = nn.Parameter(torch.ones(gradient.shape))
     weight.grad = before.clone()
 
@@ -105,10 +109,15 @@ def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before:
 def rate_faults(
     optimization: Optimization, optimizer: Optimizer, *, key: str, steps: Callable[[], int | None], epochs: int | None
 ) -> Iterator[Fault]:
-    """The fault of a schedule that would fail in the run, or train upwards, at the parameter that makes it so.
+    """Yield the error of a schedule that would fail in the run or make a rate negative, at the guilty parameter.
 
-    optimizer: as it was made; its rates are changed. steps, epochs: of the run; None where it has no known end. For the
-        steps the data are asked, and only where the schedule counts steps and is not told how many there are.
+    Args:
+        optimization: Makes the schedule.
+        optimizer: As it was made. Its rates are changed.
+        key: The key of the schedule's node.
+        steps: Returns the steps of the run; None if it has no known end. It is called for a schedule that counts steps
+            and that exp does not give their number.
+        epochs: Of the run; None if it has no known end.
     """
     factory = optimization.schedule_factory
     if factory is None or changes_nothing(factory):

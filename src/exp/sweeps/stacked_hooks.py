@@ -45,6 +45,10 @@ class StackedHooks:
         total_steps: int,
     ) -> None:
         self._members, self._forward = members, forward
+        # A network with the sizes of a member and storages of its own.
+        self._sample = copy.deepcopy(members[0][0])
+        for parameter in self._sample.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         # The copies of a hook: one for each member, or one for all.
         self._hooks: list[list[Hook]] = []
         for name, hook in hooks.items():
@@ -85,9 +89,8 @@ class StackedHooks:
 
     def need_gradients(self) -> bool:
         """Return whether a hook reads the gradients of the parameters in this step."""
-        return any(
-            hook.overrides("after_backward") and not _is_norms_alone(hook, self._step.index) for hook, *_ in self._due
-        )
+        index = self._step.index
+        return any(isinstance(hook, Gradients) and not _is_norms_alone(hook, index) for hook, *_ in self._due)
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> Found:
         """Return the values of the hooks for unclipped gradients, per member. gradients: `[M, ...]` by parameter."""
@@ -132,16 +135,8 @@ class StackedHooks:
         # The hook memory counts storages, and the tensors of a member are rows in the storages of the stack.
         step.network, step.optimizers = network, [optimizer]
         if isinstance(hook, Memory):
-            step.network, step.optimizers = _copied(network), [_with_own_state(optimizer)]
+            step.network, step.optimizers = self._sample, [_with_own_state(optimizer)]
         return step
-
-
-def _copied(network: nn.Module) -> nn.Module:
-    """Return a copy of a network, with copies of its gradients."""
-    found = copy.deepcopy(network)
-    for parameter, own in zip(network.parameters(), found.parameters(), strict=True):
-        own.grad = None if parameter.grad is None else parameter.grad.clone()
-    return found
 
 
 def _with_own_state(optimizer: Optimizer) -> Optimizer:

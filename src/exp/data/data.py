@@ -35,7 +35,7 @@ from exp.data.loader import GlobalBatches, Loader, ShareSampler
 from exp.data.randomness import preserve_generators, reseed_batch
 from exp.data.samplers import BalancedSampler
 from exp.data.sampling import MakeSampler
-from exp.data.spec import DeclaredSpec, read_spec, stated, stated_classes
+from exp.data.spec import read_spec, stated, stated_classes
 from exp.data.split_rules import chooser
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
@@ -43,7 +43,7 @@ from exp.data.tv_tensors import wrapping
 from exp.data.workers import Assembly, FetchOptions, SampleSource, StartMethod, WorkerLoader, received
 from exp.errors import ConfigError, ExpError, RunError, UserCodeError
 from exp.nested import tensors_in
-from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
+from exp.shared_types import Batch, DataSpec, SampleDtype, Stage, tensor_specs
 
 # By name, or in a list.
 Transforms = Mapping[str, Any] | Sequence[Any] | None
@@ -178,7 +178,7 @@ class Data:
         self._prepare(raw, earlier=earlier or (lambda: None), keeps_raw=keeps_raw)
         self.batching = self._batching(block=shuffle_block, window=shuffle_window)
         self.labels = Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels))
-        self.spec = self._spec(DeclaredSpec.of(inputs, input_shape, input_dtype, num_classes, num_outputs))
+        self.spec = self._spec(inputs, input_shape, input_dtype, num_classes, num_outputs)
         self._check_labels()
         self._choose(sampler, batch_sampler)
 
@@ -382,11 +382,25 @@ class Data:
                 index, label = wrong
                 raise ConfigError([self.labels.fault(label, of=sample_name(part, index, stage=stage))])
 
-    def _spec(self, declared: DeclaredSpec) -> DataSpec:
+    def _spec(
+        self,
+        inputs: Mapping[str, Any] | None,
+        input_shape: Sequence[int] | None,
+        input_dtype: SampleDtype | None,
+        num_classes: int | None,
+        num_outputs: int | None,
+    ) -> DataSpec:
+        declared = DataSpec(
+            inputs=tensor_specs(inputs or {}),
+            input_shape=None if input_shape is None else tuple(input_shape),
+            input_dtype=input_dtype,
+            num_classes=num_classes,
+            num_outputs=num_outputs,
+        )
         stage, part = next(iter(self._parts.items()))
-        if isinstance(part, IterableDataset) and declared.whole is not None:
+        if isinstance(part, IterableDataset) and declared.inputs and declared.num_outputs is not None:
             # A stream may be slow to open, and may be read once only.
-            return declared.whole
+            return declared
         with preserve_generators():
             raw = self._first(stage, part)
         self.rounded, batch = self.form.rounded(raw), self.form(raw)
@@ -394,7 +408,7 @@ class Data:
         return read_spec(
             declared,
             batch,
-            num_classes=stated_classes(self._parts, declared),
+            num_classes=stated_classes(self._parts, declared, self.form.names),
             num_outputs=max(outputs, default=None),
         )
 

@@ -218,7 +218,7 @@ class Table(Dataset[object]):
         figures = [name for name in self.targets if name not in self.classes]
         return {
             **part.encoded({FITTED: {**told, "fills": fills}}),
-            **{name: part._target(name, told) for name in figures},
+            **{name: part.target_values(name, told) for name in figures},
         }
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ class Table(Dataset[object]):
         for start in range(0, len(self), PIECE):
             stop = min(start + PIECE, len(self))
             part = self.select(torch.arange(start, stop))
-            values = {**part.encoded({FITTED: told}), **{name: part._target(name, told) for name in self.targets}}
+            values = {**part.encoded({FITTED: told}), **{name: part.target_values(name, told) for name in self.targets}}
             for name, value in values.items():
                 if name not in whole:
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
@@ -281,7 +281,7 @@ class Table(Dataset[object]):
         numbers = np.array([place.get(word_key(word), 0) for word in (*column.names, missing)])
         return torch.from_numpy(numbers[self._of_rows(column.codes)])  # -1 takes the last one
 
-    def _target(self, name: str, told: Mapping[str, Any]) -> Tensor:
+    def target_values(self, name: str, told: Mapping[str, Any]) -> Tensor:
         target = self.targets[name]
         if isinstance(target, Words):
             order = {word_key(word): number for number, word in enumerate(told["classes"].get(name, ()))}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.hydra_adapter import compose_groups, registered_options
 from exp.config.plain_tree import leaves
@@ -41,7 +41,6 @@ class Vocabulary:
         self._chosen = {choice.group: choice.options[0] for choice in reversed(choices) if len(choice.options) == 1}
         self.groups = sorted(named)
         self.keys = sorted((set(self.declared) | named) - {"experiment", "debug", "local", "hydra"})
-        self._default: DictConfig | None = None
 
     def _primaries(self) -> list[dict[Any, Any]]:
         """Return the content of the primary config, and of those that its defaults list names, such as train."""
@@ -92,24 +91,14 @@ class Vocabulary:
             (place.directory / group / f"{option}.yaml").is_file() for place in self.places
         )
 
+    @functools.cached_property
     def keys_below(self) -> list[str]:
-        """Return all dotted keys of the config without overrides; none if even that does not compose."""
-        return dotted_keys(self._without_overrides())
-
-    def default(self, key: str) -> Any:
-        """Return the value of a key without overrides; None if it has none."""
+        """All dotted keys of the config without overrides; none if even that does not compose."""
         try:
-            return OmegaConf.select(self._without_overrides(), key)
-        except OmegaConfBaseException:
-            return None
-
-    def _without_overrides(self) -> DictConfig:
-        if self._default is None:
-            try:
-                self._default, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
-            except ConfigError:  # which the composition itself reports
-                self._default = DictConfig({})
-        return self._default
+            config, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
+        except ConfigError:  # which the composition itself reports
+            return []
+        return dotted_keys(config)
 
     def words(self) -> list[str]:
         return sorted({*self.groups, *self.keys, *self.own})

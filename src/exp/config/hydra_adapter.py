@@ -1,7 +1,7 @@
-"""Composition by Hydra's public API, and the sweepers and launchers of Hydra's plug-ins.
+"""Composition by Hydra's public API, and the sweepers of Hydra's plug-ins.
 
 Hydra composes the groups. `values` applies the other overrides afterwards, because Hydra's own merging stops at the
-first error. One name is private, seen in Hydra 1.3.8: a HydraContext needs a Callbacks object, as launchers call it.
+first error. The patterns of messages were seen in Hydra 1.3.8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra._internal.callbacks import Callbacks
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -33,7 +32,6 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.copying import copied
 from exp.config.grammar import VERSION_BASE, hydra_base, parse_override
 from exp.config.plain_tree import leaves
 from exp.config.reading import secrets_kept
@@ -368,21 +366,19 @@ def show_info(places: Sequence[Place], word: str, *, config_name: str, overrides
 
 
 class JobConfigs:
-    """Stands for Hydra's config loader in a sweep: a job gets its overrides, and exp composes its config later."""
+    """Stands for Hydra's config loader in a sweep, with which a sweeper tries each job: exp composes them itself."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        config = copied(master_config)
-        record_overrides(config, sweep_overrides)
-        return config
+        return master_config
 
 
 @secrets_kept()
 def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
-    """Let the configured sweeper name the jobs and the configured launcher run them."""
+    """Let the configured sweeper name the jobs, and exp's launcher run them."""
     with hydra_base(), hydra_config(config):
         config.hydra.mode = RunMode.MULTIRUN
         config.hydra.sweep.dir = str(directory)
-        context = HydraContext(config_loader=cast(Any, JobConfigs()), callbacks=Callbacks())
+        context = HydraContext(config_loader=cast(Any, JobConfigs()), callbacks=cast(Any, None))
         try:
             sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, Sweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.grammar import Numbers, parse_override
@@ -241,9 +241,10 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if line.parsed.package is not None and (fault := _place_fault(line, vocabulary)) is not None:
         return fault
     if line.is_sweep and not multirun:
-        return _fault(
-            line.key, f"several values, {line.value_text}", "one value without -m", _cure_of_several(line, vocabulary)
-        )
+        is_many = line.group and vocabulary.kind(line.group) == "many"
+        several = f", write {line.sign}{line.key}=[{line.value_text}] for all of them at once" if is_many else ""
+        got, cure = f"several values, {line.value_text}", f"Put -m in front for one job each{several}"
+        return _fault(line.key, got, "one value without -m", cure)
     return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
 
 
@@ -260,17 +261,6 @@ def _place_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
         cure = f"Write +{line.key}@{place}={value}"
         return _fault(key, "= on a place of which nothing was chosen", "+ to add", cure)
     return None
-
-
-def _cure_of_several(line: Line, vocabulary: Vocabulary) -> str:
-    """Return what to write for several values without -m."""
-    each = "Put -m in front for one job each"
-    if line.group:
-        several = f"{each}, write {line.sign}{line.key}=[{line.value_text}] for all of them at once"
-        return several if vocabulary.kind(line.group) == "many" else each
-    default = vocabulary.default(line.key)
-    is_list = OmegaConf.is_list(default) or (default is None and not isinstance(line.value, Numbers | IntervalSweep))
-    return f"{each}, write {line.key}=[{line.value_text}] for a list" if is_list else each
 
 
 def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
@@ -361,7 +351,7 @@ def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> Fault:
     what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
     # The keys below the top have to be composed, which a slip of one letter need not wait for.
     is_near = is_slip(top, vocabulary.words())
-    elsewhere = [] if is_near else [key for key in vocabulary.keys_below() if key.rpartition(".")[2] == line.key]
+    elsewhere = [] if is_near else [key for key in vocabulary.keys_below if key.rpartition(".")[2] == line.key]
     cure = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
     if cure is None or (line.sign in ("+", "++") and not is_near and not elsewhere):
         cure = f"A value of your own is +vars.{line.key.replace('/', '.')}={line.value_text}"

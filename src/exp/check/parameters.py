@@ -105,7 +105,7 @@ def node_faults(
         yield own_loaders_fault(name)
     elif _is_made_of_functions(target):
         got, expected = f"{name}, which is made of a Python function", "a class of plain values and an optimizer"
-        fix = "Derive a class of your own from it that makes it in its constructor: docs/optimization.md"
+        fix = "Derive a class of your own from it that makes it in its constructor: docs/training.md"
         yield Fault(f"{key}._target_", got, expected, fix)
     else:
         yield from _parameter_faults(key, node, target, slot, allow=allow)

@@ -37,7 +37,7 @@ class ProgramModel(nn.Module):
     forward: the forward program (docs/models.md), or None to fold the layers where the class does so.
     container: holds the same layers in another container, which folds them as this one does; None is the class itself.
     programs: further forward programs by name, of the same layers and inputs: methods of the network by these names,
-        which a phase may run instead of `forward` (docs/phases.md).
+        which a phase may run instead of `forward` (docs/training.md).
     inputs: the names of the network's inputs. With several, the network takes a mapping with these keys as well.
     constants: values that the program may use by name: numbers, strings, bools, None, and lists of them.
     functions: functions that the program may call by name, beside those of torch that are listed. They take what the

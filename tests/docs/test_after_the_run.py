@@ -1,4 +1,4 @@
-"""docs/after-the-run.md: its commands and its Python run in a folder with its run."""
+"""docs/after-the-run.md: its commands and its Python run in a folder with its run, and write their files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_commands_and_python_of_the_page_run(tmp_path: Path, monkeypatch: pytest
     pets = ["data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "hydra.run.dir=outputs/pets", QUIET]
     assert train([*pets, "trainer.max_epochs=1"]) == 0
     np.savez("new.npz", input=draws.random((5, 1, 8, 8), dtype=np.float32))
-    done = COMMAND.findall(PAGE)
+    done = [(program, line) for program, line in COMMAND.findall(PAGE) if program in PROGRAMS]
     assert len(done) == 9
     for program, line in done:
         words = [*shlex.split(line), *([QUIET] if program == "train" else [])]
@@ -44,3 +44,19 @@ def test_commands_and_python_of_the_page_run(tmp_path: Path, monkeypatch: pytest
     for block in PYTHON.findall(PAGE):
         exec(compile(block, "after-the-run.md", "exec"), names)
     assert names["found"].outputs["output"].shape == (8, 10)
+
+
+@pytest.mark.slow
+def test_export_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript", reason="the extra export is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra export is not installed")
+    export = pytest.importorskip("exp.extras.export.export", reason="the folder of exp.export was removed").main
+    monkeypatch.chdir(tmp_path)
+    programs = {"train": train, "export": export}
+    done = [(program, line) for program, line in COMMAND.findall(PAGE) if program in programs]
+    assert len(done) == 4
+    for program, line in done:
+        words = [*shlex.split(line), *([QUIET] if program == "train" else [])]
+        assert programs[program](words) == 0, line
+    for name in ("outputs/digits/exports/network.onnx", "digits.pt2", "raw.onnx"):
+        assert Path(name).is_file()

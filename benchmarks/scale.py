@@ -9,7 +9,7 @@
     ranks       exp.plan of a GPT by fsdp on so many GPUs
 
 Processor seconds of the whole command, those of a command of the same kind with nothing in it taken off, and how many
-times the size before they are. --full takes the sizes that docs/scale.md shows, and an hour.
+times the size before they are. --full takes the sizes that docs/plan.md shows, and an hour.
 """
 
 from __future__ import annotations

@@ -92,6 +92,74 @@ class Progress:
         return Position(epoch=self.epoch, batch=self.batch, step=self.step, batches=self.batches)
 
 
+class MemberLog:
+    """The loggers and the train.log of a member.
+
+    Args:
+        directory: Run directory.
+        plain: Config values of the job.
+
+    Attributes:
+        latest: Last value of each tag.
+        stages: Optimizer step at which each stage was written last.
+        loggers: Loggers that are open.
+    """
+
+    def __init__(self, directory: Path, plain: Mapping[str, Any]) -> None:
+        self._directory, self._plain = directory, plain
+        self.latest: dict[str, float] = {}
+        self.stages: dict[str, int] = {}
+        self.loggers: list[RunLogger] = []
+        # Drawing the pictures of many members takes longer than their training.
+        self._heat_maps = HeatMaps(directory, is_drawn=False)
+        self._lines: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """Open the loggers. step: First optimizer step of the training."""
+        offers = {"directory": str(self._directory), "save_dir": str(self._directory)}
+        for name, node in self._plain["logger"].items():
+            key = f"logger.{name}"
+            logger = made(partial(construct, node, key=key, allow=self._plain["security"]["allow"], **offers), name=key)
+            if isinstance(logger, RunLogger) and has_begun(logger, name=key):
+                self.loggers.append(logger)
+        overrides = read_overrides(self._directory)
+        description = description_of(self._plain, self._directory, overrides=overrides)
+        for logger in self.loggers:
+            logger.describe(description)
+            logger.purge(step)
+        self._heat_maps.begin(step)
+
+    def write(self, values: Mapping[str, Any], index: int) -> None:
+        """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
+        numbers, panels = on_host_values(values)
+        self.latest.update(numbers)
+        shown = {tag: panel.drawn() for tag, panel in panels.items()}
+        shown = self._heat_maps.shown(shown, index)
+        for logger in self.loggers:
+            logger.log_metrics(numbers, index)
+            if shown:
+                logger.log_panels(shown, index)
+
+    def write_stage(self, stage: Stage, values: Mapping[str, float], step: int) -> None:
+        if values and self.stages.get(stage) != step:
+            self.stages[stage] = step
+            self.write(values, step)
+
+    def say(self, message: str, *, level: int = logging.INFO) -> None:
+        """Add a line to its train.log, which is written with the next checkpoint and at the end."""
+        self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
+
+    def flush(self) -> None:
+        """Write what loggers and the log hold back, and close the files of the loggers: a stack has many."""
+        self._heat_maps.save()
+        for logger in self.loggers:
+            logger.finalize("")
+        if self._lines:
+            with (self._directory / "train.log").open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines = []
+
+
 class Member:
     """A job of a stack.
 
@@ -105,6 +173,7 @@ class Member:
 
     Attributes:
         position: Where its training begins or resumes.
+        log: Its loggers and its train.log.
         metrics: Values that callbacks compare, as in `Recording`.
         best: As in `Checkpointing`.
         error: Error that ended it. None while it runs.
@@ -146,7 +215,7 @@ class Member:
         self.parameters = [one for one in self.network.parameters() if one.requires_grad]
         self.monitor: str | None = plain["monitor"]
         self.clip_value: float = plain["trainer"]["gradient_clip_val"] or 0.0
-        self.latest: dict[str, float] = {}
+        self.log = MemberLog(directory, plain)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.error: ExpError | None = None
@@ -155,15 +224,10 @@ class Member:
         self._rates: list[float] | None = None
         self._seconds_before = 0.0
         self._started: float | None = None
-        self._loggers: list[RunLogger] = []
-        # Drawing the pictures of many members takes longer than their training.
-        self._heat_maps = HeatMaps(directory, is_drawn=False)
-        self._lines: list[str] = []
         self._is_better = False
         self._hold = contextlib.ExitStack()
         # The state of the best checkpoint until its file is written.
         self._best_state: State | None = None
-        self._stages: dict[str, int] = {}
         self._saved = "no checkpoint was saved before it"
 
     def join(self, progress: Progress, *, total_steps: int, total_epochs: int) -> None:
@@ -208,18 +272,7 @@ class Member:
     def begin(self) -> None:
         """Hold the run directory, so that no other program resumes it, open the loggers, and start the clock."""
         self._hold.enter_context(holding(self.directory / "config.yaml"))
-        offers = {"directory": str(self.directory), "save_dir": str(self.directory)}
-        for name, node in self.plain["logger"].items():
-            key = f"logger.{name}"
-            logger = made(partial(construct, node, key=key, allow=self.plain["security"]["allow"], **offers), name=key)
-            if isinstance(logger, RunLogger) and has_begun(logger, name=key):
-                self._loggers.append(logger)
-        overrides = read_overrides(self.directory)
-        description = description_of(self.plain, self.directory, overrides=overrides)
-        for logger in self._loggers:
-            logger.describe(description)
-            logger.purge(self._progress.step + 1)
-        self._heat_maps.begin(self._progress.step + 1)
+        self.log.begin(self._progress.step + 1)
         self._started = time.monotonic()
 
     def release(self) -> None:
@@ -262,17 +315,6 @@ class Member:
 
     # --- values ---
 
-    def write(self, values: Mapping[str, Any], index: int) -> None:
-        """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
-        numbers, panels = on_host_values(values)
-        self.latest.update(numbers)
-        shown = {tag: panel.drawn() for tag, panel in panels.items()}
-        shown = self._heat_maps.shown(shown, index)
-        for logger in self._loggers:
-            logger.log_metrics(numbers, index)
-            if shown:
-                logger.log_panels(shown, index)
-
     def write_step(self, values: dict[str, Any], losses: Sequence[float], *, index: int, size: int) -> None:
         """Write a step of training and add its loss to the mean of the epoch.
 
@@ -285,7 +327,7 @@ class Member:
         self._epoch_size += size
         self._epoch_has_loss = True
         terms = zip(self.module.objective.terms, parts, strict=False)
-        self.write({**values, "loss/train": loss, **{f"loss/train/{term}": part for term, part in terms}}, index)
+        self.log.write({**values, "loss/train": loss, **{f"loss/train/{term}": part for term, part in terms}}, index)
 
     def evaluate(self, stage: Stage, values: Values, batch: Batch) -> None:
         """Add a batch to the losses and the metrics of a stage."""
@@ -302,7 +344,7 @@ class Member:
         """
         values = self.module.values_of(stage).finish(HERE)
         require_loss(values, stage)
-        self._write_stage(stage, values, step)
+        self.log.write_stage(stage, values, step)
         return values
 
     def end_epoch(self, *, has_validated: bool, is_complete: bool) -> None:
@@ -315,7 +357,7 @@ class Member:
         metrics = {EPOCH_LOSS: self._epoch_sum / self._epoch_size} if self._epoch_has_loss else {}
         if is_complete:
             self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
-        self._write_stage("train", metrics, progress.step)
+        self.log.write_stage("train", metrics, progress.step)
         self.metrics.update({**metrics, **({"loss/train": metrics[EPOCH_LOSS]} if metrics else {})})
         if self._watches_training:
             self._compare()
@@ -324,28 +366,9 @@ class Member:
         if is_complete:
             self.move_on_plateau(progress.epochs)
 
-    def _write_stage(self, stage: Stage, values: Mapping[str, float], step: int) -> None:
-        if values and self._stages.get(stage) != step:
-            self._stages[stage] = step
-            self.write(values, step)
-
-    def say(self, message: str, *, level: int = logging.INFO) -> None:
-        """Add a line to its train.log, which is written with the next checkpoint and at the end."""
-        self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
-
     def say_epoch(self, epochs: int) -> None:
-        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.latest.items() if is_shown(tag))
-        self.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
-
-    def _flush(self) -> None:
-        """Write what loggers and the log hold back, and close the files of the loggers: a stack has many."""
-        self._heat_maps.save()
-        for logger in self._loggers:
-            logger.finalize("")
-        if self._lines:
-            with (self.directory / "train.log").open("a", encoding="utf-8") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines = []
+        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
+        self.log.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
 
     # --- the best ---
 
@@ -360,13 +383,13 @@ class Member:
         step = self._progress.step
         value = monitored_value(self.metrics, self.monitor)
         if not math.isfinite(value):
-            self.say(f"{self.monitor} is {value} at step {step}: not the best", level=logging.WARNING)
+            self.log.say(f"{self.monitor} is {value} at step {step}: not the best", level=logging.WARNING)
         elif is_better(value, self.best, mode=self.plain["mode"]):
             found = {"metric": self.monitor, "value": value, "step": step, "epoch": self._progress.epochs}
             self.best = restored_best(found, self._best_path)
-            if self._stages.get("val") == step:
+            if self.log.stages.get("val") == step:
                 note_metrics(self.best, self.metrics, stage="val")
-            for logger in self._loggers:
+            for logger in self.log.loggers:
                 logger.log_metrics(best_scalars(self.best), step)
             self._is_better = True
 
@@ -383,7 +406,7 @@ class Member:
             self.module.load_state_dict(state["state_dict"])
         elif self.plain["checkpoint"]["save_best"] and self.monitor is not None:
             line = f"{self.monitor} was never measured, so no best.ckpt: the last weights are tested"
-            self.say(line, level=logging.WARNING)
+            self.log.say(line, level=logging.WARNING)
 
     def test(self) -> None:
         """Write the values of the test stage."""
@@ -411,7 +434,7 @@ class Member:
             "optimizer_states": [self.optimizer.state_dict()],
             "lr_schedulers": [] if self.schedule is None else [self.schedule.state_dict()],
             **self._fitted,
-            LATEST: dict(self.latest),
+            LATEST: dict(self.log.latest),
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
             POSITION: dataclasses.asdict(self._progress.position),
             BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
@@ -433,7 +456,7 @@ class Member:
             NonFiniteError: A number of the state is not finite.
             OSError: A file cannot be written.
         """
-        self._flush()
+        self.log.flush()
         state = on_host(self._state())
         saves_last, step = self.plain["checkpoint"]["save_last"], self._progress.step
         if saves_last:
@@ -453,7 +476,7 @@ class Member:
             self.schedule.load_state_dict(state["lr_schedulers"][0])
         recorded = state[STATE]
         self.metrics.update(recorded["metrics"])
-        self.latest.update(state[LATEST])
+        self.log.latest.update(state[LATEST])
         self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
         self._epoch_has_loss = bool(self._epoch_size)
         self._seconds_before = state[SECONDS]
@@ -469,7 +492,7 @@ class Member:
             self.best = restored_best(found, path)
         else:
             line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
-            self.say(line, level=logging.WARNING)
+            self.log.say(line, level=logging.WARNING)
 
     # --- the end ---
 
@@ -478,12 +501,12 @@ class Member:
         if isinstance(error, Interrupted | UserCodeError) and self._last_path.is_file():
             error.command = self.ongoing.resume_command(str(self._last_path))
         if error is not None:
-            self.say(f"the run {status}: {type(error).__name__}: {error}")
+            self.log.say(f"the run {status}: {type(error).__name__}: {error}")
         report = self._report(status, error=error)
         try:
-            self._flush()
+            self.log.flush()
             write_report(report, is_synced=False)
-            for logger in self._loggers:
+            for logger in self.log.loggers:
                 logger.end(status)
         except (OSError, RunError) as second:
             error = second if error is None else error
@@ -497,9 +520,9 @@ class Member:
         ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits["max_steps"])
         return dataclasses.replace(
             self.ongoing.ended(status, error=error),
-            metrics={**self.latest, **best_scalars(self.best)},
+            metrics={**self.log.latest, **best_scalars(self.best)},
             **best_of(self.best),
-            stage_steps=dict(self._stages),
+            stage_steps=dict(self.log.stages),
             ended_by=ended_by if status == "completed" else None,
             steps=steps,
             epochs=epochs,

@@ -105,7 +105,7 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
             yield place, error
         else:
             for note in examined.notes:
-                member.say(note, level=logging.WARNING)
+                member.log.say(note, level=logging.WARNING)
             by_position.setdefault(member.position, []).append(member)
     flag = SignalFlag()
     flag.install()
@@ -278,7 +278,7 @@ class Stack:
         set_threads(threads_of(self._decided.plain["runtime"]["threads"], operator=self._decided.operator))
         for member in self._members:
             member.begin()
-            member.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
+            member.log.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
 
     def _fit(self) -> Iterator[Outcome]:
         is_trained = self._start.validation_due and self._start.epoch_complete

@@ -11,7 +11,7 @@ Counters, hooks and their order are Lightning's at every point where a callback 
 whatever the outer loop has to do: a validation, an epoch's end, a stop. So it may be short, and never runs too far. And
 it looks up everything anew: callbacks may have changed anything since (tens of us, against Lightning's half a ms).
 
-docs/lean-loop.md says of each private name what is relied on, which test holds it, and how to check a new version.
+docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning.
 Private of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_trainer_fn`, `_stage`, `_data_fetcher`,
 `_has_run`, `_seen_batches_per_dataloader`, `_on_evaluation_model_eval`, `_on_evaluation_start` and
 `_on_evaluation_epoch_start`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx`,

@@ -1,7 +1,7 @@
 """The LightningModule of a run: network, objective, metrics and optimizer.
 
 Private of Lightning (2.6.6), and tested: `_current_fx_name`, `_on_before_batch_transfer`,
-`_apply_batch_transfer_handler` and `_trainer`; docs/lean-loop.md says of each what is relied on.
+`_apply_batch_transfer_handler` and `_trainer`; docs/engine.md lists them with their tests.
 """
 
 from __future__ import annotations

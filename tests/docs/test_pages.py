@@ -65,7 +65,7 @@ def test_how_to_titles_are_questions() -> None:
         for page in PAGES
         if "\n\n*How-to*" in page.read_text("utf-8")
     }
-    assert len(pages) > 5
+    assert pages
     assert [name for name, title in pages.items() if "?" not in title] == []
 
 

@@ -26,7 +26,7 @@ each hook supports. Made from their declarations by `python docs/make_compatibil
 A strategy has **traits**, a hook, a term of the objective, a callback or an optimizer has **needs**, and one table,
 in `src/exp/check/compatibility.py`, says which trait excludes which need and why. A part is judged by its class,
 never by its name: a subclass of a strategy, one under another `strategy.name`, and Lightning's own are judged alike.
-Every conflict is a fault of [the check](check.md), which comes before anything is built.
+Every conflict is a fault of [the check](configuration.md#the-check), which comes before anything is built.
 
 The table decides what depends on one need and one trait. What depends on the values of options is decided by the part
 itself (`Hook.faults`, `Strategy.faults`), and reported in the same list of faults. So the last word on a combination

@@ -20,7 +20,7 @@ the answer says in the place of what was wrong, and holds what then stands there
 check (of a sweep, what all jobs share). On the left is what stands behind `python train.py`, `main.py` or `my_app.py`;
 on the right what stands behind `python -m exp.train`. Quotes are for a shell. Where it is typed, `./conf` holds a group
 `db` and a primary config `small` of one's own. [From lightning-hydra-template](from-lightning-hydra-template.md) says
-more of a whole project, [configuration](configuration.md#your-own) of values, groups and resolvers of your own.
+more of a whole project, [configuration](configuration.md#custom-values-groups-and-functions) of values, groups and resolvers of your own.
 """
 WORDS = {"runs": "runs", "leave out": "leave it out"}
 

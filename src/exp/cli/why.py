@@ -3,7 +3,7 @@
 python -m exp.why optimizer.lr model=mlp optimizer=sgd        every layer that set it, the one that counts last
 python -m exp.why hooks debug=overfit                         what is below it, with the place of each value
 python -m exp.why data.num_classes data=wine                  what the data filled in
-python -m exp.why seed run=outputs/train/2026-01-31/12-00-00  of a run that is there
+python -m exp.why seed from_run=outputs/train/2026-01-31/12-00-00  of the command of an earlier run
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, is_question, parse_arguments
-from exp.config.frozen import COMPOSITION, frozen_values, read_overrides
+from exp.config.frozen import COMPOSITION
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
 from exp.config.plain_tree import is_node, leaves
@@ -34,7 +33,6 @@ from exp.redaction import covered, redacted
 from exp.spelling import among, nearest, show
 
 PROGRAM = "python -m exp.why"
-RUN = "run="
 # Of a value in a table.
 MOST_CHARACTERS = 60
 # A run determines these keys before it begins.
@@ -61,12 +59,8 @@ def _command(argv: Sequence[str]) -> int:
         answer_question(arguments)
         return 0
     key, overrides = _key(arguments.overrides)
-    runs = [text for text in overrides if text.startswith(RUN)]
-    if runs:
-        question = _question_of_run(runs, [text for text in overrides if text not in runs])
-    else:
-        config = compose(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
-        question = Question(config, typed=overrides)
+    config = compose(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
+    question = Question(config, typed=overrides)
     for line in question.answer(key):
         print(redacted(line))
     return 0
@@ -85,53 +79,29 @@ def _error(got: str, expected: str, cure: str | None = None, *, key: str = "KEY"
     return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)])
 
 
-def _question_of_run(runs: Sequence[str], others: Sequence[str]) -> Question:
-    """Return the question about a run. Its command is composed from the files of today."""
-    directory = Path(runs[0].removeprefix(RUN))
-    if others or len(runs) > 1:
-        got = f"{' '.join([*runs[1:], *others])} next to it"
-        raise _error(got, "run=DIR alone", f"Write from_run={directory}, which takes others", key="run")
-    if not (directory / "config.yaml").is_file():
-        expected = "a run directory, such as outputs/train/2026-01-31/12-00-00"
-        raise _error(f"{directory}, which holds no config.yaml", expected, key="run")
-    frozen, overrides = frozen_values(directory), read_overrides(directory)
-    return Question(compose(overrides), typed=overrides, run=directory, frozen=frozen)
-
-
 class Question:
     """A config whose values are explained.
 
     Args:
         config: As composed today.
         typed: The overrides of the command.
-        run: The directory of a run.
-        frozen: The values in the run's config.yaml.
     """
 
-    def __init__(
-        self,
-        config: DictConfig,
-        *,
-        typed: Sequence[str],
-        run: Path | None = None,
-        frozen: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._config, self._typed, self._run = config, typed, run
+    def __init__(self, config: DictConfig, *, typed: Sequence[str]) -> None:
+        self._config, self._typed = config, typed
         raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
         raw.pop(COMPOSITION, None)
         self._plain = {name: value for name, value in read(config)[0].items() if name in raw}
-        self._raw, self._today = dict(leaves(raw)), dict(leaves(self._plain))
-        self._values = self._today if frozen is None else dict(leaves(dict(frozen)))
+        self._raw, self._values = dict(leaves(raw)), dict(leaves(self._plain))
 
     def answer(self, key: str) -> Iterator[str]:
         """Yield the lines about a key. Raise ConfigError if it does not exist."""
-        tree = self._raw if self._run is None else self._values
         settings = history_of(self._config, key)
         holder: Any = self._values.get(key.rpartition(".")[0])
-        if key in tree and isinstance(tree[key], Mapping) and tree[key]:
+        if isinstance(self._raw.get(key), Mapping) and self._raw[key]:
             yield f"{key}:"
-            yield from _table([self._summary(*one) for one in _values_below(tree, key)])
-        elif key in tree:
+            yield from _table([self._summary(*one) for one in _values_below(self._raw, key)])
+        elif key in self._raw:
             value, note = self._value(key)
             yield f"{key} = {shown(value)}"
             yield from _table([self._row(one, key) for one in settings])
@@ -147,29 +117,19 @@ class Question:
             raise self._unknown(key)
 
     def _value(self, key: str) -> tuple[Any, str]:
-        """Return the final value of a key, and a note about it."""
-        today = self._today.get(key, UNKNOWN)
-        is_open = today is UNKNOWN or (key.startswith(DETERMINED) and today in (None, "auto"))
-        if self._run is None:
-            return self._determined(key, today) if is_open else (today, "")
-        then = self._values[key]
-        if is_open and then is not None:
-            return then, f"  found out before the run, and kept in {self._run}/config.yaml"
-        is_same = key not in self._today or today == then
-        return then, "" if is_same else f"  in {self._run}/config.yaml; the same command gives {shown(today)} today"
-
-    def _determined(self, key: str, today: Any) -> tuple[Any, str]:
-        """Return a value that the data, or a search before the run, determine."""
+        """Return the value of a key, and a note if the data, or a search before the run, determine it."""
+        value = self._values.get(key, UNKNOWN)
+        if value is not UNKNOWN and not (key.startswith(DETERMINED) and value in (None, "auto")):
+            return value, ""
         from exp.check.resolution import resolve  # which imports torch
 
         decided = resolve(self._config)
-        value = dict(leaves(decided.plain)).get(key, UNKNOWN)
-        if value is UNKNOWN or value == today:
-            first = next((f"  not known until this is fixed: {fault}" for fault in decided.faults), "")
-            return today, first or ("  not known before the run" if value is UNKNOWN else "")
-        is_of_data = key.startswith("data.") or today is UNKNOWN
+        found = dict(leaves(decided.plain)).get(key, UNKNOWN)
+        if found in (UNKNOWN, value):
+            return value, next((f"  not known until this is fixed: {fault}" for fault in decided.faults), "")
+        is_of_data = key.startswith("data.") or value is UNKNOWN
         who = f"the data, {decided.plain['data']['_target_']}," if is_of_data else "the search for it before the run"
-        return value, f"  {who} filled in {shown(value)}"
+        return found, f"  {who} filled in {shown(found)}"
 
     def _row(self, one: Setting, key: str) -> Row:
         if one.value is REMOVED:
@@ -191,8 +151,6 @@ class Question:
         if one.file is not None:
             found = position_of(one.file, one.keys)
             return shown_path(one.file) if found is None else f"{found.file}:{found.line}"
-        if self._run is not None:
-            return f"{self._run}/overrides.yaml"
         return COMMAND_LINE if one.text in self._typed else "from_run"
 
     def _last_place(self, key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from exp.data.collate import Pad
 from exp.data.data import Data
 from exp.data.entries import named_entries
-from exp.data.in_memory import Entries, Samples, Tensors, gathered, sample_name, samples_in
+from exp.data.in_memory import Samples
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
 from exp.nested import is_record
@@ -78,34 +78,16 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
     """
     names = data.held
     taken = partial(input_hash, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(names))
-    if not data.is_indexed(stage):
-        seen = 0
-        for batch in data.ordered_loader(
-            stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=names)
-        ):
-            assert isinstance(batch.data, Read)
-            yield batch.data
-            seen += batch.data.count
-            if seen >= count:
-                return
-        return
-    dataset, count = data.part(stage), min(count, samples_in(data.part(stage)))
-    for indices in torch.arange(count).split(data.batch_size):
-        raw = gathered(dataset, indices, stage=stage)
-        formed = data.form(raw)
-        if not isinstance(dataset, Tensors):
-            numbered = [sample_name(dataset, index, stage=stage) for index in indices.tolist()]
-            data.labels.refuse(formed, numbered.__getitem__)
-        yield Read(data=formed, first=int(indices[0]), count=len(indices), hashes=[taken(row) for row in _rows(raw)])
-
-
-def _rows(entries: Entries) -> Iterator[Entries]:
-    """Yield each sample of a batch."""
-    if isinstance(entries, Mapping):
-        for row in zip(*entries.values(), strict=True):
-            yield dict(zip(entries, row, strict=True))
-    else:
-        yield from zip(*entries, strict=True)
+    loader = data.ordered_loader(
+        stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=names)
+    )
+    seen = 0
+    for batch in loader:
+        assert isinstance(batch.data, Read)
+        yield batch.data
+        seen += batch.data.count
+        if seen >= count:
+            return
 
 
 def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
@@ -131,14 +113,14 @@ def origin(dataset: object, index: int) -> str | None:
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-    inside: Iterable[tuple[object, object]] = ()
+    inside: Mapping[Any, object] = {}
     if isinstance(value, Mapping):
-        inside = value.items()
+        inside = value
     elif isinstance(value, tuple | list) and any(isinstance(one, Tensor | Mapping | tuple | list) for one in value):
-        inside = enumerate(value)
+        inside = dict(enumerate(value))
     else:
         yield name, value
-    for key, one in inside:
+    for key, one in inside.items():
         yield from _flat(f"{name}.{key}" if name else str(key), one)
 
 

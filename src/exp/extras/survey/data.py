@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from exp.extras.survey.survey import Survey
 
 PROGRAM = "python -m exp.data"
+# Pairs of equal samples that data.json has.
+MOST_PAIRS = 100
 # The name of a run directory: its date and its time.
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 
@@ -125,16 +127,19 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
     from exp.files import write_whole
     from exp.hooks.panels import png
 
-    places = {(one.part, one.pairs[0][0]) for one in found.repeats}
-    places |= {(one.within, one.pairs[0][1]) for one in found.repeats}
-    origins = {place: text for place in places if (text := origin(data.part(place[0]), place[1])) is not None}
-    lines = findings(found, origins=origins, notes=data.notes, rounded=data.rounded)
+    lines = findings(
+        found, origin=lambda stage, index: origin(data.part(stage), index), notes=data.notes, rounded=data.rounded
+    )
+    repeats = [
+        {"part": part, "within": within, "count": len(pairs), "pairs": pairs[:MOST_PAIRS]}
+        for (part, within), pairs in found.repeats.items()
+    ]
     content = {
         "command": command,
         "findings": lines,
         "parts": {stage: asdict(part) for stage, part in found.parts.items()},
-        "leaks": [asdict(one) for one in found.repeats if one.part != one.within],
-        "repeated": [asdict(one) for one in found.repeats if one.part == one.within],
+        "leaks": [one for one in repeats if one["part"] != one["within"]],
+        "repeated": [one for one in repeats if one["part"] == one["within"]],
     }
     drawn = dict(sheets(data, found))
     wanted = Path(resolved.config[COMPOSITION].directory)

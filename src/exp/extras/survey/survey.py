@@ -19,7 +19,7 @@ from exp.data.randomness import preserve_generators
 from exp.data.streams import declared_length
 from exp.data.tables import Table
 from exp.data.value_names import ValueNames, value_names
-from exp.extras.survey.read_once import Read, entries_of, read_once
+from exp.extras.survey.read_once import entries_of, read_once
 from exp.extras.survey.tallies import Numbers, combined, moments, statistics, whole
 from exp.shared_types import Stage, dtype_name
 
@@ -34,8 +34,6 @@ FEW = 20
 PICTURES = 16
 # Rows from which a column with a different number in each row is a finding.
 LEAST_ROWS = 20
-# Pairs of the same samples that are kept.
-MOST_PAIRS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,35 +102,20 @@ class Shown:
 
 
 @dataclass(kw_only=True)
-class Repeats:
-    """Samples of a part that are also in another part, or several times in their own.
-
-    Args:
-        part, within: The part of the samples, and the part in which they are found.
-        count: How many samples of `part`.
-        pairs: The first of them: the number in `part` and the number in `within`.
-    """
-
-    part: Stage
-    within: Stage
-    count: int = 0
-    pairs: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
 class Survey:
     """All parts, and findings about them.
 
     Args:
         parts, shown: By stage.
         columns: Findings about columns of a table, one sentence each.
-        repeats: Samples that are in the data more than once.
+        repeats: Samples that are in the data more than once, as pairs of numbers. The key has the part of the first
+            number and the part of the second number.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
     shown: dict[Stage, Shown] = field(default_factory=dict)
     columns: list[str] = field(default_factory=list)
-    repeats: list[Repeats] = field(default_factory=list)
+    repeats: dict[tuple[Stage, Stage], list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
@@ -149,69 +132,54 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
     found = Survey()
     # By stage and hash, the number of the first sample.
     known: dict[Stage, dict[bytes, int]] = {}
-    repeats: dict[tuple[Stage, Stage], Repeats] = {}
     with preserve_generators():
         for stage in data.stages:
-            reader = _Reader(data, stage, targets=targets, count=count)
+            found.parts[stage], found.shown[stage], hashes = _read(data, stage, count=count, targets=targets)
+            found.columns += table_findings(data, stage, seen=found.parts[stage].looked_at)
             own = known.setdefault(stage, {})
-            for read in read_once(data, stage, count=count, targets=sorted(targets)):
-                reader.add(read)
-                hashes = [(index, one) for index, one in enumerate(read.hashes, read.first) if one is not None]
-                for index, one in hashes:
+            for index, one in enumerate(hashes):
+                if one is not None:
                     for within in [within for within, seen in known.items() if one in seen]:
-                        repeat = repeats.setdefault((stage, within), Repeats(part=stage, within=within))
-                        repeat.count += 1
-                        repeat.pairs += [(index, known[within][one])] if repeat.count <= MOST_PAIRS else []
+                        found.repeats.setdefault((stage, within), []).append((index, known[within][one]))
                     own.setdefault(one, index)
-            reader.close()
-            found.parts[stage], found.shown[stage] = reader.part, reader.shown
-            found.columns += table_findings(data, stage, seen=reader.part.looked_at)
-    found.repeats = list(repeats.values())
     return found
 
 
-class _Reader:
-    """Adds up one part, batch by batch."""
-
-    def __init__(self, data: Data, stage: Stage, *, targets: Sequence[str], count: int) -> None:
-        self._data, self._stage, self._targets, self._count = data, stage, targets, count
-        dataset = data.part(stage)
-        samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
-        places = torch.arange(PICTURES)
-        if not isinstance(dataset, IterableDataset):  # the first samples of class folders are all of one class
-            places = places * (min(samples or 0, count) - 1) // (PICTURES - 1)
-        self._wanted = set(places.tolist())
-        self._names = value_names(dataset)
-        self._entries: dict[str, _Entry] = {}
-        try:
-            batches = len(data.loader(stage))
-        except TypeError:
-            batches = None
-        self.part, self.shown = Part(samples=samples, batches=batches), Shown()
-
-    def add(self, read: Read) -> None:
-        """Add a batch."""
-        part = self.part
+def _read(
+    data: Data, stage: Stage, *, count: int, targets: Sequence[str]
+) -> tuple[Part, Shown, Sequence[bytes | None]]:
+    """Return a part, its pictures, and the hash of each sample."""
+    dataset = data.part(stage)
+    samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
+    places = torch.arange(PICTURES)
+    if not isinstance(dataset, IterableDataset):  # the first samples of class folders are all of one class
+        places = places * (min(samples or 0, count) - 1) // (PICTURES - 1)
+    wanted, names = set(places.tolist()), value_names(dataset)
+    try:
+        batches = len(data.loader(stage))
+    except TypeError:
+        batches = None
+    part, shown = Part(samples=samples, batches=batches), Shown()
+    entries: dict[str, _Entry] = {}
+    hashes: list[bytes | None] = []
+    for read in read_once(data, stage, count=count, targets=sorted(targets)):
         values = entries_of(read.data)
         part.batch = part.batch or {name: _described(value) for name, value in values.items()}
-        values |= self._data.in_own_units(self._stage, torch.arange(read.first, read.first + read.count))
-        places = [place for place in range(read.count) if read.first + place in self._wanted]
+        values |= data.in_own_units(stage, torch.arange(read.first, read.first + read.count))
+        kept = [place for place in range(read.count) if read.first + place in wanted]
         for name, value in values.items():
-            entry = self._entries.setdefault(name, _Entry(name, self._names, is_target=name in self._targets))
-            entry.add(value, read.sizes.get(name), places=places)
-        self.shown.indices += [read.first + place for place in places]
+            entry = entries.setdefault(name, _Entry(name, names, is_target=name in targets))
+            entry.add(value, read.sizes.get(name), places=kept)
+        shown.indices += [read.first + place for place in kept]
         part.looked_at += read.count
-        part.incomparable += read.hashes.count(None)
-
-    def close(self) -> None:
-        """Fill `part` and `shown`."""
-        part = self.part
-        if part.samples is None and part.looked_at < self._count:  # the stream has ended
-            part.samples = part.looked_at
-            drop_last = self._data.drop_last and self._stage == "train"
-            part.batches = batch_count(part.looked_at, self._data.batch_size, drop_last=drop_last)
-        for name, entry in self._entries.items():
-            entry.close(name, part, self.shown)
+        hashes += read.hashes
+    part.incomparable = hashes.count(None)
+    if part.samples is None and part.looked_at < count:  # the stream has ended
+        part.samples, drop_last = part.looked_at, data.drop_last and stage == "train"
+        part.batches = batch_count(part.looked_at, data.batch_size, drop_last=drop_last)
+    for name, entry in entries.items():
+        entry.close(name, part, shown)
+    return part, shown, hashes
 
 
 class _Entry:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exp.extras.survey.survey import Part, Repeats, Survey
+from exp.extras.survey.survey import Part, Survey
 from exp.shared_types import Stage
 from exp.spelling import among
 
@@ -25,30 +25,59 @@ FIGURES = ("count", "mean", "deviation", "low", "high", "missing", "infinite")
 
 def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
     """Return the whole survey. command: the command line that made it."""
+    parts = survey.parts.items()
     sections = {
         "Findings": "\n".join(f"- {line}" for line in findings) or "Nothing to look at first.",
-        "Parts": table(("part", "samples", "looked at", "batches"), _rows(survey, _part)),
-        "Batches": table(("part", "value", "dtype", "shape of a batch"), _rows(survey, _batch)),
-        "Classes": table(("part", "value", "class", "samples", "percent"), _rows(survey, _classes)),
-        "Numbers": table(("part", "value", "column", *FIGURES), _rows(survey, _numbers)),
-        "Sequences": table(("part", "value", "shortest", "mean length", "longest"), _rows(survey, _lengths)),
+        "Parts": table(
+            ("part", "samples", "looked at", "batches"),
+            [(stage, part.samples, part.looked_at, part.batches) for stage, part in parts],
+        ),
+        "Batches": table(
+            ("part", "value", "dtype", "shape of a batch"),
+            [(stage, name, one.dtype, one.shape) for stage, part in parts for name, one in part.batch.items()],
+        ),
+        "Classes": table(
+            ("part", "value", "class", "samples", "percent"),
+            [
+                (stage, name, one.named(label), count, 100 * count / sum(one.counts.values()))
+                for stage, part in parts
+                for name, one in part.classes.items()
+                for label, count in one.counts.items()
+            ],
+        ),
+        "Numbers": table(
+            ("part", "value", "column", *FIGURES),
+            [
+                (stage, name, one.name, *(getattr(one, word) for word in FIGURES))
+                for stage, part in parts
+                for name, columns in part.numbers.items()
+                for one in columns
+            ],
+        ),
+        "Sequences": table(
+            ("part", "value", "shortest", "mean length", "longest"),
+            [(stage, name, one.low, one.mean, one.high) for stage, part in parts for name, one in part.lengths.items()],
+        ),
     }
     text = "\n\n".join(f"## {title}\n\n{lines}" for title, lines in sections.items() if lines)
     return f"# Data\n\n    {command}\n\n{text}\n"
 
 
 def findings(
-    survey: Survey, *, origins: Mapping[tuple[Stage, int], str], notes: Sequence[str], rounded: Sequence[str]
+    survey: Survey, *, origin: Callable[[Stage, int], str | None], notes: Sequence[str], rounded: Sequence[str]
 ) -> list[str]:
     """Return what a person should look at, the worst first.
 
     Args:
         survey: The survey.
-        origins: The files of repeated samples, or another place, by stage and number.
+        origin: Returns the file or another place of a sample; None if there is none.
         notes: The notes of the data itself.
         rounded: Values that are rounded from float64 to float32.
     """
-    found = [_repeats(one, origins) for one in sorted(survey.repeats, key=lambda one: one.part == one.within)]
+    found = []
+    for (stage, within), pairs in sorted(survey.repeats.items(), key=lambda one: one[0][0] == one[0][1]):
+        files = filter(None, (origin(stage, pairs[0][0]), origin(within, pairs[0][1])))
+        found.append(_repeats(stage, within, pairs, list(files)))
     found += [*_differences(survey), *survey.columns, *(f"note: {line}" for line in notes)]
     for stage, part in survey.parts.items():
         found += _of_part(stage, part)
@@ -86,48 +115,11 @@ def _cell(value: object) -> str:
     return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
 
 
-def _rows(survey: Survey, cells: Callable[[Part], Iterator[Row]]) -> list[Row]:
-    """Return the rows of all parts, with the parts of each value next to each other."""
-    rows = [(stage, *row) for stage, part in survey.parts.items() for row in cells(part)]
-    places = {row[1:3]: place for place, row in reversed(list(enumerate(rows)))}
-    return sorted(rows, key=lambda row: places[row[1:3]])
-
-
-def _part(part: Part) -> Iterator[Row]:
-    yield part.samples, part.looked_at, part.batches
-
-
-def _batch(part: Part) -> Iterator[Row]:
-    for name, value in part.batch.items():
-        yield name, value.dtype, value.shape
-
-
-def _classes(part: Part) -> Iterator[Row]:
-    for name, one in part.classes.items():
-        for label, count in one.counts.items():
-            yield name, one.named(label), count, 100 * count / sum(one.counts.values())
-        if one.ignored:
-            yield name, "ignored", one.ignored, None
-
-
-def _numbers(part: Part) -> Iterator[Row]:
-    for name, columns in part.numbers.items():
-        for one in columns:
-            yield name, one.name, *(getattr(one, word) for word in FIGURES)
-
-
-def _lengths(part: Part) -> Iterator[Row]:
-    for name, one in part.lengths.items():
-        yield name, one.low, one.mean, one.high
-
-
-def _repeats(one: Repeats, origins: Mapping[tuple[Stage, int], str]) -> str:
-    index, found = one.pairs[0]
-    where = [origins[place] for place in ((one.part, index), (one.within, found)) if place in origins]
-    word, place = ("repeated", "in it more than once") if one.part == one.within else ("leak", f"in {one.within}")
-    first = f"{one.part} {index} = {one.within} {found}"
-    text = f"{word}: samples of {one.part} that are {place}: {one.count:,}, first {first}"
-    return f"{text} ({' and '.join(where)})" if where else text
+def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files: Sequence[str]) -> str:
+    word, place = ("repeated", "in it more than once") if part == within else ("leak", f"in {within}")
+    first = f"{part} {pairs[0][0]} = {within} {pairs[0][1]}"
+    text = f"{word}: samples of {part} that are {place}: {len(pairs):,}, first {first}"
+    return f"{text} ({' and '.join(files)})" if files else text
 
 
 def _differences(survey: Survey) -> Iterator[str]:

@@ -32,7 +32,7 @@ from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, refusal, said
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, config_error, refusal, said
 from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
 from exp.models.inference import example_inputs, lazy_class, materialise
@@ -105,8 +105,9 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except ExpError:
         raise
     except ImportError as error:
-        fault = Fault(key=f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package")
-        raise ConfigError([fault]) from error
+        raise config_error(
+            f"{key}._target_", got=f"{node['_target_']}: {error}", expected="an installed package"
+        ) from error
     except (Exception, SystemExit) as error:
         is_known = isinstance(error, (*REFUSALS, MisconfigurationException, SystemExit))
         if not is_known and target.__module__.partition(".")[0] in LIBRARIES:
@@ -140,7 +141,7 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
     other += () if wanted == SPLITS else (dict,)
     if wanted and (isinstance(made, other) or not isinstance(made, tuple(map(class_of, wanted)))):
         got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
-        raise ConfigError([Fault(key=f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")])
+        raise config_error(f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")
     if key == "model" and trains_itself(type(made)):
         raise ConfigError([own_training_fault(name, kind=f"{type(made).__module__}.{type(made).__qualname__}")])
     return made
@@ -175,8 +176,9 @@ def _with_secrets(text: str, *, key: str) -> str:
     try:
         return revealed(text)
     except LookupError as error:
-        fault = Fault(key=key, got=error.args[0], expected="a secret in the environment of each process of the run")
-        raise ConfigError([fault]) from error
+        raise config_error(
+            key, got=error.args[0], expected="a secret in the environment of each process of the run"
+        ) from error
 
 
 def _placed(fault: Fault, key: str) -> Fault:
@@ -268,8 +270,7 @@ def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
             module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
         if "_modules" not in vars(module):
             got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
-            expected = "that call, in which Lightning and torch make the module"
-            raise ConfigError([Fault(key="module", got=got, expected=expected)])
+            raise config_error("module", got=got, expected="that call, in which Lightning and torch make the module")
         for child in () if brings_data(plain) else module.children():
             if isinstance(child, ProgramModel):
                 materialise(child, example_inputs(DataSpec.of(plain["data"]), device=device))

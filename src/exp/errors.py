@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -164,6 +164,26 @@ class ConfigError(ExpError):
         count = len(self.faults)
         title = f"{count} fault{'s' if count != 1 else ''} in the config; nothing was started."
         super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults), *([note] if note else [])]))
+
+
+def config_error(
+    key: str,
+    *,
+    got: str,
+    expected: str,
+    cure: str | None = None,
+    source: str | None = None,
+    origins: tuple[str, ...] = (),
+    subject: str = "",
+) -> ConfigError:
+    """Return the ConfigError of a single error. The arguments are those of Fault."""
+    return ConfigError([Fault(key, got, expected, cure, source=source, origins=origins, subject=subject)])
+
+
+def raise_faults(faults: Iterable[Fault], *, note: str | None = None) -> None:
+    """Raise ConfigError if there are errors. note: a line after them."""
+    if found := tuple(faults):
+        raise ConfigError(found, note=note)
 
 
 class MissingExtraError(ExpError):

@@ -40,7 +40,7 @@ from exp.construct import build_entries, build_freezing, build_network, build_op
 from exp.engine.progress import Limits, refuse_late_validation, total_steps
 from exp.engine.unfreezing import unfreezing_faults
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError
+from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError, raise_faults
 from exp.models.matching import matching
 from exp.models.weights import Matching, match_weights
 from exp.precision.keep import keep_faults
@@ -319,8 +319,7 @@ def _weights(check: Check) -> Iterable[Fault]:
     try:
         weights = read_weights(Path(node["from"]), averaged=node["averaged"])
     except (RunError, MissingExtraError) as error:
-        expected = "weights, as exp, torch or safetensors write them"
-        return [Fault(key="weights.from", got=str(error), expected=expected)]
+        return [Fault(key="weights.from", got=str(error), expected="weights, as exp, torch or safetensors write them")]
     check.matching = match_weights(weights, check.network, keys=node["keys"])
     return check.matching.faults(node["from"], is_strict=node["strict"])
 
@@ -424,8 +423,7 @@ class Examination:
         Raises:
             ConfigError: With all errors.
         """
-        if self.faults:
-            raise ConfigError(self.faults)
+        raise_faults(self.faults)
         return self.decided
 
     @functools.cached_property
@@ -493,8 +491,7 @@ def validated(config: DictConfig) -> Plan:
     """
     decided = plan(resolve(config))
     faults, _ = compare_with_data(decided)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return decided
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, config_error
 from exp.models.containers import ProgramModel, forward_names, with_forward
 from exp.models.forward_trace import SINGLE, Arithmetic, ForwardTrace, Recorder
 from exp.models.inference import example_inputs, materialise
@@ -161,4 +161,4 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
     fix = "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a batch "
     fix += "transform adds reach losses and metrics only"
-    raise ConfigError([Fault(key="data.inputs", got=got, expected=expected, cure=close or fix)])
+    raise config_error("data.inputs", got=got, expected=expected, cure=close or fix)

@@ -22,7 +22,7 @@ from exp.config.plain_tree import leaves
 from exp.config.reading import UNKNOWN, Reading, Values, read
 from exp.config.resolvers import resolver_faults
 from exp.config.sources import is_set, position_of, source_of
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 
 NOTE = "What needs torch was not looked at yet: python -m exp.check looks at everything at once."
 
@@ -61,8 +61,7 @@ def early_faults(config: DictConfig, *, reading: Reading | None = None) -> list[
 def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
     """Raise ConfigError on faults that need no torch, so that a mistyped word is told within a second."""
     faults = early_faults(config, reading=reading)
-    if faults:
-        raise ConfigError(faults, note=NOTE)
+    raise_faults(faults, note=NOTE)
 
 
 def _follows_the_data(config: DictConfig, key: str) -> bool:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import CHECKPOINTS, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import RunError, config_error
 from exp.files import is_locked, sweep_partial_files
 
 AUTO = "auto"
@@ -48,13 +48,13 @@ def find_start(config: DictConfig) -> Found:
     if COMPOSITION not in config:
         got = f"{'true' if is_again else 'auto'}, in a config that exp.compose did not make"
         expected = "the path of a checkpoint, because this config has no run directory to search next to"
-        raise ConfigError([Fault(key=key, got=got, expected=expected, cure="Compose it with exp.compose(overrides)")])
+        raise config_error(key, got=got, expected=expected, cure="Compose it with exp.compose(overrides)")
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()
     root = root_of(directory, str(config.name))
     if directory.is_relative_to(root / "sweeps"):
         got = "true, in a sweep" if is_again else "auto, in a sweep"
-        raise ConfigError([Fault(key=key, got=got, expected="of single runs alone: jobs would go on from each other")])
+        raise config_error(key, got=got, expected="of single runs alone: jobs would go on from each other")
     runs = _runs(root)
     notes: list[str] = []
     if is_again:

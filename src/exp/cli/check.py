@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, RunError
+from exp.errors import ConfigError, RunError, raise_faults
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     examined = examine(resolve(config))
     decided = examined.plan()
     faults, notes = compare_with_data(decided)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     for note in (*examined.notes, *notes):
         print(note, file=sys.stderr)
     return summary(decided)

@@ -20,7 +20,7 @@ from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config, show_info
 from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 100
@@ -116,8 +116,7 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     arguments = _parser(program).parse_intermixed_args(list(argv))
     _read_mode(arguments)
     faults = list(_flag_faults(arguments))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return arguments
 
 
@@ -197,8 +196,7 @@ def answer_question(arguments: argparse.Namespace) -> None:
         overrides = expanded(list(arguments.overrides), **where)
         vocabulary = open_search_path(**where)
         lines, faults = checked_lines(overrides, vocabulary, multirun=False)
-        if faults:
-            raise ConfigError(faults)
+        raise_faults(faults)
         groups = for_hydra(lines, vocabulary)
         show_info(vocabulary.places, arguments.info, config_name=arguments.config_name, overrides=groups)
 

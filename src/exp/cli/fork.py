@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error
 from exp.output import exit_status, loading_torch
 from exp.spelling import among
 
@@ -43,7 +43,7 @@ def _parsed(parent: str) -> tuple[Path, int | None]:
     if not name:
         name, step = parent, ""
     if step and not step.isdecimal():
-        raise ConfigError([Fault(key="RUN@STEP", got=repr(parent), expected="a run directory, @ and a step")])
+        raise config_error("RUN@STEP", got=repr(parent), expected="a run directory, @ and a step")
     run = Path(name).absolute()
     if not (run / "config.yaml").is_file():
         raise RunError(f"{run} has no config.yaml; expected a run directory, outputs/<name>/<date>/<time>")
@@ -93,7 +93,7 @@ def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
     wanted = max(found) if step is None else step
     if wanted not in found:
         expected = f"a step that has a checkpoint: {among(map(str, sorted(found)))}"
-        raise ConfigError([Fault(key="RUN@STEP", got=f"step {wanted}", expected=expected)])
+        raise config_error("RUN@STEP", got=f"step {wanted}", expected=expected)
     return found[wanted]
 
 

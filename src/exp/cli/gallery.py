@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.output import exit_status
 from exp.spelling import among, did_you_mean
 
@@ -57,6 +57,6 @@ def _command(argv: Sequence[str]) -> int:
         return 0
     if name not in found:
         got, expected = f"{name}, which is none of exp's own", f"one of {among(found, word=name)}"
-        raise ConfigError([Fault(key="experiment", got=got, expected=expected, cure=did_you_mean(name, found))])
+        raise config_error("experiment", got=got, expected=expected, cure=did_you_mean(name, found))
     print((EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8"), end="")
     return 0

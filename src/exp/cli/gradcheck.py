@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, one_line
+from exp.errors import ConfigError, config_error, one_line
 from exp.output import exit_status, loading_torch
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def gradcheck(
         raise _unfit(error, inputs) from error
     if not any(one.requires_grad for one in outputs):
         got = f"{target}, of which no floating output depends on a floating input or a parameter"
-        raise ConfigError([Fault(key="TARGET", got=got, expected="something to differentiate")])
+        raise config_error("TARGET", got=got, expected="something to differentiate")
     return compared(subject)
 
 
@@ -83,11 +83,11 @@ def _values(texts: Sequence[str]) -> dict[str, Any]:
 
     for text in texts:
         if not re.match(r"\w[\w.]*=", text):
-            raise ConfigError([Fault(key="NAME=VALUE", got=repr(text), expected="a name, = and a value: width=16")])
+            raise config_error("NAME=VALUE", got=repr(text), expected="a name, = and a value: width=16")
     try:
         found = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)), resolve=False)
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError([Fault(key="NAME=VALUE", got=one_line(error), expected="values in YAML")]) from error
+        raise config_error("NAME=VALUE", got=one_line(error), expected="values in YAML") from error
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
@@ -99,7 +99,7 @@ def _tensor(text: str, *, seed: int) -> Tensor:
     match = SHAPE.fullmatch(text)
     if match is None:
         expected = "sizes with x between them, as 4x3; of whole numbers with how many there are, as 4x3:10"
-        raise ConfigError([Fault(key="--input", got=repr(text), expected=expected)])
+        raise config_error("--input", got=repr(text), expected=expected)
     shape = [int(size) for size in (match[1] or "").split("x") if size]
     draw = torch.Generator().manual_seed(seed)
     if match[2]:
@@ -118,22 +118,22 @@ def _subject(
     found = resolve(target, returns=("builtins.object",), allow=allow)
     if inspect.isclass(found) and not issubclass(found, Function):
         expected = "a torch.autograd.Function, or a function of tensors"
-        raise ConfigError([Fault(key="TARGET", got=f"{target}, another class", expected=expected)])
+        raise config_error("TARGET", got=f"{target}, another class", expected=expected)
     try:
         names = parameters_of(found)
     except (TypeError, ValueError) as error:  # a function that is built into torch
         got, expected = f"{target}, which does not name its parameters", "a function written in Python that calls it"
-        raise ConfigError([Fault(key="TARGET", got=got, expected=expected)]) from error
+        raise config_error("TARGET", got=got, expected=expected) from error
     unknown = [name for name in values if name not in names]
     if unknown:
         expected = f"one of {', '.join(names)}"
-        raise ConfigError([Fault(key=unknown[0], got="no parameter of its forward", expected=expected)])
+        raise config_error(unknown[0], got="no parameter of its forward", expected=expected)
     if len(inputs) > len(names) - len(values):
         expected = f"at most one --input for each of {', '.join(name for name in names if name not in values)}"
-        raise ConfigError([Fault(key="--input", got=f"{len(inputs)} of them", expected=expected)])
+        raise config_error("--input", got=f"{len(inputs)} of them", expected=expected)
     return of_function(found, inputs, values, seed=seed)
 
 
 def _unfit(error: Exception, inputs: Sequence[str]) -> ConfigError:
     got = f"{', '.join(inputs)}, with which the forward failed with {one_line(error)}"
-    return ConfigError([Fault(key="--input", got=got, expected="shapes and values that the forward takes")])
+    return config_error("--input", got=got, expected="shapes and values that the forward takes")

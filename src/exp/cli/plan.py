@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error, raise_faults
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.spelling import did_you_mean, nearest
 
@@ -73,7 +73,7 @@ def _command(argv: Sequence[str]) -> int:
     _refuse_slips(arguments)
     words = read_words(own)
     if arguments.multirun:
-        raise ConfigError([Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out")])
+        raise config_error("--multirun", got="several runs", expected="one", cure="Leave -m out")
     with outliving_output():
         _print(arguments, words, command=" ".join([PROGRAM, *argv]))
     return 0
@@ -95,8 +95,7 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
         for key, text in slips
         if key not in known and nearest(key, [*OWN, *known])[0] in OWN
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
 
 
 def read_words(texts: Sequence[str]) -> Words:
@@ -110,8 +109,7 @@ def read_words(texts: Sequence[str]) -> Words:
         if key in given and given[key] not in known:
             cure = did_you_mean(given[key], known)
             faults.append(Fault(key=key, got=given[key], expected=" or ".join(known), cure=cure))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return Words(
         device=given.get("device"),
         memory=memory,
@@ -226,7 +224,7 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -
 
     if planner.device(plan) is None or plan.own is not None:
         cure = "device=H100, and a network of exp's, whose steps can be timed"
-        raise ConfigError([Fault(key="search", got="true, and a step whose time is not known", expected=cure)])
+        raise config_error("search", got="true, and a step whose time is not known", expected=cure)
     found = search(plan, limit=limit, other=planner.other)
     if not found.fitting:
         raise RunError(f"nothing fits: {found.too_large} ways are too large, {found.refused} are refused")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.output import exit_status, loading_torch, outliving_output
 
 HELP = """Predict with the weights that a run saved.
@@ -55,7 +55,7 @@ def _command(argv: Sequence[str]) -> int:
     typed = arguments.values["keep"]
     keep = () if typed is None else words_in(f"keep={typed}")
     if keep is None:
-        raise ConfigError([Fault(key="keep", got=str(typed), expected=COLUMNS, source="command line")])
+        raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch comes in here, behind every fault of the command.
     with loading_torch():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from exp.engine.predictions import archive_of
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error, raise_faults
 from exp.files import write_whole
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
@@ -44,14 +44,13 @@ def refuse_place(path: Path, *, given: Path) -> None:
         cure = f"Write output={path.with_stem(f'{path.stem}_answers')}"
     else:
         return
-    raise ConfigError([Fault(key="output", got=got, expected=expected, cure=cure)])
+    raise config_error("output", got=got, expected=expected, cure=cure)
 
 
 def refuse_names(keep: Sequence[str]) -> None:
     """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
     faults = [_taken(name) for name in keep if ANSWERS.fullmatch(name)]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:

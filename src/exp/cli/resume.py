@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import RunError, config_error
 from exp.output import exit_status
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ def _command(argv: Sequence[str]) -> int:
     if not arguments.verify:
         return go_on(arguments.run, arguments.overrides)
     if arguments.overrides:
-        fault = Fault(key="--verify", got=" ".join(arguments.overrides), expected="the run as it is, without overrides")
-        raise ConfigError([fault])
+        raise config_error(
+            "--verify", got=" ".join(arguments.overrides), expected="the run as it is, without overrides"
+        )
     difference, told = verify(arguments.run, allow=arguments.allow)
     print(told)
     return EXACT if difference is None else DIFFERS

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from exp.config.found_run import key_of
 from exp.config.grammar import parse_override
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.spelling import among, did_you_mean, nearest
 
 ALLOW = "security.allow"
@@ -84,8 +84,7 @@ def read_arguments(
         elif not takes_overrides:
             key, expected = key_of(text), f"one of {among(keys)}, {ALLOW}"
             faults.append(_fault(key, got=text, expected=expected, cure=did_you_mean(key, keys)))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return RunArguments(values=values, allow=allow or (), overrides=others)
 
 

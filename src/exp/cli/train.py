@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error
 from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
@@ -62,13 +62,12 @@ def refuse_ranks(command: str) -> None:
     Raises: ConfigError.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        fault = Fault(
-            key="torchrun",
+        raise config_error(
+            "torchrun",
             got=f"it starts {command} once a rank",
             expected=f"{command} alone, which starts its ranks itself, or the frozen run that torchrun shares",
             cure=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
         )
-        raise ConfigError([fault])
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

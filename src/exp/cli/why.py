@@ -27,7 +27,7 @@ from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
 from exp.config.search_path import shown as shown_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
-from exp.errors import ConfigError, ExpError, Fault
+from exp.errors import ConfigError, ExpError, config_error
 from exp.output import exit_status
 from exp.redaction import covered, redacted
 from exp.spelling import among, nearest, show
@@ -76,7 +76,7 @@ def _key(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _error(got: str, expected: str, cure: str | None = None, *, key: str = "KEY") -> ConfigError:
-    return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)])
+    return config_error(key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)
 
 
 class Question:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, config_error
 
 SLURM = "hydra_plugins.exp.launcher.SlurmLauncher"
 RAY = "hydra_plugins.exp.launcher.RayLauncher"
@@ -39,13 +39,12 @@ def refuse_cluster(target: str) -> None:
     target: the `_target_` of hydra.launcher.
     """
     if target in CLUSTERS:
-        fault = Fault(
-            key="hydra/launcher",
+        raise config_error(
+            "hydra/launcher",
             got=f"{CLUSTERS[target].word}, for a single run",
             expected="a sweep: a launcher runs its jobs",
             cure="Write -m in front of the overrides: a sweep may have one job",
         )
-        raise ConfigError([fault])
 
 
 def cluster_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:

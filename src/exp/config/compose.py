@@ -21,7 +21,7 @@ from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, i
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 
 # Overrides that are not the job's own: of Hydra, and of how a sweep starts its jobs.
 BESIDE_THE_JOB = (*HYDRAS, "sweep.")
@@ -85,8 +85,7 @@ def composition_of(
     if faults and check is not None:
         rest = _without_hydra(replace(composition, overrides=tuple(texts)), directory="")
         faults += _other_faults(check(rest), known=faults)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return composition
 
 

@@ -21,7 +21,7 @@ from exp.config.grammar import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY
 from exp.config.versions import removed_keys
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, config_error
 from exp.spelling import among
 
 KEY = "from_run"
@@ -79,7 +79,7 @@ def lost_keys(config: DictConfig) -> list[str]:
 
 
 def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
-    return ConfigError([Fault(key=KEY, got=got, expected=expected, cure=cure, source="command line")])
+    return config_error(KEY, got=got, expected=expected, cure=cure, source="command line")
 
 
 def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
@@ -99,7 +99,7 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
         cure = f"If you trust it, add '{trusting[0]}' to this command"
-        raise ConfigError([Fault(key="security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)])
+        raise config_error("security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)
     return [*kept, *now]
 
 

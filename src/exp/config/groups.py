@@ -13,7 +13,7 @@ from exp.config.plain_tree import leaves
 from exp.config.search_path import Place, options_in, own_groups, search_places
 from exp.config.slots import AXIS, MANY
 from exp.config.yaml_files import choices_of, read_yaml
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, config_error
 from exp.files import can_be_a_path
 
 COMMAND_LINE = "command line"
@@ -55,11 +55,11 @@ class Vocabulary:
                 extended = [choice.options[0].lstrip("/") for choice in choices_of(content) if not choice.group]
                 names += [one for one in extended if one != "_self_" and one not in names]
         if not contents:
-            raise ConfigError([Fault(
-                key="--config-name", got=f"{self.config_name} is on no search path",
+            raise config_error(
+                "--config-name", got=f"{self.config_name} is on no search path",
                 expected="train, or a config in ./conf",
                 cure=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
-            )])  # fmt: skip
+            )  # fmt: skip
         return contents
 
     def kind(self, group: str) -> str:

@@ -38,7 +38,7 @@ from exp.config.reading import secrets_kept
 from exp.config.search_path import OWN_CONF, Place, shown
 from exp.config.slots import ONE, nodes_in, package_of_flat
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, Fault, chain_of, one_line
+from exp.errors import ConfigError, Fault, chain_of, config_error, one_line
 from exp.spelling import among, did_you_mean
 
 HYDRA_VERSION = hydra.__version__
@@ -135,7 +135,7 @@ class ConfigFolder(ConfigSource):
         content = read_yaml(file)
         if content is not None and not isinstance(content, dict | list):
             got = f"one value, {content!r}"
-            raise ConfigError([Fault(key=config_path, got=got, expected="keys and values", source=shown(file))])
+            raise config_error(config_path, got=got, expected="keys and values", source=shown(file))
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
             raise ConfigError([searchpath_fault(settings["searchpath"], source=shown(file))])
@@ -146,10 +146,10 @@ class ConfigFolder(ConfigSource):
         try:
             config = OmegaConf.create({} if content is None else content)
         except OmegaConfBaseException as error:
-            raise ConfigError([Fault(
-                key=str(error.full_key or config_path), got=str(error).splitlines()[0],
+            raise config_error(
+                str(error.full_key or config_path), got=str(error).splitlines()[0],
                 expected="a value that OmegaConf can read", source=shown(file),
-            )]) from error  # fmt: skip
+            ) from error  # fmt: skip
         header = {"package": package or package_of_flat(config_path, content)}
         return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
 
@@ -219,11 +219,11 @@ def _load_plugins() -> None:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         files += [error.filename or ""] if isinstance(error, SyntaxError) else []
         of_plugins = [file for file in files if "hydra_plugins" in Path(file).parts]
-        raise ConfigError([Fault(
-            key="hydra_plugins", got=f"a plug-in of Hydra that fails with {' '.join(one_line(error).split())}",
+        raise config_error(
+            "hydra_plugins", got=f"a plug-in of Hydra that fails with {' '.join(one_line(error).split())}",
             expected="plug-ins that can be imported", cure="Fix it, or uninstall the package that brings it",
             source=of_plugins[-1] if of_plugins else None,
-        )]) from error  # fmt: skip
+        ) from error  # fmt: skip
     for plugin in (ConfigFolder, OpenPlaces):
         plugins.register(plugin)
 
@@ -248,10 +248,10 @@ def compose_groups(
             if ConfigFolder.last is None:
                 raise
             # A circle begins at the last file that was not read before.
-            raise ConfigError([Fault(
-                key="defaults", got="a defaults list that leads back to itself",
+            raise config_error(
+                "defaults", got="a defaults list that leads back to itself",
                 expected="configs that do not include each other", source=shown(ConfigFolder.last),
-            )]) from error  # fmt: skip
+            ) from error  # fmt: skip
         except HYDRA_ERRORS as error:
             raise ConfigError([fault_of(error)]) from error
     layers = [_layer(places, one.config_path or "", one.package or "") for one in defaults]
@@ -383,7 +383,7 @@ def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
             sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
         except RuntimeError as error:
             got = f"{config.hydra.sweeper['_target_']}, and {one_line(error)}"
-            raise ConfigError([Fault(key="hydra.sweeper", got=got, expected="a sweeper that can be made")]) from error
+            raise config_error("hydra.sweeper", got=got, expected="a sweeper that can be made") from error
         sweeper.sweep(arguments=recorded_overrides(config))
 
 

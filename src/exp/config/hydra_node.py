@@ -21,7 +21,7 @@ from exp.config.plain_tree import text_values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import Choice, choices_of, read_yaml, split
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.files import can_be_a_path
 from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean, show
@@ -284,8 +284,7 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     directory = Path(os.path.abspath(Path(sweep) / subdir))
     if not faults and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
         faults = [_fault("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return str(directory)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 
 ENTRY_POINTS = "exp.conf"
 OWN_CONF = Path(__file__).parent.parent / "conf"
@@ -37,10 +37,10 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
     if config_dir is not None:
         directory = Path(config_dir)
         if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
-            raise ConfigError([Fault(
-                key="--config-dir", got=f"{config_dir} is not a directory", expected="a directory of config groups",
+            raise config_error(
+                "--config-dir", got=f"{config_dir} is not a directory", expected="a directory of config groups",
                 source="command line",
-            )])  # fmt: skip
+            )  # fmt: skip
         places.append(Place(provider="command-line", directory=directory.absolute()))
     places.append(Place(provider="exp", directory=OWN_CONF))
     return places + plugin_places()

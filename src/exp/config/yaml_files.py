@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from exp.config.search_path import shown
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error, raise_faults
 
 # Twenty times the largest config seen. 180 bytes of nested anchors grow to a billion nodes.
 MAX_NODES = 20_000
@@ -206,8 +206,7 @@ def _refuse_misread(name: str, root: yaml.Node) -> None:
             faults.extend(_misread(name, key.rstrip("."), node))
 
     visit(root, "")
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
 
 
 def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[Fault]:
@@ -250,7 +249,7 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def _refused(name: str, got: str, expected: str) -> ConfigError:
-    return ConfigError([Fault(key=name, got=got, expected=expected, source=name)])
+    return config_error(name, got=got, expected=expected, source=name)
 
 
 def yaml_text(plain: object) -> str:

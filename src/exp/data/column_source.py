@@ -16,7 +16,7 @@ from exp.data.faults import SampleError, data_fault, name_cure, require_extra
 from exp.data.shard_files import JsonLines
 from exp.data.source import Columns, Days, Source, Unread, words_in_order
 from exp.data.tables import Words
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 
 if TYPE_CHECKING:
     import pyarrow
@@ -165,8 +165,7 @@ def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Values:
         for name in names
         if name not in columns
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return {name: columns[name] for name in names}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from exp.errors import ConfigError, Fault, MissingExtraError, RunError, is_installed
+from exp.errors import ConfigError, Fault, MissingExtraError, RunError, config_error, is_installed, raise_faults
 from exp.shared_types import STAGES
 from exp.spelling import among, did_you_mean, show
 
@@ -23,7 +23,7 @@ class SampleError(RunError):
 def data_fault(key: str, *, got: str, expected: str, cure: str | None = None, subject: str = "") -> ConfigError:
     """The error to raise for one fault below `data`. key: dotted, below `data.`. subject: see Fault."""
     key = f"data.{key}" if key else "data"
-    return ConfigError([Fault(key=key, got=got, expected=expected, cure=cure, subject=subject)])
+    return config_error(key, got=got, expected=expected, cure=cure, subject=subject)
 
 
 def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
@@ -40,8 +40,7 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
         for name in map(str, given)
         if name not in names
     ]  # fmt: skip
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
 
 
 def name_cure(name: str, names: Collection[str]) -> str | None:

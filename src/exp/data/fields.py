@@ -180,8 +180,7 @@ class Fields:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
             found = [name for columns in given for name in listed(columns)]
         if not found:
-            expected = f"a column of {where} that is no target"
-            raise data_fault("dataset.inputs", got="no column", expected=expected)
+            raise data_fault("dataset.inputs", got="no column", expected=f"a column of {where} that is no target")
         refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 

@@ -33,7 +33,7 @@ from exp.data.pictures import (
 )
 from exp.data.source import Name, Task, refuse_labels
 from exp.data.splits import PART_NAMES
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -171,8 +171,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 raise ConfigError([broken(file, error)]) from error
         faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
         faults += [] if faults else _mode_faults(modes, self.form.mode)
-        if faults := [*faults, *self._size_faults(sizes)]:
-            raise ConfigError(faults)
+        raise_faults([*faults, *self._size_faults(sizes)])
 
     def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
         if self.form.crop is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from exp.data.cells import Missing, finite_number, number_in
 from exp.data.faults import data_fault, name_cure
 from exp.data.tables import Words
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 in a file without names.
@@ -111,8 +111,7 @@ class Source(ABC):
                 got = f"no value there and in {len(rows) - 1} more rows," if len(rows) > 1 else "no value"
                 cure = f"{cures[column]}. data.dataset.missing_values lists the texts that stand for none"
                 faults += self.bad(int(rows[0]), column, got, "one in every row", cure).faults
-        if faults:
-            raise ConfigError(faults)
+        raise_faults(faults)
         return found
 
     def texts(self, column: int) -> list[str | None]:

@@ -24,7 +24,7 @@ from exp.data.in_memory import (
     samples_in,
 )
 from exp.data.randomness import seed_for
-from exp.errors import ConfigError
+from exp.errors import raise_faults
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
@@ -110,8 +110,7 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
 
     Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
     """
-    if faults := share_faults(sizes):
-        raise ConfigError(faults)
+    raise_faults(share_faults(sizes))
     # A float above 1 comes from a command line such as parts.val=1e3.
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 

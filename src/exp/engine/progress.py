@@ -19,7 +19,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.shared_types import span_seconds
 
 
@@ -79,12 +79,11 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
         if time < timedelta():
             raise ValueError("a time is not negative")
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        fault = Fault(
-            key="trainer.max_time",
+        raise config_error(
+            "trainer.max_time",
             got=repr(max_time),
             expected="seconds, a time such as 1h30m, DD:HH:MM:SS, or a mapping of days, hours, minutes and seconds",
-        )
-        raise ConfigError([fault]) from error
+        ) from error
     return time.total_seconds()
 
 
@@ -114,13 +113,12 @@ def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
     interval, taken = trainer.val_check_interval, epoch_batches(trainer, batches)
     if trainer.check_val_every_n_epoch is None or not isinstance(interval, int) or taken is None or interval <= taken:
         return
-    fault = Fault(
-        key="trainer.val_check_interval",
+    raise config_error(
+        "trainer.val_check_interval",
         got=f"{interval}, more than the {taken} batches of an epoch",
         expected=f"at most {taken}",
         cure="Add trainer.check_val_every_n_epoch=null to count the batches over all epochs",
     )
-    raise ConfigError([fault])
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:

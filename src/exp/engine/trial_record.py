@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from exp.errors import ConfigError, ExpError, Fault, MissingExtraError, one_line
+from exp.errors import ExpError, MissingExtraError, config_error, one_line
 from exp.files import lock
 from exp.shared_types import Pruner
 
@@ -94,8 +94,7 @@ def readable(directory: Path) -> Iterator[None]:
         path = os.path.relpath(directory / JOURNAL)
         cure = "Put a whole one back, or begin a new sweep"
         expected = "the record of the search as Optuna wrote it"
-        fault = Fault(key="sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure)
-        raise ConfigError([fault]) from error
+        raise config_error("sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure) from error
 
 
 class TrialOfJob:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.models.compiler import compile_forward
 from exp.models.freezing import find_frozen
 from exp.models.graphs import graph_of_function
@@ -147,8 +147,7 @@ class ProgramModel(nn.Module):
     def _add(self, name: str, layer: Held) -> None:
         if not name.isidentifier() or name.startswith("_") or hasattr(self, name):
             taken = f"{name!r}, which nn.Module uses itself" if hasattr(self, name) else repr(name)
-            fault = Fault(key=f"layers.{name}", got=f"a layer named {taken}", expected="a free name like a variable's")
-            raise ConfigError([fault])
+            raise config_error(f"layers.{name}", got=f"a layer named {taken}", expected="a free name like a variable's")
         held = built(layer, f"layers.{name}")
         if isinstance(held, nn.Module):
             self.add_module(name, held)
@@ -165,13 +164,13 @@ class ProgramModel(nn.Module):
         elif container not in _FOLDING:
             got, cure = repr(container), f"Take one of {', '.join(_FOLDING)}"
         expected = "a model whose layers are called one after the other, such as model=sequential or model=mlp"
-        raise ConfigError([Fault(key="container", got=got, expected=expected, cure=cure or "Leave it out")])
+        raise config_error("container", got=got, expected=expected, cure=cure or "Leave it out")
 
     def _fold(self) -> str:
         if type(self) not in _FOLDING.values():
             expected = "a program that says how the layers are wired"
             cure = "For example:  forward: |  and below it, indented,  return head(encoder(x))"
-            raise ConfigError([Fault(key="forward", got="no forward program", expected=expected, cure=cure)])
+            raise config_error("forward", got="no forward program", expected=expected, cure=cure)
         steps = []
         for name in self._layer_names:
             held = getattr(self, name)
@@ -181,9 +180,9 @@ class ProgramModel(nn.Module):
                 steps.append(f"x = {name}(x)")
             else:
                 got = f"a {type(held).__name__}, which cannot be called in turn"
-                raise ConfigError([Fault(key=f"layers.{name}", got=got, expected="a layer, or a `forward` program")])
+                raise config_error(f"layers.{name}", got=got, expected="a layer, or a `forward` program")
         if self.input_names != ("x",):
-            raise ConfigError([Fault(key="inputs", got=str(list(self.input_names)), expected="a `forward` program")])
+            raise config_error("inputs", got=str(list(self.input_names)), expected="a `forward` program")
         return "\n".join([*steps, "return x"])
 
     def _parsed(self, text: str, *, used_elsewhere: Iterable[str], is_bounded: bool = True) -> Program:
@@ -269,8 +268,7 @@ def _program_name(network: ProgramModel, name: str, text: str) -> str:
     """The text, where its name is free."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(network, name):
         taken = f"{name!r}, which the network has already" if hasattr(network, name) else repr(name)
-        fault = Fault(key=f"programs.{name}", got=f"a program named {taken}", expected="a free name like a method's")
-        raise ConfigError([fault])
+        raise config_error(f"programs.{name}", got=f"a program named {taken}", expected="a free name like a method's")
     return text
 
 
@@ -279,7 +277,7 @@ def _constant(name: str, value: object) -> object:
         return [_constant(name, item) for item in value]
     if not isinstance(value, int | float | str | None):
         expected = "a number, a string, a bool, null, or a list of them"
-        raise ConfigError([Fault(key=f"constants.{name}", got=f"a {type(value).__name__}", expected=expected)])
+        raise config_error(f"constants.{name}", got=f"a {type(value).__name__}", expected=expected)
     return value
 
 
@@ -290,8 +288,7 @@ def _callable(name: str, value: object) -> Callable[..., object]:
     if not callable(value) or isinstance(value, nn.Module) or inspect.isclass(value):
         expected = "a function, or a torch.autograd.Function"
         cure = "A layer belongs below `layers`" if isinstance(value, nn.Module) else None
-        got = f"a {type(value).__name__}"
-        raise ConfigError([Fault(key=f"functions.{name}", got=got, expected=expected, cure=cure)])
+        raise config_error(f"functions.{name}", got=f"a {type(value).__name__}", expected=expected, cure=cure)
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 from exp.models.matching import ANY_BATCH_NORM, parameters_meant
 
 Statistics = Literal["train", "eval"]
@@ -113,8 +113,7 @@ def find_frozen(
                 )
                 faults.append(Fault(key=place, got=got, expected=expected))
             until |= {name: epoch for name in found if name in until}
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     until = {name: epoch for name, epoch in until.items() if epoch > 0}
     norms = {
         path: max(until[name] for name in _of_norm(network, path, mean) if name in until)

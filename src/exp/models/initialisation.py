@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.models.matching import parameters_meant
 from exp.spelling import nearest
 
@@ -67,16 +67,16 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
     if name not in SCHEMES:
         near = nearest(str(name), SCHEMES)
         expected = near[0] if near else f"one of {', '.join(SCHEMES)}"
-        raise ConfigError([Fault(key=key, got=f"the scheme {name!r}", expected=expected)])
+        raise config_error(key, got=f"the scheme {name!r}", expected=expected)
     function = SCHEMES[name]
     known = [option for option in inspect.signature(function).parameters if option not in ("tensor", "generator")]
     unknown = [option for option in options if option not in known]
     if unknown:
         expected = f"parameters of {name}: {', '.join(known) if known else 'none'}"
-        raise ConfigError([Fault(key=f"{key}.{unknown[0]}", got="an unknown parameter", expected=expected)])
+        raise config_error(f"{key}.{unknown[0]}", got="an unknown parameter", expected=expected)
     try:
         with torch.no_grad():
             function(parameter, **options)
     except (TypeError, ValueError) as fault:
         got = f"{name} of a parameter of shape {list(parameter.shape)}: {fault}"
-        raise ConfigError([Fault(key=key, got=got, expected="a scheme that fits the shape")]) from None
+        raise config_error(key, got=got, expected="a scheme that fits the shape") from None

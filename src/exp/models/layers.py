@@ -9,7 +9,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.models.initialisation import Scheme, fill
 
 Shape = Sequence[Annotated[int, Ge(0)]]
@@ -79,12 +79,12 @@ def built(layer: object, key: str) -> nn.Module | nn.Parameter:
         modules.__dict__["repeated"] = isinstance(layer, nn.ModuleList)
         return modules
     expected = "a layer, a parameter, or a list or mapping of them"
-    raise ConfigError([Fault(key=key, got=f"a {type(layer).__name__}", expected=expected)])
+    raise config_error(key, got=f"a {type(layer).__name__}", expected=expected)
 
 
 def _modules_only(parts: Mapping[str, nn.Module | nn.Parameter], key: str) -> dict[str, nn.Module]:
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     for name in parts:
         if name not in modules:
-            raise ConfigError([Fault(key=f"{key}.{name}", got="a parameter among layers", expected="all of one kind")])
+            raise config_error(f"{key}.{name}", got="a parameter among layers", expected="all of one kind")
     return modules

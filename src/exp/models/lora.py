@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, raise_faults
 from exp.models.freezing import Statistics, find_frozen
 from exp.models.matching import parameters_meant
 from exp.spelling import among
@@ -77,8 +77,7 @@ def adapt(
     found = [_weights(network, one, key=f"lora.layers.{index}", faults=faults)
              for index, one in enumerate(layers)]  # fmt: skip
     whole = [_meant(network, one, key=f"lora.trained.{index}", faults=faults) for index, one in enumerate(trained)]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     targets = [name for name in dict.fromkeys(itertools.chain(*found)) if name not in set(itertools.chain(*whole))]
     unfreeze = {0: trained} if trained else {}
     find_frozen(network, parameters=["*"], batch_norm=batch_norm, unfreeze=unfreeze).apply(network)

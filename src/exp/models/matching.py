@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 from exp.spelling import among, did_you_mean
 
 # Which layers normalise: torch keeps the bases of its own private, so they are named one by one.
@@ -40,8 +40,7 @@ def matching(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[s
         for pattern in patterns
         if not any(matches(name, module, pattern) for name, module in modules.items())
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return {
         name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
     }

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, config_error, raise_faults
 from exp.models.containers import ProgramModel
 from exp.models.graphs import TENSOR, DependsOnMode, graph_of, values_of
 from exp.nested import tensors_in
@@ -95,11 +95,11 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
         got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
         expected = "a network whose forward does not ask self.training; its layers may"
         cure = "Use torch.nn.Dropout as a layer, not the function, or a forward program that does not ask `training`"
-        raise ConfigError([Fault(key=MODULE_KEY, got=got, expected=expected, cure=cure)]) from error
+        raise config_error(MODULE_KEY, got=got, expected=expected, cure=cure) from error
     except ValueError as error:
         got = f"{type(network).__name__}, which torch.fx cannot trace ({error})"
         expected = "a network whose layers run in one straight line: model=sequential and the like, or an nn.Sequential"
-        raise ConfigError([Fault(key=MODULE_KEY, got=got, expected=expected)]) from error
+        raise config_error(MODULE_KEY, got=got, expected=expected) from error
     found = assign(network, graph, count=count, layers=layers)
     cutter = _Cutter(network, graph, found, count, values_of(network, graph, inputs))
     parts = tuple(cutter.part(index) for index in range(count))
@@ -283,8 +283,7 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
             faults.append(Fault(key=KEY, got=got, expected=f"{count}, a list of layers for each"))
         faults += [] if faults else _order_faults(units, found)
         faults += [] if faults else _tied_faults(units, found)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, config_error
 from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
@@ -116,7 +116,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
             left_out.append(theirs)
         elif found in renamed:
             got = f"{theirs} and {renamed[found]}, which both become {found}"
-            raise ConfigError([Fault(key=f"weights.keys.{pattern}", got=got, expected="a name for each")])
+            raise config_error(f"weights.keys.{pattern}", got=got, expected="a name for each")
         else:
             renamed[found] = theirs
     own = tensors_of(network)
@@ -187,7 +187,7 @@ def _renamed(name: str, keys: Keys) -> tuple[str, str | None]:
             return pattern, None
         if new.count("*") > len(found.groups()):
             got, expected = f"{new}, with {new.count('*')} stars", f"at most {len(found.groups())}, as {pattern} has"
-            raise ConfigError([Fault(key=f"weights.keys.{pattern}", got=got, expected=expected)])
+            raise config_error(f"weights.keys.{pattern}", got=got, expected=expected)
         texts = new.split("*")
         return pattern, "".join(
             text + part for text, part in zip(texts, [*found.groups()[: len(texts) - 1], ""], strict=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import RunError, config_error
 from exp.functions.at_least_float32 import summing_dtype
 from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
@@ -184,9 +184,7 @@ class Objective(nn.Module):
             if isinstance(term, Term) and (fault := reduction_fault(term.loss)):
                 cure = f"Take the line out, or scale the term with objective.{name}.weight"
                 expected = "mean, for each sample counts once"
-                raise ConfigError(
-                    [Fault(key=f"{self.loss_keys[name]}.reduction", got=fault, expected=expected, cure=cure)]
-                )
+                raise config_error(f"{self.loss_keys[name]}.reduction", got=fault, expected=expected, cure=cure)
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
         # Of the last call, this rank's mean of each term, and the divisor of each weighed one.
@@ -256,14 +254,13 @@ class Objective(nn.Module):
             try:
                 found[name] = detached(self.terms[name].divisor(values))
             except Exception as error:
-                fault = Fault(
-                    key=f"objective.{name}",
+                raise config_error(
+                    f"objective.{name}",
                     got=f"a divisor that needs the network's output ({type(error).__name__}: {error})",
                     expected="a divisor of the batch alone, which a step over several micro-batches takes before it "
                     "runs the network",
                     cure="Write trainer.accumulate_grad_batches=1",
-                )
-                raise ConfigError([fault]) from error
+                ) from error
         return found
 
     def only(self, names: Collection[str]) -> Objective:

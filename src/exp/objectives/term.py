@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.objectives.loss_inputs import Values
 from exp.shared_types import Batch
 from exp.spelling import nearest
@@ -93,6 +93,5 @@ def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
                 cure=f"Nearest: {found[0]}" if found else None,
             )
         )
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return words

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.errors import ConfigError, Fault, refusal
+from exp.errors import ConfigError, Fault, config_error, raise_faults, refusal
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
@@ -102,8 +102,7 @@ def build_optimizer(
         options["fused"] = (has_fused(taken) and _has_fused_in_shards(taken, factory) and not obstacles) or None
     elif options.get("fused") and obstacles:
         got, reason = obstacles[0]
-        expected = f"null or false: {reason}"
-        raise ConfigError([Fault(key="optimizer.fused", got=f"true {got}", expected=expected)])
+        raise config_error("optimizer.fused", got=f"true {got}", expected=f"null or false: {reason}")
     make = functools.partial(factory.func, split, *factory.args, **options)
     try:
         return make()
@@ -181,8 +180,7 @@ def _check_options(
                 expected="an optimizer that decays weights, or an empty list",
             )
         )
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
 
 
 def _name(factory: functools.partial[Optimizer]) -> str:

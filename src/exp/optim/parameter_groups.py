@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, config_error, raise_faults
 from exp.models.matching import NORMS
 from exp.spelling import among
 
@@ -49,14 +49,12 @@ def parameter_groups(
     if not taken:
         frozen = sum(not one.requires_grad for one in network.parameters())
         got = f"all {frozen} parameters are frozen" if frozen else "a model without parameters"
-        expected = "at least one parameter to train"
-        raise ConfigError([Fault(key="model", got=got, expected=expected, cure="Or set train=false")])
+        raise config_error("model", got=got, expected="at least one parameter to train", cure="Or set train=false")
     known = everything if shared else taken
     faults: list[Fault] = []
     owners = _owners(network, taken, known, groups, faults)
     exempt = _exempt(network, taken, known, exempt_from_decay, faults)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     built: dict[str, dict[str, Any]] = {}
     for parameter, owner in owners.items():
         name = f"{owner}_exempt" if parameter in exempt else owner
@@ -107,8 +105,7 @@ def _matched(trained: Trained, pattern: str) -> list[nn.Parameter]:
 def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> Fault:
     """Return the error of a pattern that matches nothing. words: that may stand instead of it."""
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
-        got = f"{pattern!r} matches only frozen parameters"
-        return Fault(key=key, got=got, expected="parameters that are trained")
+        return Fault(key=key, got=f"{pattern!r} matches only frozen parameters", expected="parameters that are trained")
     shown = among([names[0] for names in trained.values()], count=6)
     return Fault(
         key=key,

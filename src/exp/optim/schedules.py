@@ -15,7 +15,7 @@ from annotated_types import Ge, Interval
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from exp.errors import REFUSALS, ConfigError, Fault, refusal
+from exp.errors import REFUSALS, ConfigError, Fault, config_error, refusal
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
@@ -195,15 +195,11 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
     rates = [float(group["lr"]) for group in saved.groups]
     if not _are_close(rates, saved.state["_last_lr"]):
         given = float(saved.state["_last_lr"][0])
-        raise ConfigError(
-            [
-                Fault(
-                    key="trainer.max_epochs",
-                    got=f"another length, and a learning rate of {rates[0]:g} where the schedule had set {given:g}",
-                    expected="the length before: a schedule of another length knows nothing of what else set the rate",
-                    cure="Or give the schedule a length of its own",
-                )
-            ]
+        raise config_error(
+            "trainer.max_epochs",
+            got=f"another length, and a learning rate of {rates[0]:g} where the schedule had set {given:g}",
+            expected="the length before: a schedule of another length knows nothing of what else set the rate",
+            cure="Or give the schedule a length of its own",
         )
     for group, own, start in zip(_groups(schedule), saved.groups, groups, strict=True):
         # What the schedule leaves alone stays as it was saved.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from exp.errors import ConfigError, Fault, shortened
+from exp.errors import config_error, shortened
 from exp.hooks.utilisation import arithmetic, card_of, card_peaks, measured_peak
 from exp.spelling import did_you_mean
 
@@ -89,18 +89,18 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     found = COUNTED.fullmatch(text.strip())
     if found is None:
         expected = "a card, with a number before it where there are several: 64xH100"
-        raise ConfigError([Fault(key="device", got="an empty value", expected=expected)])
+        raise config_error("device", got="an empty value", expected=expected)
     names = {name.lower().replace(" ", "_"): name for name in _CARDS}
     names |= {short.lower(): card for short, card in SHORT.items()}
     word = found[2].lower().replace(" ", "_")
     if word not in names:
         expected = f"one of {', '.join(_CARDS)}, with a number before it where there are several: 64xH100"
-        raise ConfigError([Fault(key="device", got=text, expected=expected, cure=did_you_mean(word, list(names)))])
+        raise config_error("device", got=text, expected=expected, cure=did_you_mean(word, list(names)))
     # Python refuses to read a number of thousands of digits.
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
         expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
-        raise ConfigError([Fault(key="device", got=shortened(text), expected=expected)])
+        raise config_error("device", got=shortened(text), expected=expected)
     return listed_device(names[word]), None if digits is None else int(digits)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error, raise_faults
 from exp.models.matching import matches, unmatched
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -33,8 +33,7 @@ def kept_layers(network: nn.Module, keep: Mapping[str, str]) -> dict[str, torch.
         for pattern in keep
         if not any(matches(name, module, pattern) for name, module in modules.items())
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     kept: dict[str, torch.dtype] = {}
     # Parents come first.
     for name, module in network.named_modules(remove_duplicate=False):
@@ -74,9 +73,8 @@ def refuse_shared(network: nn.Module, kept: Mapping[str, torch.dtype], *, otherw
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             first, before = seen.setdefault(id(parameter), (f"{name}.{own}", dtype))
             if before != dtype:
-                fault = Fault(
-                    key=KEY,
+                raise config_error(
+                    KEY,
                     got=f"{first} and {name}.{own} are one parameter, and only one of the two modules is kept",
                     expected="both or neither of them",
                 )
-                raise ConfigError([fault])

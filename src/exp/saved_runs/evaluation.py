@@ -15,7 +15,7 @@ from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
 from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
 from exp.start import fit
@@ -52,13 +52,13 @@ def evaluate(
         RunError: The evaluation fails, or the data has no such part.
     """
     if stage not in STAGES:
-        raise ConfigError([Fault(key="stage", got=repr(stage), expected=" or ".join(STAGES))])
+        raise config_error("stage", got=repr(stage), expected=" or ".join(STAGES))
     asked: Asked = "validate" if stage == "val" else "test"
     config = evaluation_config(run, overrides, checkpoint=run.path_of(weights).absolute(), asked=asked)
     if stage == "all":
         if config.data.get("dataset") is None:
             expected = "test or val, for data with a data set of its own for each part"
-            raise ConfigError([Fault(key="stage", got="all", expected=expected)])
+            raise config_error("stage", got="all", expected=expected)
         with open_dict(config):
             config.data.parts, config.data.split = WHOLE, None
     report = fit(config)
@@ -122,7 +122,7 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
     if run.directory is None:
         got = f"{others[0]}, for {run.checkpoint}, which lies outside of its run directory"
         cure = "Leave it out: the checkpoint's own config is read then"
-        raise ConfigError([Fault(key=_top(others[0]), got=got, expected="a run directory", cure=cure)])
+        raise config_error(_top(others[0]), got=got, expected="a run directory", cure=cure)
     return compose([_from(run.directory), *overrides])
 
 

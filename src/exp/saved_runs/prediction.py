@@ -24,7 +24,7 @@ from exp.data.csv_source import Dialect
 from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import archive_of, read_shares
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
@@ -124,7 +124,7 @@ def predict(
     for name, values in kept.items():
         if len(values) != len(found):
             got = f"{name} of {len(values)} rows, and {len(found)} samples"
-            raise ConfigError([Fault(key="keep", got=got, expected="a row for each sample", source="command line")])
+            raise config_error("keep", got=got, expected="a row for each sample", source="command line")
     return dataclasses.replace(found, kept=kept)
 
 
@@ -168,7 +168,7 @@ def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence
     node = unlabelled_node(run, path)
     if is_of(node, UnlabelledSeries):
         got, expected = f"[{', '.join(names)}], and windows of {node['length']} rows", "a sample for each row"
-        raise ConfigError([Fault(key="keep", got=got, expected=expected, cure="Leave keep out", source="command line")])
+        raise config_error("keep", got=got, expected=expected, cure="Leave keep out", source="command line")
     dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
     return {name: list(values) for name, values in raw_columns(path, dialect, names).items()}
 

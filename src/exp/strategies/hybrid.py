@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.spelling import show
 from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import Layers
@@ -59,8 +59,7 @@ class Hybrid(Strategy):
         }
         faults = _faults_of_factors(tensor, pipeline, data)
         faults = faults or (_idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline))
-        if faults:
-            raise ConfigError(faults)
+        raise_faults(faults)
         self.shards_parameters = data == "shard"
         self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
         self.splits_tensors, self.splits_layers = tensor > 1, pipeline > 1

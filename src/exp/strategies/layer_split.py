@@ -69,8 +69,7 @@ class LayerSplit(Strategy):
         """A split that does not fit the network or the devices."""
         placement = planned.placement
         if placement.world_size > 1:
-            expected = "1: layer_split is one process"
-            return [Fault(key="launch.nodes", got=f"{placement.nodes} nodes", expected=expected)]
+            return [Fault(key="launch.nodes", got=f"{placement.nodes} nodes", expected="1: layer_split is one process")]
         count = placement.layers
         return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
 from exp.data.data import Data
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
@@ -85,8 +85,7 @@ class Pipeline(Strategy):
     ) -> None:
         super().__init__(name=name)
         faults = _faults_of_words(schedule, stages, stages_per_rank, layers)
-        if faults:
-            raise ConfigError(faults)
+        raise_faults(faults)
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages

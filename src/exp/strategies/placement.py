@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error, raise_faults
 from exp.strategies.rank import Rank
 
 # Two, so that ddp means something on a laptop, and no more, because they share its cores.
@@ -188,8 +188,7 @@ def placement(
         device_indices=() if chosen != "cuda" else tuple(range(count) if isinstance(devices, int | str) else devices),
     )
     faults = list(_placement_faults(placed, devices=devices, demand=demand, machine=machine))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return placed
 
 
@@ -213,7 +212,7 @@ def adopted(
         if rank.world_size > 1:
             got = f"{strategy}, one process with all its devices, as rank {rank.global_rank} of {rank.world_size}"
             cure = "Start it without torchrun and srun, or write strategy=ddp"
-            raise ConfigError([Fault(key="strategy.name", got=got, expected="one rank", cure=cure)])
+            raise config_error("strategy.name", got=got, expected="one rank", cure=cure)
     else:
         started, each = rank.local_world_size, demand.dimensions.layers
         wanted = started if devices == "auto" else _number(devices) // each

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error, raise_faults
 from exp.models.containers import ProgramModel
 from exp.spelling import among, did_you_mean
 
@@ -130,7 +130,7 @@ def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, 
             f"there are {among(linears)}"
         )
         cure = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with the names of two that follow"
-        raise ConfigError([Fault(key="strategy.plan", got="auto", expected=expected, cure=cure)])
+        raise config_error("strategy.plan", got="auto", expected=expected, cure=cure)
     return layers | (_over_the_vocabulary(network, layers) if vocabulary else {})
 
 
@@ -193,8 +193,7 @@ def _by_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: boo
         else:
             faults += [fault for name in matched for fault in _kind_faults(key, name, modules[name], word)]
             layers |= dict.fromkeys(matched, word)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return layers
 
 
@@ -241,8 +240,7 @@ def _constants(network: nn.Module, patterns: Sequence[str]) -> dict[str, list[st
         for path, constant in matched:
             if constant not in found.setdefault(path, []):
                 found[path].append(constant)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return found
 
 

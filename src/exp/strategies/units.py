@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, raise_faults
 from exp.models.matching import matches, unmatched
 
 AUTO = "auto"
@@ -90,8 +90,7 @@ def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[st
         for pattern in patterns
         if not any(matches(name, module, pattern) for name, module in modules.items())
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return {
         name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, config_error
 from exp.strategies.placement import Demand, Machine, Placement, placement, this_machine
 
 # sweep.jobs; sweep.devices_per_job: a number of GPUs, or a share of one below 1.
@@ -112,8 +112,7 @@ def need(
 
 
 def _unfit(got: str, *, expected: str) -> ConfigError:
-    cure = "Write sweep.devices_per_job=auto"
-    return ConfigError([Fault(key="sweep.devices_per_job", got=got, expected=expected, cure=cure)])
+    return config_error("sweep.devices_per_job", got=got, expected=expected, cure="Write sweep.devices_per_job=auto")
 
 
 def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:

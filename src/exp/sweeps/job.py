@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from exp.config.frozen import COMPOSITION, OUTPUT, read_frozen, read_overrides
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError, innermost_frame, one_line
+from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_error, innermost_frame, one_line
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
@@ -120,7 +120,7 @@ def _ended(how: str) -> ConfigError:
     cure = (
         "The check runs constructors, imports and forwards of your own: leave them out one by one to find which ends it"
     )
-    return ConfigError([Fault(key="config", got=got, expected=expected, cure=cure)])
+    return config_error("config", got=got, expected=expected, cure=cure)
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:

@@ -25,7 +25,7 @@ from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Reading, Unknown, Values, plain_values, read
 from exp.config.sources import source_of
 from exp.config.values import set_value
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error
 from exp.spelling import show
 
 MAX_FAULTS = 30
@@ -236,8 +236,7 @@ class Jobs:
             if _is_security(line) and _setting(line) not in self._typed_security:
                 key, value = _setting(line)
                 cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-                fault = Fault(key=key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
-                raise ConfigError([fault])
+                raise config_error(key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
 
 
 def _with_config(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from exp.config.frozen import COMPOSITION
 from exp.config.hydra_node import is_inside
 from exp.config.versions import as_before
-from exp.errors import ConfigError, Fault, RunError, one_line
+from exp.errors import ConfigError, RunError, config_error, one_line
 from exp.files import holding, is_locked, write_whole
 from exp.run_report import Report, read_report
 
@@ -185,7 +185,7 @@ def _entry(line: bytes, directory: Path) -> Entry:
 
 
 def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
-    return ConfigError([Fault(key="sweep.resume", got=got, expected=expected, cure=cure)])
+    return config_error("sweep.resume", got=got, expected=expected, cure=cure)
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:

@@ -22,7 +22,7 @@ from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, config_error, raise_faults
 from exp.spelling import among
 from exp.tensorboard.hparams import Domain
 
@@ -149,7 +149,7 @@ class Space:
             if not ready:
                 names = [axis.name for axis in left]
                 got, expected = f"{' and '.join(names)} wait for each other", "conditions that come to an end"
-                raise ConfigError([Fault(key="sweep.when", got=got, expected=expected)])
+                raise config_error("sweep.when", got=got, expected=expected)
             done.update({axis.key: axis for axis in ready})
             left = [axis for axis in left if axis.key not in done]
         return list(done.values())
@@ -186,8 +186,7 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
         for key in set(map(str, config.sweep.when)) - {axis.name for axis in axes}:
             expected = f"one of {among([axis.name for axis in axes], word=key)}"
             faults.append(Fault(key=f"sweep.when.{key}", got=f"{key}, which is not swept", expected=expected))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
     return space

@@ -29,7 +29,7 @@ from exp.config.groups import COMMAND_LINE, PRIMARY
 from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
-from exp.errors import ConfigError, Fault, Interrupted, RunError
+from exp.errors import ConfigError, Fault, Interrupted, RunError, raise_faults
 from exp.files import sweep_partial_files
 from exp.output import unwritable
 from exp.signals import heeding
@@ -45,7 +45,6 @@ from exp.sweeps.sweep_runner import SweepRunner
 from exp.sweeps.sweep_settings import (
     no_job,
     read_settings,
-    refuse,
     refuse_settings,
     refuse_size,
     wanted_directory,
@@ -120,7 +119,7 @@ class Sweep:
             Interrupted: A signal came.
         """
         settings = self.settings
-        refuse(settings.faults())
+        raise_faults(settings.faults())
         if settings.is_search:
             self._search()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from exp.config.compose import Composition, shared_config
 from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import hydra_config, recorded_overrides
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
 from exp.sweeps.results import FOLD, NONE
@@ -156,12 +156,6 @@ def read_settings(master: Composition) -> SweepSettings:
     )
 
 
-def refuse(faults: Iterable[Fault]) -> None:
-    """Raise ConfigError if there are errors."""
-    if found := list(faults):
-        raise ConfigError(found)
-
-
 def refuse_settings(master: Composition) -> None:
     """Raise ConfigError for settings of the sweep itself that no sweep can have, before any of them is read."""
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
@@ -179,7 +173,7 @@ def refuse_settings(master: Composition) -> None:
     if not launcher.startswith(OUR_LAUNCHERS):
         cure = "Leave it out: several jobs run at a time, as sweep.jobs says"
         faults.append(Fault(key="hydra/launcher", got=launcher, expected="exp, slurm or ray", cure=cure))
-    refuse(faults)
+    raise_faults(faults)
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     if config.sweep.retry_failed and config.sweep.resume is None:
@@ -203,7 +197,7 @@ def refuse_size(master: Composition) -> None:
     elif jobs > MAX_JOBS and counts[key] > MAX_JOBS:
         got, cure = f"{counts[key]:,} values", f"Draw from all numbers between two: {key}=interval(0,1000000)"
         faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} at most", cure=cure))
-    refuse(faults)
+    raise_faults(faults)
 
 
 def no_job(key: str) -> Fault:

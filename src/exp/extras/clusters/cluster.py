@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from exp.config.frozen import COMPOSITION, OUTPUT
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
+from exp.errors import ExpError, Interrupted, RunError, config_error
 from exp.launch.failure import Failure, first_cause, read_failure
 from exp.launch.job_process import Died
 from exp.launch.supervision import end_of
@@ -177,13 +177,12 @@ class ClusterExecutor(ABC):
             ConfigError: The work has several jobs to train together.
         """
         if len(work.jobs) > 1:
-            fault = Fault(
-                key="sweep.stack",
+            raise config_error(
+                "sweep.stack",
                 got=f"{len(work.jobs)} jobs in one process, on a cluster",
                 expected="jobs with a process of their own",
                 cure="Write sweep.stack=false, or leave hydra/launcher unchanged",
             )
-            raise ConfigError([fault])
         (job,), (config,) = work.jobs, work.configs
         try:
             frozen = self._processes.call(freeze_job, self._prepare, config, job, self._gpus)

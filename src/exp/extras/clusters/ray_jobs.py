@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, RunError, one_line
+from exp.errors import ExpError, Interrupted, RankError, RunError, config_error, one_line
 from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
 from exp.launch.failure import Failure
 from exp.launch.job_process import Died
@@ -109,12 +109,11 @@ class RayExecutor(ClusterExecutor):
         try:
             self._ray.init(address=address or "local", **given)
         except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
-            fault = Fault(
-                key="hydra.launcher.address",
+            raise config_error(
+                "hydra.launcher.address",
                 got=f"{address}, and Ray says {one_line(error)}",
                 expected="a cluster of Ray that runs, or null for one on this machine",
-            )
-            raise ConfigError([fault]) from error
+            ) from error
 
     def _room(self) -> int:
         """Return the number of jobs of one rank for which the cluster has cores and GPUs."""
@@ -125,23 +124,21 @@ class RayExecutor(ClusterExecutor):
     def _check(self, frozen: Frozen) -> None:
         placed = frozen.placement
         if placed.nodes > 1:
-            fault = Fault(
-                key="launch.nodes",
+            raise config_error(
+                "launch.nodes",
                 got=f"{placed.nodes}, with hydra/launcher=ray",
                 expected="1: a job of Ray runs on one node",
                 cure="Write hydra/launcher=slurm for several",
             )
-            raise ConfigError([fault])
         has, asked = self._ray.cluster_resources(), self._asked(frozen)
         short = {name: count for name, count in asked.items() if count > has.get(name, 0)}
         if short:
             # It would wait in the queue for ever.
-            fault = Fault(
-                key="hydra.launcher",
+            raise config_error(
+                "hydra.launcher",
                 got=", ".join(f"{count:g} {name}" for name, count in short.items()),
                 expected="at most " + ", ".join(f"{has.get(name, 0):g} {name}" for name in short),
             )
-            raise ConfigError([fault])
 
     def _asked(self, frozen: Frozen) -> dict[str, float]:
         settings, placed = self._settings, frozen.placement

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import RunError, config_error
 from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
 from exp.extras.clusters.task import run_task
 from exp.launch.launcher import allowing
@@ -82,12 +82,11 @@ class SlurmExecutor(ClusterExecutor):
     def _check(self, frozen: Frozen) -> None:
         nodes, wanted = 1 if self._is_local else self._settings["nodes"], frozen.placement.nodes
         if nodes is not None and wanted not in (1, nodes):
-            fault = Fault(
-                key="hydra.launcher.nodes",
+            raise config_error(
+                "hydra.launcher.nodes",
                 got=f"{nodes}, with launch.nodes={wanted}",
                 expected="the same, or one of the two",
             )
-            raise ConfigError([fault])
 
     def _submit(self, frozen: Frozen) -> str:
         folder = frozen.directory / FOLDER

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from statistics import median
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault
+from exp.errors import config_error
 from exp.output import exit_status, loading_torch, outliving_output
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _command(argv: Sequence[str]) -> int:
         answer_question(arguments)
         return 0
     if arguments.multirun:
-        raise ConfigError([Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out")])
+        raise config_error("--multirun", got="several runs", expected="one", cure="Leave -m out")
     from exp.check.stages import compose, refuse_early
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
@@ -78,11 +78,11 @@ def refuse_several(plan: Plan) -> None:
     """Raise ConfigError for a run with phases, a LightningModule, or no term of one forward pass."""
     expected = "a network of `model` with one loss of one forward pass"
     if plan.own is not None:
-        raise ConfigError([Fault(key="module", got="a LightningModule", expected=expected)])
+        raise config_error("module", got="a LightningModule", expected=expected)
     if plan.phases:
-        raise ConfigError([Fault(key="phases", got="several losses", expected=expected)])
+        raise config_error("phases", got="several losses", expected=expected)
     if not _terms(plan):
-        raise ConfigError([Fault(key="objective", got="terms that need several passes", expected=expected)])
+        raise config_error("objective", got="terms that need several passes", expected=expected)
 
 
 def _terms(plan: Plan) -> list[str]:

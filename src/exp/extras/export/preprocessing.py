@@ -18,7 +18,7 @@ from exp.data.text import FITTED as CHARACTERS
 from exp.data.tokens import FITTED as TOKENIZER
 from exp.data.value_names import value_names
 from exp.data.windows import FITTED as WINDOWS
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, Fault, raise_faults
 from exp.spelling import among
 
 TEXTS = {CHARACTERS: "characters, which a vocabulary numbers", TOKENIZER: "texts, which a tokenizer numbers"}
@@ -80,8 +80,7 @@ def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Standardizat
     if isinstance(table, Mapping) and table.get("words"):
         got = f"the columns {among(table['words'])}, whose words are numbered by training"
         faults.append(_fault("data.dataset", got=got, expected="columns of numbers"))
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     if isinstance(table, Mapping):
         fills = _option(node, "impute", otherwise=None)
         unit = f"the columns {among(table['numbers'], count=len(table['numbers']))}"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import Fault, RunError, config_error, raise_faults
 from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path
 from exp.output import exit_status, outliving_output
 
@@ -73,7 +73,7 @@ def _command(argv: Sequence[str]) -> int:
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     limit = None if flags.memory is None else memory_bytes(flags.memory)
     if flags.memory is not None and limit is None:
-        raise ConfigError([Fault(key="--memory", got=repr(flags.memory), expected=f"{EXPECTED}: 2GiB")])
+        raise config_error("--memory", got=repr(flags.memory), expected=f"{EXPECTED}: 2GiB")
     if arguments is None:
         return 0
     from exp.cli.train import fit, validate
@@ -83,8 +83,7 @@ def _command(argv: Sequence[str]) -> int:
         jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)
-        if faults := list(unfit(decided, limit=limit)):
-            raise ConfigError(faults)
+        raise_faults(unfit(decided, limit=limit))
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
         print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import Fault, RunError, config_error, raise_faults
 from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
 from exp.output import exit_status, outliving_output
 
@@ -53,13 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str]) -> int:
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     if not flags.min < flags.max < math.inf:
-        raise ConfigError([Fault(key="--max", got=f"{flags.max:g}", expected=f"a rate above --min, {flags.min:g}")])
+        raise config_error("--max", got=f"{flags.max:g}", expected=f"a rate above --min, {flags.min:g}")
     if arguments is None:
         return 0
     with outliving_output():
         config, decided = decide(arguments)
-        if faults := list(unfit(decided)):
-            raise ConfigError(faults)
+        raise_faults(unfit(decided))
         test = {
             "_target_": "exp.extras.finders.range_test.RangeTest",
             "lowest": flags.min,

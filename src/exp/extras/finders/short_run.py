@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
 from exp.config.module_key import has_module
-from exp.errors import ConfigError, Fault, Interrupted
+from exp.errors import Fault, Interrupted, raise_faults
 from exp.output import loading_torch
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def parse(
     if arguments.multirun:
         fault = Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out, and call it once each")
         faults.append(fault)
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     if is_question(arguments):
         answer_question(arguments)
         return own, None
@@ -137,8 +136,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
         )
         if is_wrong
     ]
-    if faults:
-        raise ConfigError(faults)
+    raise_faults(faults)
     return config, decided
 
 

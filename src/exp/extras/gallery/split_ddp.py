@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import ConfigError, Fault
+from exp.errors import Fault, config_error
 from exp.strategies.ddp import DDP, ExpDDPStrategy
 from exp.strategies.footprint import Footprint, Load, averaged
 from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_faults
@@ -39,7 +39,7 @@ class SplitDDP(DDP):
         self.devices_per_rank = devices_per_rank or (2 if layers is None else len(layers))
         if layers is not None and len(layers) != self.devices_per_rank:
             expected = f"{len(layers)}, one for each part of strategy.layers"
-            raise ConfigError([Fault(key="devices_per_rank", got=str(devices_per_rank), expected=expected)])
+            raise config_error("devices_per_rank", got=str(devices_per_rank), expected=expected)
 
     @property
     def demand(self) -> Demand:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
+from exp.errors import MissingExtraError, config_error, is_installed
 from exp.extras.export.export import keys_of_a_run, options_of_a_run
 from exp.output import exit_status, loading_torch, outliving_output
 from exp.signals import heeding
@@ -112,11 +112,11 @@ def _check_words(values: Mapping[str, str | None]) -> None:
     """Raise ConfigError for neither a run nor a file, for both, and for options of an export with a file."""
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} beside model={values['model']}"
-        raise ConfigError([Fault(key="run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")])
+        raise config_error("run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")
     beside = [name for name in keys_of_a_run() if values[name] is not None]
     if values["model"] is not None and beside:
         got = f"{values[beside[0]]} beside model={values['model']}, which is exported already"
-        raise ConfigError([Fault(key=beside[0], got=got, expected="run=DIR", source="command line")])
+        raise config_error(beside[0], got=got, expected="run=DIR", source="command line")
 
 
 def _number(name: str, text: str | None) -> int:
@@ -125,6 +125,5 @@ def _number(name: str, text: str | None) -> int:
     if text is None:
         return default
     if not text.isdecimal() or not least <= int(text) <= most:
-        expected = f"{KEYS[name]}, from {least} to {most}"
-        raise ConfigError([Fault(key=name, got=text, expected=expected, source="command line")])
+        raise config_error(name, got=text, expected=f"{KEYS[name]}, from {least} to {most}", source="command line")
     return int(text)

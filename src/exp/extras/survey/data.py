@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, Fault, RunError, config_error
 from exp.output import exit_status, loading_torch, outliving_output, passing_line, unwritable
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _command(argv: Sequence[str]) -> int:
         answer_question(arguments)
         return 0
     if arguments.multirun:
-        raise ConfigError([Fault(key="--multirun", got="several configs", expected="one config", cure="Leave -m out")])
+        raise config_error("--multirun", got="several configs", expected="one config", cure="Leave -m out")
     resolved = _resolved(arguments)
     with outliving_output():
         data = _built(resolved)

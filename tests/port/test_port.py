@@ -19,7 +19,7 @@ from exp.cli.check import main as check
 ROOT = Path(__file__).parents[2]
 PROJECT = Path(__file__).with_name("project")
 PAGE = (ROOT / "docs" / "from-lightning-hydra-template.md").read_text("utf-8")
-TABLE = PAGE[PAGE.index("## The commands of its README") : PAGE.index("## Your sweeps")]
+TABLE = PAGE[PAGE.index("## Commands of the template's README") : PAGE.index("## Sweeps")]
 ROWS = [
     (there, re.search(r"`python -m exp\.(\w+) (.+?)`", here))
     for there, here in re.findall(r"^\| (.+?) \| (.+) \|$", TABLE, re.MULTILINE)[1:]

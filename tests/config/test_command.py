@@ -66,14 +66,18 @@ def test_info_prints_the_search_path(capsys):
     assert (list(logging.getLogger().handlers), logging.getLogger().level) == before
 
 
-def test_help_lists_every_group_with_its_options():
+def test_help_fits_a_screen_and_lists_the_options_of_a_group():
     vocabulary = open_search_path(config_dir=None, config_name="train")
     text = help_text(vocabulary)
+    assert len(text.splitlines()) <= 40
     for directory in OWN_CONF.iterdir():
         if directory.is_dir():
-            for option in directory.glob("[!_]*.yaml"):
-                assert option.stem in text
+            assert directory.name in text
+            options = help_text(vocabulary, [directory.name])
+            assert [path.stem for path in directory.glob("[!_]*.yaml") if path.stem not in options] == []
     assert max(map(len, text.splitlines())) <= 120
+    with pytest.raises(ConfigError, match="optimzer; expected a group: .*optimizer"):
+        help_text(vocabulary, ["optimzer"])
 
 
 @pytest.mark.parametrize(

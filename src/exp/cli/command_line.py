@@ -23,7 +23,8 @@ from exp.config.slots import AXIS, MANY, ONE
 from exp.errors import ConfigError, Fault, raise_faults
 
 PROGRAM = "python -m exp.train"
-HELP_WIDTH = 100
+HELP_WIDTH = 110
+TITLES = (("one of", ONE), ("any of", MANY), ("none or one of", AXIS))
 INFO = ("defaults-tree", "defaults", "searchpath", "plugins")
 FLAGS = (
     "--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-name", "--config-dir",
@@ -41,36 +42,35 @@ MOST_SAMPLES = 100_000
 HELP = """\
 {program} [flags] [overrides]
 
-Trains a network that is described by YAML. Without overrides: a small network on 1797 images of digits.
+Train a network described by YAML. The default is a small network on 1,797 images of digits.
 
-  {program} model=mlp optimizer.lr=0.003           other options, other values
-  {program} +precision=bf16 strategy=ddp           bfloat16 on two processes or all GPUs
-  {program} 'hooks=[gradients,memory]'             what TensorBoard shows; quote brackets in zsh
-  {program} -m optimizer.lr=1e-4,1e-3 seed=0,1     one job for each combination
-  {program} from_run=outputs/train/DAY/TIME seed=1 the config of a run that is there, and what differs from it
-  {program} --cfg job model=mlp                    print the config, run nothing
-  python -m exp.check model=mlp                              say what is wrong with it, run nothing
-  python -m exp.data data=wine                               look at its data: figures, leaks, pictures
-  python -m exp.plan model=mlp                               what it takes: layers, memory of each rank, time of a step
+  {program} model=mlp optimizer.lr=0.003         other options and values
+  {program} +precision=bf16 strategy=ddp         bfloat16 on two processes or all GPUs
+  {program} 'hooks=[gradients,memory]'           the contents of TensorBoard
+  {program} -m optimizer.lr=1e-4,1e-3 seed=0,1   a sweep: one job for each combination
+  {program} from_run=outputs/train/DAY/TIME seed=1   the config of an earlier run, with changes
+  python -m exp.check model=mlp                            report all errors of a config
+  python -m exp.plan model=mlp                             layers, memory and time before a run
 
-Groups: = replaces, + adds.
+= replaces an option, + adds one. Quote square brackets in zsh.
 {groups}
-
-Keys at the top (--cfg job prints them all, with everything below):
-{keys}
+{program} -h GROUP lists the options of another group:
+{others}
+{program} --cfg job prints all keys.
 
 Flags:
-  -m, --multirun            several jobs; a value may be a list a,b,c or range(0,5)
-  --cfg job|hydra|all       print the config; --package optimizer prints a part, --resolve its values
-  --info [defaults-tree]    where the config comes from: defaults-tree, defaults, searchpath, plugins
-  --config-dir DIR          one more directory of configs, behind ./conf and before exp's own
-  --config-name NAME        another primary config than train
-  --samples N|all           of exp.data: how many samples of each part it looks at, 100,000 unless told otherwise
-  --version
+  -m, --multirun          a sweep; a value may be a list a,b,c or range(0,5)
+  --cfg job|hydra|all     print the config; --package KEY prints a part, --resolve its values
+  --info [WORD]           the source of the config: defaults-tree, defaults, searchpath, plugins
+  --config-dir DIR        a directory of configs between ./conf and exp's own
+  --config-name NAME      a primary config other than train
+  --samples N|all         of exp.data: samples to read of each split, 100,000 by default
+  --version               the versions of exp and Hydra
 
-exp completion bash|zsh prints what the tab key needs for all of this.
-Your own options live in ./conf beside your modules; they win over exp's. Results land in outputs/.
+Your own options are in ./conf and override exp's. Results are in outputs/.
 """
+# The groups that a newcomer needs, in the order of the help.
+FIRST_GROUPS = ("model", "data", "precision", "strategy", "hooks")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -187,7 +187,8 @@ def answer_question(arguments: argparse.Namespace) -> None:
     """
     where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
     if arguments.help:
-        print(help_text(open_search_path(**where)))
+        groups = [word for word in arguments.overrides if "=" not in word]
+        print(help_text(open_search_path(**where), groups))
     elif arguments.cfg is not None:
         config = composition_of(arguments.overrides, **where).config
         with hydra_config(config):
@@ -218,24 +219,31 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
     return text if arguments.package is None else f"# @package {arguments.package}\n{text}"
 
 
-def help_text(vocabulary: Vocabulary) -> str:
-    """The page of --help: how to call it, what can be chosen here, the flags."""
-    rows = []
-    for title, groups in (("one of", ONE), ("any of", MANY), ("none or one of", AXIS)):
-        for group in groups:
-            options = vocabulary.options(group) if group in vocabulary.groups else []
-            if options:
-                rows += _row(group, title, options)
-    extra = [group for group in (*vocabulary.groups, *vocabulary.own) if group not in (*ONE, *MANY, *AXIS)]
-    rows += [line for group in extra for line in _row(group, "one of", vocabulary.options(group))]
-    keys = ", ".join(key for key in vocabulary.keys if key not in vocabulary.groups)
-    keys = textwrap.fill(keys, width=HELP_WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return HELP.format(program=PROGRAM, groups="\n".join(rows), keys=keys).rstrip()
+def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
+    """Return the page of --help, or the options of the named groups.
+
+    Raises:
+        ConfigError: A word of `groups` is no group.
+    """
+    titles = dict.fromkeys((*vocabulary.groups, *vocabulary.own), "one of")
+    titles |= {group: title for title, of in TITLES for group in of if group in titles}
+    unknown = [name for name in groups if name not in titles]
+    if unknown:
+        raise ConfigError([_fault("--help", name, f"a group: {', '.join(titles)}") for name in unknown])
+    shown = groups or FIRST_GROUPS
+    rows = [line for name in shown for line in _row(name, titles[name], vocabulary.options(name))]
+    if groups:
+        return "\n".join(rows)
+    others = _wrapped([name for name in titles if name not in shown and vocabulary.options(name)], indent="  ")
+    return HELP.format(program=PROGRAM, groups="\n".join(rows), others="\n".join(others)).rstrip()
+
+
+def _wrapped(words: Sequence[str], *, indent: str) -> list[str]:
+    return textwrap.wrap(", ".join(words), width=HELP_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
-    head = f"  {group:<11} {title:<15} "
-    return textwrap.wrap(", ".join(options), width=HELP_WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return _wrapped(options, indent=f"  {group:<11} {title:<15} ")
 
 
 def _flag_faults(arguments: argparse.Namespace) -> Iterator[Fault]:

@@ -94,6 +94,15 @@ def test_the_screen_stays_empty_without_a_bar(
     assert "epoch 1/1  step 7" in path.read_text()
 
 
+def test_a_run_goes_on_without_a_log_that_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.log").mkdir()
+    not_written: list[dict[str, str]] = []
+    with run_log(tmp_path, rank=ALONE, not_written=not_written):
+        logging.getLogger("exp").info("nobody reads this")
+    assert not_written == [{"what": "train.log", "error": f"Is a directory: {tmp_path / 'train.log'}"}]
+    assert "The run goes on without it" in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

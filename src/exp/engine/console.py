@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 import warnings
@@ -26,6 +27,7 @@ from exp.strategies.rank import Rank
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 ADVICE = ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker)"
+NOWHERE = Path(os.devnull)
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 
 
@@ -46,8 +48,13 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
     collector = NotWritten([] if not_written is None else not_written)
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
     level = own.level
-    with path.open("a", encoding="utf-8", buffering=1) as text, warnings.catch_warnings(), outliving_output():
-        # A run does not fail for its log.
+    # A run does not fail for its log.
+    unopened: OSError | None = None
+    try:
+        opened = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        unopened, opened = error, NOWHERE.open("a", encoding="utf-8")
+    with opened as text, warnings.catch_warnings(), outliving_output():
         file = logging.StreamHandler(cast(TextIO, Outlived(text, path.name)))
         file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         file.addFilter(is_of_the_run)
@@ -63,6 +70,8 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
+            if unopened is not None:
+                tell_not_written(path.name, unopened)
             yield path
         finally:
             logging.captureWarnings(False)

@@ -16,6 +16,8 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted, NonFiniteError
 from exp.files import is_locked
 from exp.run_report import Report, read_report
+from exp.sweeps.executor import Unstacked
+from exp.sweeps.local import outcomes
 from exp.sweeps.stack import train
 from exp.sweeps.stacked_network import Unstackable
 
@@ -249,3 +251,15 @@ def test_jobs_that_cannot_be_stacked_leave_no_directory(choice, reason):
     with pytest.raises(Unstackable, match=reason):
         list(train(configs("unstacked", [choice, "security.allow=[ends]"], [["seed=1"], ["seed=2"]])))
     assert not Path("outputs").exists()
+
+
+def test_a_late_refusal_unstacks_the_jobs_without_an_outcome(monkeypatch):
+    def late(configs, *, at_once):
+        yield 1, NonFiniteError("a loss")
+        raise Unstackable("a reason")
+
+    monkeypatch.setattr("exp.sweeps.stack.train", late)
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    found = [(place, type(outcome)) for place, outcome in outcomes([None] * 3, True, threads, 1, fit)]
+    assert found == [(1, NonFiniteError), (0, Unstacked), (2, Unstacked)]

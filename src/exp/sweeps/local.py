@@ -57,10 +57,13 @@ def outcomes(
     from exp.sweeps.stack import train
     from exp.sweeps.stacked_network import Unstackable
 
+    left = set(range(len(configs)))
     try:
-        yield from train(configs, at_once=at_once)
+        for place, outcome in train(configs, at_once=at_once):
+            left.remove(place)
+            yield place, outcome
     except Unstackable as reason:
-        yield from ((place, Unstacked(str(reason))) for place in range(len(configs)))
+        yield from ((place, Unstacked(str(reason))) for place in sorted(left))
 
 
 @dataclass(kw_only=True)

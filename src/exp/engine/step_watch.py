@@ -16,7 +16,8 @@ SECONDS_BETWEEN_TIMERS = 1.0
 class StepWatch(Callback):
     """Ends the process if a batch of training, test or prediction takes longer than a limit.
 
-    The time between the ends of two batches counts: loading, validation, saving and the first compilation are included.
+    The time between the ends of two batches counts: loading, saving and the first compilation are included. A batch of
+    validation restarts the timer, too.
     faulthandler's timer runs without Python, so it also ends a process in which code holds the interpreter lock.
 
     Args:

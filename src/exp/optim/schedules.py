@@ -176,7 +176,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
     saved = ScheduleState.of(schedule)
     if not _may_be_other(schedule, fresh.state, saved.state):
         return False
-    # Rates may have been lowered since: runtime.non_finite=rewind.
+    # A checkpoint of an earlier version may have lowered rates: runtime.non_finite=rewind.
     factor = float(saved.groups[0]["initial_lr"] / fresh.groups[0]["initial_lr"])
     groups = [
         {key: one * factor if key in RATES_OF_GROUPS else one for key, one in own.items()} for own in fresh.groups

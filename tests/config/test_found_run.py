@@ -6,16 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from exp.check.resolution import resolve
 from exp.check.stages import compose
+from exp.config import targets
 from exp.config.found_run import written
 from exp.config.freeze import freeze
 from exp.config.frozen import read_overrides
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import recorded_overrides
+from exp.config.versions import as_before, with_present_keys
 from exp.errors import ConfigError, RunError
+from exp.extras.gallery import custom_functions
+from exp.models.inference import lazy_class
 from exp.sweeps.executor import End
 from exp.sweeps.sweep import compose_sweep, sweep
 
@@ -123,6 +128,23 @@ def test_earlier_names_of_moved_classes_are_read():
     assert config_of(frozen(f"from_run={run}")) == yaml.safe_load(content)
     named = frozen("+hooks.mine={_target_: exp.hooks.retain_gradients.RetainGradients}", "hooks.mine.modules=[head]")
     assert config_of(named)["hooks"]["mine"]["modules"] == ["head"]
+
+
+def test_earlier_layers_functions_and_values_of_a_frozen_config_are_read():
+    elementary = "exp.functions.elementary"
+    layers = {name: {"_target_": f"exp.models.layers.{name}"} for name in ("Exp", "Cube", "Linear")}
+    strategy = {"_target_": "exp.strategies.ddp.DDP", "communication_hook": "ring"}
+    content = {"model": {"functions": {"cube": f"{elementary}.Cube"}, "layers": layers}, "strategy": strategy}
+    found = with_present_keys({**content, "runtime": {"non_finite": "rewind", "max_rewinds": 3}})
+    assert found["runtime"] == {"non_finite": "stop", "compile_mode": None}
+    assert found["strategy"] == {**strategy, "communication_hook": None}
+    assert targets.resolve_function(found["model"]["functions"]["cube"]) is custom_functions.Cube
+    kinds = {name: targets.resolve(layer["_target_"]) for name, layer in found["model"]["layers"].items()}
+    assert [kinds["Exp"], kinds["Cube"]] == [custom_functions.ExpLayer, custom_functions.CubeLayer]
+    made = lazy_class(kinds["Linear"], {"out_features"})(out_features=2)
+    made(torch.zeros(1, 3))
+    assert (type(made), made.in_features) == (custom_functions.LinearLayer, 3)
+    assert as_before(found)["model"]["functions"] == content["model"]["functions"]
 
 
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):

@@ -28,6 +28,11 @@ REMOVED: Mapping[str, Any] = {
     "runtime.warm": "auto",
     "sweep.storage": None,
 }
+# Values that keys no longer take, and what takes their place.
+REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
+    ("runtime.non_finite", "rewind"): "stop",
+    ("strategy.communication_hook", "ring"): None,
+}
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules and classes that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {
@@ -54,6 +59,8 @@ MOVED: Mapping[str, str] = {
     "exp.loggers.mlflow_store": "exp.extras.mlflow.mlflow_store",
     "exp.loggers.wandb_run": "exp.extras.wandb.wandb_run",
     "exp.models.ensemble": "exp.extras.gallery.ensemble",
+    "exp.models.layers.Cube": "exp.extras.gallery.custom_functions.CubeLayer",
+    "exp.models.layers.Exp": "exp.extras.gallery.custom_functions.ExpLayer",
     "exp.models.layers.GradientReversal": "exp.functions.gradient_layers.GradientReversal",
     "exp.models.layers.Linear": "exp.extras.gallery.custom_functions.LinearLayer",
     "exp.models.layers.MulConstant": "exp.extras.gallery.custom_functions.MulConstantLayer",
@@ -87,10 +94,11 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
 
 
 def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an earlier version with this version's keys and targets, without removed hooks."""
+    """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
     found: dict[str, Any] = _with_targets(dict(content), current_target)
     for key in removed_keys(content):
         _remove(found, key)
+    _replace_removed_values(found)
     for key, value in PRESENT.items():
         _add(found, key, value)
     return found
@@ -99,6 +107,7 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config as the earliest version would have it: equal for all versions that compute the same."""
     found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
+    _replace_removed_values(found)
     for key, value in ADDED.items():
         parent, _, name = key.rpartition(".")
         node = _node(found, parent)
@@ -138,15 +147,19 @@ def _earlier_target(dotted: str) -> str:
 
 
 def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
-    """Return a copy of a tree in which each `_target_` is renamed."""
+    """Return a copy of a tree in which each `_target_`, and each function of a `functions`, is renamed."""
     if isinstance(value, list):
         return [_with_targets(one, rename) for one in value]
     if not isinstance(value, dict):
         return copy.copy(value)
-    return {
+    renamed: dict[str, Any] = {
         key: rename(one) if key == "_target_" and isinstance(one, str) else _with_targets(one, rename)
         for key, one in value.items()
     }
+    functions = renamed.get("functions")
+    if isinstance(functions, dict):
+        renamed["functions"] = {name: rename(one) if isinstance(one, str) else one for name, one in functions.items()}
+    return renamed
 
 
 def _node(tree: dict[str, Any], key: str) -> dict[str, Any] | None:
@@ -161,6 +174,14 @@ def _add(tree: dict[str, Any], key: str, value: Any) -> None:
     node = _node(tree, parent)
     if node is not None and name not in node:
         node[name] = copy.deepcopy(value)
+
+
+def _replace_removed_values(tree: dict[str, Any]) -> None:
+    for (key, removed), value in REMOVED_VALUES.items():
+        parent, _, name = key.rpartition(".")
+        node = _node(tree, parent)
+        if node is not None and name in node and node[name] == removed:
+            node[name] = value
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:

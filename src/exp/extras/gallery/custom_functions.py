@@ -16,6 +16,7 @@ from annotated_types import Gt
 from torch import Tensor, nn
 
 from exp.functions.identities import applied
+from exp.models.inference import LAZY_CLASSES
 
 Step = Literal["round", "sign", "floor", "ceil"]
 
@@ -171,6 +172,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return applied(Linear, x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
+class ExpLayer(nn.Module):
+    """e to the power of each number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The powers, `[...]` as x."""
+        return exp(x)
+
+
+class CubeLayer(nn.Module):
+    """The third power of each number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The powers, `[...]` as x."""
+        return cube(x)
+
+
 class MulConstantLayer(nn.Module):
     """Each number times a constant, which does not learn."""
 
@@ -189,6 +206,17 @@ class LinearLayer(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """`[..., out_features]` of `[..., in_features]`."""
         return linear(input, self.weight, self.bias)
+
+
+class LazyLinearLayer(nn.LazyLinear):
+    """A LinearLayer whose in_features are those of its first input."""
+
+    cls_to_become = LinearLayer
+
+    forward = LinearLayer.forward
+
+
+LAZY_CLASSES[LinearLayer] = (LazyLinearLayer, "in_features")
 
 
 class StraightThroughLayer(nn.Module):

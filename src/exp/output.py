@@ -11,7 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TextIO, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Protocol, TextIO, TypeVar, cast
 
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
 from exp.lighter_imports import without_collection
@@ -179,6 +180,37 @@ def exit_status(
         # As Python prints it, but for what must not be shown.
         print(redacted(traceback.format_exc()), file=sys.stderr, end="")
         return 1
+
+
+class Main(Protocol):
+    """The `main` of a command."""
+
+    def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
+
+
+def command(
+    *, help: str | None = None, interrupted: str = "interrupted", fault: int | None = None
+) -> Callable[[Callable[[Sequence[str]], int]], Main]:
+    """Return a decorator for the `main` of a command. The command line is `sys.argv` by default.
+
+    help: Text that -h and --help print. interrupted, fault: As for `exit_status`.
+    """
+
+    def decorate(run: Callable[[Sequence[str]], int]) -> Main:
+        def answer(words: Sequence[str]) -> int:
+            if help is None or not {"-h", "--help"} & set(words):
+                return run(words)
+            print(help)
+            return 0
+
+        @wraps(run)
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = sys.argv[1:] if argv is None else argv
+            return exit_status(partial(answer, words), interrupted=interrupted, fault=fault)
+
+        return main
+
+    return decorate
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError, raise_faults
-from exp.output import exit_status, loading_torch
+from exp.output import command, loading_torch
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 PROGRAM = "python -m exp.check"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Checks what `python -m exp.train` with the same command line would run; with -m every job of the sweep.
 
     Returns: 0 and a line that begins with ok, or 2 after the list of faults.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.config.compose import SweepAskedError

@@ -29,7 +29,7 @@ from exp.config.plain_tree import leaves
 from exp.config.search_path import options_in, search_places
 from exp.config.slots import MANY, ONE
 from exp.files import write_whole
-from exp.output import exit_status
+from exp.output import command
 
 # Hydra's own groups that exp reads.
 HYDRA_GROUPS = {"hydra/launcher": ["exp", "slurm", "ray"], "hydra/sweeper": ["exp"]}
@@ -66,12 +66,9 @@ compdef _exp exp
 SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print the script of a shell. Returns: 0; 2 for any other word."""
-    return exit_status(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
-
-
-def _command(argv: Sequence[str]) -> int:
     if len(argv) == 3 and argv[0] == "answer":
         # Called by the scripts: the text that bash replaces, and the line before the cursor.
         print("".join(f"{line}\n" for line in answer(*argv[1:])), end="")

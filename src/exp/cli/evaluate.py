@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated
@@ -26,18 +25,12 @@ HELP = """Evaluate the weights that a run saved, on a part of its data, or of ot
 Everything else overrides the run's own command. Metrics are printed, and kept in outputs/<name>/evaluations/."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(help=HELP)
+def main(argv: Sequence[str]) -> int:
     """Evaluate, and print the metrics.
 
     Returns: 0; 2 for a fault in the command or the config; 1 where the evaluation fails.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
-        return 0
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
 

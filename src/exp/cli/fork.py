@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, Fault, RunError, config_error
-from exp.output import exit_status, loading_torch
+from exp.output import command, loading_torch
 from exp.spelling import among
 
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Train a child of a run: its command with other values, from its state at a step, with the parent recorded.
 
     Returns: exp.train's exit status.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m exp.fork", description=main.__doc__)
     parser.add_argument("parent", metavar="RUN@STEP", help="a run directory and a step of it that has a checkpoint")
     parser.add_argument("overrides", nargs="*", help="what the child does otherwise, such as optimizer.lr=1e-4 seed=1")

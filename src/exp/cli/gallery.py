@@ -9,12 +9,11 @@ Each has a page with a picture in docs/gallery of the repository; an installed p
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from exp.errors import config_error
-from exp.output import exit_status
+from exp.output import command
 from exp.spelling import among, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -33,12 +32,9 @@ def titles() -> dict[str, str]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print the list, or the YAML of one experiment. Returns: 0; 2 for an unknown name."""
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     description, _, epilog = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m exp.gallery",

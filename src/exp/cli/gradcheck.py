@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, config_error, one_line
-from exp.output import exit_status, loading_torch
+from exp.output import command, loading_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,15 +26,12 @@ SHAPE = re.compile(r"(\d+(?:x\d+)*)?(?::([1-9]\d*))?")
 WORDS = {True: "right", False: "WRONG", None: "not compared"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Compare first and second derivatives with differences in float64.
 
     Returns: 0 where all that there is is right, 1 where something is wrong, 2 for a fault in the command.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.gradcheck", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ConfigError, Fault, RunError, config_error, raise_faults
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 from exp.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -51,15 +50,12 @@ class Words:
 OWN = ("device", "memory", "format", "savings", "search")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print what the run of the same command line of `python -m exp.train` takes.
 
     Returns: 0; 2 after the list of faults; 1 where the network cannot be built without numbers.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     from exp.cli.command_line import answer_question, is_question, parse_arguments
 
     own = [text for text in argv if text.partition("=")[0] in OWN and "=" in text]

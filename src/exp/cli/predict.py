@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from exp.errors import config_error
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 
 HELP = """Predict with the weights that a run saved.
 
@@ -28,18 +27,12 @@ Everything else overrides the run's own command, such as data.batch_size=512."""
 COLUMNS = "a list of columns of the input, such as [id,name]"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(help=HELP)
+def main(argv: Sequence[str]) -> int:
     """Predict, and write the file.
 
     Returns: 0; 2 for a fault in the command, the config or the input; 1 where the prediction fails.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
-        return 0
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.cli.train import refuse_ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import RunError, config_error
-from exp.output import exit_status
+from exp.output import command
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,15 +27,12 @@ BESIDE = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept",
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Go on with a run from its newest whole checkpoint, by its own command; or verify that it goes on exactly.
 
     Returns: exp.train's exit status; with --verify 0 where every number is the same, 1 where one differs.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
     parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")
     parser.add_argument("overrides", nargs="*", help="beside the run's own, such as trainer.max_epochs=60")

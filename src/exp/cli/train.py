@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, Fault, config_error
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,18 +24,12 @@ if TYPE_CHECKING:
     from exp.sweeps.job import JobProcesses
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from")
+def main(argv: Sequence[str]) -> int:
     """Does what the command line says.
 
     Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
     """
-    return exit_status(
-        lambda: _command(sys.argv[1:] if argv is None else argv),
-        interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from",
-    )
-
-
-def _command(argv: Sequence[str]) -> int:
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.cli.command_line import answer_question, is_question, parse_arguments
     from exp.config.compose import SweepAskedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -28,7 +27,7 @@ from exp.config.search_path import shown as shown_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
 from exp.errors import ConfigError, ExpError, config_error
-from exp.output import exit_status
+from exp.output import command
 from exp.redaction import covered, redacted
 from exp.spelling import among, nearest, show
 
@@ -41,16 +40,13 @@ MOST_STEPS = 40
 Row = tuple[str, str, str]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print the value of a key and the layers that set it. Train nothing and write nothing.
 
     Returns:
         0, or 2 if the key does not exist or the command line has an error.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2

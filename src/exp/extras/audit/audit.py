@@ -15,7 +15,6 @@ import pickletools
 import re
 import stat
 import struct
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from exp.errors import ConfigError, one_line
-from exp.output import exit_status
+from exp.output import command
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
 MAX_FILES = 20_000
@@ -59,16 +58,13 @@ class Finding:
     is_outside: bool
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(fault=UNREADABLE)
+def main(argv: Sequence[str]) -> int:
     """Print what was found, beginning with what is outside the allow list.
 
     Returns:
         0 if nothing is outside; 1 if something is; 2 if something cannot be read.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv), fault=UNREADABLE)
-
-
-def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m exp.audit", description=__doc__)
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a YAML file, a checkpoint, a folder of them")
     parser.add_argument("--json", action="store_true", help="a list of {kind, what, where, is_outside}")

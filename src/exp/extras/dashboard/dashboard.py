@@ -24,7 +24,7 @@ from pathlib import Path
 
 from exp.errors import ExpError
 from exp.extras.dashboard.run_names import LinkedRuns, runs_below
-from exp.output import exit_status
+from exp.output import command
 from exp.signals import heeding
 from exp.sweeps.run_records import is_sweep
 
@@ -40,16 +40,13 @@ class DashboardError(ExpError):
     exit_status = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Serve until a signal.
 
     Returns:
         0 after Ctrl-C; 143 after SIGTERM; 2 if there is nothing to show or the address is not free.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     arguments = _arguments(argv)
     count = len(shown_below(arguments.directory))
     page = arguments.page or page_for(arguments.directory, runs=count)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import TYPE_CHECKING
 
 from exp.errors import config_error
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,16 +28,13 @@ LOST = 0.1
 ROUNDS = 8
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print the table of the run that `python -m exp.train` with the same command line would train.
 
     Returns:
         0; 2 after the list of errors.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
     from exp.cli.command_line import answer_question, is_question, parse_arguments
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from exp.errors import RunError
 from exp.extras.diff.run_difference import Row, Section, differences
-from exp.output import exit_status
+from exp.output import command
 from exp.redaction import redacted
 from exp.spelling import nearest
 from exp.sweeps.run_records import EVENTS, MARKS, is_sweep, natural
@@ -30,16 +29,13 @@ class NoRunError(RunError):
     exit_status = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print the keys, versions and results that differ.
 
     Returns:
         0, whether they differ or not; 2 if a path is no directory of a run.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.diff", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,22 +20,19 @@ from typing import Any
 
 from exp.extras.doctor import installation, machine, torch_findings
 from exp.extras.doctor.finding import Finding
-from exp.output import exit_status
+from exp.output import command
 
 # The first import of torch from a network file system can take minutes.
 SECONDS = 300.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Print one line for each part: ok, a note that breaks nothing, or an error with its fix.
 
     Returns:
         0 without an error, else 1.
     """
-    return exit_status(lambda: _command(argv))
-
-
-def _command(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 
 HELP = """Export the network of a saved run, and compare the file with the network.
 
@@ -23,19 +22,13 @@ HELP = """Export the network of a saved run, and compare the file with the netwo
 SWITCH = ("true", "false")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(help=HELP)
+def main(argv: Sequence[str]) -> int:
     """Export, and print what was written.
 
     Returns:
         0; 2 for an error in the command or the config; 1 if the network cannot be exported.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
-        return 0
     from exp.cli.run_arguments import RUN, read_arguments
     from exp.cli.train import refuse_ranks
 

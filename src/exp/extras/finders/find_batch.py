@@ -24,7 +24,7 @@ import psutil
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import Fault, RunError, config_error, raise_faults
 from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path
-from exp.output import exit_status, outliving_output
+from exp.output import command, outliving_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -60,16 +60,13 @@ class Trial:
         return f"{self.size:>9}  {_shown(self.peak):>10}  {self.samples_per_second:>12,.0f} samples/s{word}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Try sizes and print the largest that fits.
 
     Returns: 0 with a size, 1 if not one sample fits or a run fails, 2 for an error in the command, 128 + n if signal n
         ended it.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     limit = None if flags.memory is None else memory_bytes(flags.memory)
     if flags.memory is not None and limit is None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import Fault, RunError, config_error, raise_faults
 from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
-from exp.output import exit_status, outliving_output
+from exp.output import command, outliving_output
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -41,16 +40,13 @@ ENDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Run the test and print what it suggests.
 
     Returns: 0 with a suggestion, 1 if there is none or the test fails, 2 for an error in the command, 128 + n if signal
         n ended it.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     if not flags.min < flags.max < math.inf:
         raise config_error("--max", got=f"{flags.max:g}", expected=f"a rate above --min, {flags.min:g}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from exp.extras.report.charts import Chart, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import Comparison, ReportError, compare, tags_of
 from exp.files import sweep_partial_files, write_whole
-from exp.output import exit_status
+from exp.output import command
 from exp.spelling import nearest
 from exp.sweeps.results import again_command, best_line, rich_tables
 from exp.sweeps.run_records import MARKS, Found, find_runs, is_sweep, read_run
@@ -34,16 +33,13 @@ MOST_NOTES = 12
 EXPECTED = "a run directory, a sweep's, or a folder above some, such as outputs, which python -m exp.train makes"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Write the report, and print the table, the best run and the command that starts from it.
 
     Returns:
         0; 2 if there is nothing to compare; 1 if the report cannot be written.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     for place in arguments.directories:
         _refuse_missing(place)

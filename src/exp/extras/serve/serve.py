@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from exp.errors import MissingExtraError, config_error, is_installed
 from exp.extras.export.export import keys_of_a_run, options_of_a_run
-from exp.output import exit_status, loading_torch, outliving_output
+from exp.output import command, loading_torch, outliving_output
 from exp.signals import heeding
 
 if TYPE_CHECKING:
@@ -43,20 +43,14 @@ KEYS = {
 NUMBERS = {"port": (8000, 0, 65535), "batch": (64, 1, 10**6), "wait_ms": (2, 0, 10**6)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(help=HELP)
+def main(argv: Sequence[str]) -> int:
     """Serve until a signal.
 
     Returns:
         0 after Ctrl-C; 143 after SIGTERM; 2 for an error in the command, the config or the address; 1 if the network
         cannot be exported.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(HELP)
-        return 0
     from exp.cli.run_arguments import RUN, read_arguments
     from exp.cli.train import refuse_ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, Fault, RunError, config_error
-from exp.output import exit_status, loading_torch, outliving_output, passing_line, unwritable
+from exp.output import command, loading_torch, outliving_output, passing_line, unwritable
 
 if TYPE_CHECKING:
     from exp.check.plan import Resolved
@@ -28,7 +28,8 @@ MOST_PAIRS = 100
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     """Look at the data that `python -m exp.train` with the same command line would train on, and write the results.
 
     Args:
@@ -38,10 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if all samples and files can be read; 1 if one cannot; 2 for errors in the config; 130 after Ctrl-C, with
         nothing written.
     """
-    return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv))
-
-
-def _command(argv: Sequence[str]) -> int:
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
     from exp.cli.command_line import answer_question, is_question, parse_arguments
 

@@ -115,8 +115,7 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
         raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
     arguments = _parser(program).parse_intermixed_args(list(argv))
     _read_mode(arguments)
-    faults = list(_flag_faults(arguments))
-    raise_faults(faults)
+    raise_faults(_flag_faults(arguments))
     return arguments
 
 

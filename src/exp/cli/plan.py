@@ -84,14 +84,13 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
     if not slips:
         return
     known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
-    faults = [
+    raise_faults(
         Fault(
             key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", cure=did_you_mean(key, OWN)
         )
         for key, text in slips
         if key not in known and nearest(key, [*OWN, *known])[0] in OWN
-    ]
-    raise_faults(faults)
+    )
 
 
 def read_words(texts: Sequence[str]) -> Words:

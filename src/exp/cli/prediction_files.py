@@ -49,8 +49,7 @@ def refuse_place(path: Path, *, given: Path) -> None:
 
 def refuse_names(keep: Sequence[str]) -> None:
     """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
-    faults = [_taken(name) for name in keep if ANSWERS.fullmatch(name)]
-    raise_faults(faults)
+    raise_faults(_taken(name) for name in keep if ANSWERS.fullmatch(name))
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:

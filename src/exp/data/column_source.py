@@ -160,12 +160,11 @@ def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Values:
         columns: Values = dict(zip(source.names, texts, strict=True))
     else:
         columns = read_parquet(file).to_pydict() if file.suffix == ".parquet" else read_columns(file)
-    faults = [
+    raise_faults(
         Fault(key="keep", got=name, expected=f"a column of {file}", cure=name_cure(name, list(columns)))
         for name in names
         if name not in columns
-    ]
-    raise_faults(faults)
+    )
     return {name: columns[name] for name in names}
 
 

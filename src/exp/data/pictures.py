@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from exp.data.faults import SampleError, data_fault
 from exp.errors import Fault
 
 Mode = Literal["L", "RGB"]
-Openable: TypeAlias = str | Path | BinaryIO
 # Those that a picture may stay in.
 KEPT = ("L", "RGB")
 # pillow's modes that hold 8 bits a channel, and may be converted.

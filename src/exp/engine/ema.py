@@ -63,13 +63,8 @@ class ExponentialMovingAverage(Callback):
         self._updates = 0
         self._latest_step = 0
         self._skipped, self._taken = 0, 0
-        self._average: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
         self._current: dict[str, Tensor] = {}
-
-    @property
-    def average(self) -> Mapping[str, Tensor]:
-        """Return the averages by parameter name; empty before the first update."""
-        return self._average
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Restored before the strategy moved the module to its device; and fit may be called again.
@@ -77,8 +72,8 @@ class ExponentialMovingAverage(Callback):
         own = _tensors(pl_module)
         if isinstance(trainer.strategy, WholeState):
             # A checkpoint holds whole tensors; the strategy has placed the network only now.
-            self._average = trainer.strategy.parts_of(self._average, own)
-        self._average = {name: tensor.to(own[name].device) for name, tensor in self._average.items()}
+            self.average = trainer.strategy.parts_of(self.average, own)
+        self.average = {name: tensor.to(own[name].device) for name, tensor in self.average.items()}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -111,13 +106,13 @@ class ExponentialMovingAverage(Callback):
         self._swap_in(pl_module)  # after a resume that has nothing left to train, too
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        if not self._average:
+        if not self.average:
             return
         own, strategy = checkpoint["state_dict"], trainer.strategy
         if isinstance(strategy, WholeState):
-            average, current = strategy.gather_all(self._average), strategy.gather_all(self._current)
+            average, current = strategy.gather_all(self.average), strategy.gather_all(self._current)
         else:
-            average, current = _state_dict(pl_module, self._average), _state_dict(pl_module, self._current)
+            average, current = _state_dict(pl_module, self.average), _state_dict(pl_module, self._current)
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
@@ -126,15 +121,15 @@ class ExponentialMovingAverage(Callback):
             return  # to evaluate: the state_dict, which was loaded, holds the averages
         self._current = {}
         if CURRENT not in checkpoint:
-            self._average = {}
+            self.average = {}
             log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
             return
         saved, own = checkpoint["state_dict"], _tensors(pl_module)
         if isinstance(trainer.strategy, WholeState):
-            self._average = {name: _wide(saved[name]) for name in own}
+            self.average = {name: _wide(saved[name]) for name in own}
         else:
-            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
-            with _holding(pl_module, self._average):
+            self.average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
+            with _holding(pl_module, self.average):
                 pl_module.load_state_dict(saved)
         pl_module.load_state_dict(checkpoint[CURRENT])
 
@@ -148,27 +143,27 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _update(self, own: Mapping[str, Tensor]) -> None:
-        if not self._average:
-            self._average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
+        if not self.average:
+            self.average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
             self._updates = 1
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         trained = [name for name, tensor in own.items() if tensor.requires_grad]
         # Local shards, because torch refuses lists of DTensors and plain tensors.
-        averages = [local(self._average[name]) for name in trained]
-        weights = [local(own[name]).to(self._average[name].dtype) for name in trained]
+        averages = [local(self.average[name]) for name in trained]
+        weights = [local(own[name]).to(self.average[name].dtype) for name in trained]
         if trained:
             get_ema_multi_avg_fn(decay)(averages, weights, self._updates)
         for name in own.keys() - set(trained):
-            local(self._average[name]).copy_(local(own[name]))
+            local(self.average[name]).copy_(local(own[name]))
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
         """Copy the averages into the module and keep the weights."""
-        if self._average and not self._current:
+        if self.average and not self._current:
             own = _tensors(module)
             self._current = {name: tensor.detach().clone() for name, tensor in own.items()}
-            _copy(own, self._average)
+            _copy(own, self.average)
 
     def _swap_out(self, module: LightningModule) -> None:
         if self._current:

@@ -78,7 +78,7 @@ class Gradients(Hook):
         self.histogram_every_n_steps = self._period("histogram_every_n_steps", histogram_every_n_steps)
         self.update_ratio_every_n_steps = self._period("update_ratio_every_n_steps", update_ratio_every_n_steps)
         self._parameters: list[nn.Parameter] = []
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._ratio = UpdateRatio()
         # By whether the step has ratios.
         idle = frozenset({"after_clipping"} if clipped is None else ())
@@ -116,16 +116,11 @@ class Gradients(Hook):
             for name, parameter in network.named_parameters()
             if id(parameter) in chosen and parameter.requires_grad
         ]
-        self._names = [name for name, _ in named]
+        self.names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
 
     def teardown(self) -> None:
         self._ratio.forget()
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The parameters that are logged, after `attach`."""
-        return self._names
 
     def norms_alone(self, index: int) -> bool:
         """Return whether step `index` logs norms before clipping and nothing else."""
@@ -135,7 +130,7 @@ class Gradients(Hook):
         """Return the values of step `index` from the norm of each parameter, computed elsewhere."""
         # By squares, as in with_total.
         total = math.sqrt(sum([number * number for number in each]))
-        return self._shown_norms(NORM, self._names, each, total, index)
+        return self._shown_norms(NORM, self.names, each, total, index)
 
     def due(self, index: int) -> bool:
         return any(has_come(getattr(self, period), index) for period in PERIODS)
@@ -156,7 +151,7 @@ class Gradients(Hook):
                 found = histograms(dict(zip(names, gradients, strict=True)), step)
                 values |= {f"gradients/histogram/{name}": one for name, one in found.items()}
             if has_ratio:
-                chosen = dict(zip(self._names, self._parameters, strict=True))
+                chosen = dict(zip(self.names, self._parameters, strict=True))
                 self._ratio.remember({name: chosen[name] for name in names})
         return values or None
 
@@ -178,14 +173,14 @@ class Gradients(Hook):
         """Return the names of parameters with a gradient, and the gradients."""
         pairs = [
             (name, gradient)
-            for name, parameter in zip(self._names, self._parameters, strict=True)
+            for name, parameter in zip(self.names, self._parameters, strict=True)
             if (gradient := parameter.grad) is not None
         ]
         return [name for name, _ in pairs], [gradient for _, gradient in pairs]
 
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
         """Return the norms of this moment by tag. beginning: the start of the tags."""
-        names: Sequence[str] = self._names
+        names: Sequence[str] = self.names
         if step.parts is None:
             gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
             names = names if len(gradients) == len(names) else self._gradients()[0]

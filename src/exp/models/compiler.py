@@ -30,7 +30,7 @@ from exp.models.trial import GUARDS, Scalar, try_out
 FILE_PREFIX = "<forward program "
 
 # Names that no program can write, for functions that the compiler adds.
-MODE, _LISTED, _TABLE, _VALUE = "network.training", "builtins.list", "network.modules", "the value"
+MODE, _LISTED, _TABLE = "network.training", "builtins.list", "network.modules"
 
 # The home of functions that the config lists. It is not a module.
 GIVEN = "functions"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -27,20 +27,27 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
 
 
-def matching(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """The modules that one of `patterns` means, by name, in the network's order.
+def matching(
+    network: nn.Module,
+    patterns: Sequence[str],
+    *,
+    key: str,
+    modules: Mapping[str, nn.Module] | None = None,
+    got: str = "",
+) -> dict[str, nn.Module]:
+    """Return the modules that match one of the patterns, by name, in the network's order.
 
-    key: the patterns' key in the config.
+    key: The patterns' key in the config. modules: The modules to choose from, by name; by default all of the network.
+    got: Text after the pattern in an error.
 
     Raises ConfigError: every pattern that means no module, with the names and types that are there.
     """
-    modules = dict(network.named_modules())
-    faults = [
-        unmatched(pattern, network, key=key, got=repr(pattern))
+    modules = dict(network.named_modules()) if modules is None else modules
+    raise_faults(
+        unmatched(pattern, network, key=key, got=f"{pattern!r}{got}")
         for pattern in patterns
         if not any(matches(name, module, pattern) for name, module in modules.items())
-    ]
-    raise_faults(faults)
+    )
     return {
         name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
     }

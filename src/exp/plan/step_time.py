@@ -57,11 +57,6 @@ class StepTime:
         }
         return max(parts, key=lambda name: parts[name])
 
-    @property
-    def utilisation(self) -> float:
-        """FLOPs a second, as a share of the device's peak in float32 or, where that is more, of what was used."""
-        return self.compute / self.seconds if self.seconds else 0.0
-
 
 def step_time(
     figures: StepFigures, footprint: Footprint, places: Sequence[PlaceMemory], *, device: Device, micro_batches: int

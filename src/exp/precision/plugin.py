@@ -66,7 +66,7 @@ class RunPrecision(Precision):
         self.word, self.device_type, self.keep = word, device_type, dict(keep or {})
         self._tf32 = TensorFloat32(allowed=word.tf32, matmul=matmul)
         self._handles: list[RemovableHandle] = []
-        self._kept: dict[str, torch.dtype] = {}
+        self.kept: dict[str, torch.dtype] = {}
         self._has_spoken = False
 
     # --- the loss scale ---
@@ -135,15 +135,10 @@ class RunPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         self.represent(module)
         network = self._network(module)
-        self._kept = kept_layers(network, self._keep(network))
+        self.kept = kept_layers(network, self._keep(network))
         self.attach(module)
         self._speak(network)
         return module
-
-    @property
-    def kept(self) -> Mapping[str, torch.dtype]:
-        """The dtype of every layer that has one of its own, by name; empty before convert_module."""
-        return self._kept
 
     def attach(self, module: nn.Module) -> None:
         """Puts the hooks on the network, and sets the process's switches. Behind convert_module; again is no change.
@@ -155,7 +150,7 @@ class RunPrecision(Precision):
         self._tf32.set()
         network = self._network(module)
         there = {name for name, _ in network.named_modules(remove_duplicate=False)}
-        kept = {name: dtype for name, dtype in self._kept.items() if name in there}
+        kept = {name: dtype for name, dtype in self.kept.items() if name in there}
         self._handles = attach_edges(network, self.word, kept, device_type=self.device_type)
 
     def teardown(self) -> None:

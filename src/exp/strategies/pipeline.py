@@ -84,8 +84,7 @@ class Pipeline(Strategy):
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        faults = _faults_of_words(schedule, stages, stages_per_rank, layers)
-        raise_faults(faults)
+        raise_faults(_faults_of_words(schedule, stages, stages_per_rank, layers))
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages

@@ -187,8 +187,7 @@ def placement(
         nodes=nodes,
         device_indices=() if chosen != "cuda" else tuple(range(count) if isinstance(devices, int | str) else devices),
     )
-    faults = list(_placement_faults(placed, devices=devices, demand=demand, machine=machine))
-    raise_faults(faults)
+    raise_faults(_placement_faults(placed, devices=devices, demand=demand, machine=machine))
     return placed
 
 

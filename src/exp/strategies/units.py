@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
-from exp.errors import Fault, raise_faults
-from exp.models.matching import matches, unmatched
+from exp.errors import Fault
+from exp.models.matching import matching
 
 AUTO = "auto"
 
@@ -85,15 +85,7 @@ def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[st
     Raises: ConfigError for each pattern that means none that is called.
     """
     modules = {name: module for name, module in network.named_modules() if name and _is_called(module)}
-    faults = [
-        unmatched(pattern, network, key=key, got=f"{pattern!r}, which matches no layer")
-        for pattern in patterns
-        if not any(matches(name, module, pattern) for name, module in modules.items())
-    ]
-    raise_faults(faults)
-    return {
-        name: module for name, module in modules.items() if any(matches(name, module, pattern) for pattern in patterns)
-    }
+    return matching(network, patterns, key=key, modules=modules, got=", which matches no layer")
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -126,7 +126,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
 
     decided = plan(resolve(config))
     plain = decided.plain
-    faults = [
+    raise_faults(
         Fault(key=key, got=str(got), expected=expected)
         for key, is_wrong, got, expected in (
             ("module", has_module(plain), plain["module"], "null: the command shortens exp's own training"),
@@ -135,8 +135,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
             ("resume", plain["resume"] is not None, plain["resume"], "null; weights.from=RUN_DIR begins with weights"),
         )
         if is_wrong
-    ]
-    raise_faults(faults)
+    )
     return config, decided
 
 

@@ -265,3 +265,23 @@ def _occupy_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Return the lines of a table in Markdown, with columns of one width that are readable in a terminal.
+
+    Args:
+        head: Titles of the columns.
+        rows: Cells of each row.
+        left: Number of columns that are aligned to the left; the others are aligned to the right.
+    """
+    # A vertical bar in a cell would end the cell.
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rules = ["-" * width if place < left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
+    lines = []
+    for row in (cells[0], rules, *cells[1:]):
+        padded = [one.ljust(width) for one, width in zip(row[:left], widths[:left], strict=True)]
+        padded += [one.rjust(width) for one, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append(f"| {' | '.join(padded)} |")
+    return lines

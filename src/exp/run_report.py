@@ -22,7 +22,7 @@ from exp.config.frozen import read_parent, versions
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
 from exp.files import write_whole
 from exp.launch.launcher import last_checkpoint
-from exp.output import NO_SPACE, tell_not_written
+from exp.output import NO_SPACE, markdown_table, tell_not_written
 from exp.shared_types import EPOCH_LOSS, STAGES, best_scalars, compared_tag, parted
 
 if TYPE_CHECKING:
@@ -396,14 +396,8 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
 
     from exp.hooks.hook import Hook
 
-    kinds = {
-        Callback: "callback",
-        Logger: "logger",
-        Metric: "metric",
-        Hook: "hook",
-        Optimizer: "optimizer",
-        LRScheduler: "schedule",
-    }
+    kinds: dict[type, str] = {Callback: "callback", Logger: "logger", Metric: "metric", Hook: "hook"}
+    kinds |= {Optimizer: "optimizer", LRScheduler: "schedule"}
     layers = {} if parts is None else {id(module): name for name, module in parts.network.named_modules()}
     is_own = bool(own_frames(error))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -419,15 +413,14 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
 
 
 def _unwritable(ongoing: Ongoing, error: OSError) -> str:
+    """Return the message for a file of the run that cannot be written, with the command that resumes the run."""
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
-    is_full = error.errno in NO_SPACE
+    fix = "make room" if error.errno in NO_SPACE else "make the directory writable"
     saved = last_checkpoint(ongoing.directory)
     if saved is None:
-        cure = "Make room there, or choose" if is_full else "Mend that, or choose"
-        return f"{what}, before anything was saved. {cure} another place with hydra.run.dir"
+        return f"{what}, before anything was saved; {fix}, or choose another place with hydra.run.dir"
     command = ongoing.resume_command(str(saved))
-    again = "With room again" if is_full else "Once that is mended"
-    return f"{what}; what it had saved before is good.\n{again}, it goes on with\n  {command}"
+    return f"{what}; the saved checkpoints are good. {fix.capitalize()}, and resume with\n  {command}"
 
 
 def draw_pictures(report: Report) -> bool:
@@ -454,19 +447,12 @@ def draw_pictures(report: Report) -> bool:
 def as_markdown(report: Report) -> str:
     """The report as a page: the result, what was changed, pictures, the facts, every last value."""
     directory = Path(report.directory)
-    facts = {name: value for name, value in _facts(report) if value}
+    facts = _facts(report)
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
     if report.error:
         lines += ["", f"**{report.error['type']}**", "", "```", report.error["message"], "```"]
-    rows = _results(report)
-    if rows:
-        stages = [stage for stage in STAGES if any(stage in row.values for row in rows)]
-        lines += ["", f"| weights | metric | {' | '.join(stages)} |", f"|---|---|{'---:|' * len(stages)}"]
-        lines += [
-            f"| {row.weights} | {row.metric} | "
-            f"{' | '.join(f'{row.values[stage]:.4g}' if stage in row.values else '' for stage in stages)} |"
-            for row in rows
-        ]
+    if rows := _results(report):
+        lines += ["", *markdown_table(("weights", "metric", *STAGES), rows, left=2)]
     changed = report.command.partition("exp.train")[2].strip()
     lines += ["", f"Changed from the defaults: `{changed}`" if changed else "Nothing was changed from the defaults."]
     for name in ("loss", "metrics", "gradients"):
@@ -476,94 +462,74 @@ def as_markdown(report: Report) -> str:
     if report.not_written:
         lines += ["", "Not written:", "", *(f"- {entry['what']}: {entry['error']}" for entry in report.not_written)]
     if report.metrics:
-        lines += ["", "| tag | last value |", "|---|---|"]
-        lines += [f"| {tag} | {value:.6g} |" for tag, value in sorted(report.metrics.items())]
+        last = [(tag, f"{value:.6g}") for tag, value in sorted(report.metrics.items())]
+        lines += ["", *markdown_table(("tag", "last value"), last, left=1)]
     return "\n".join(lines) + "\n"
 
 
 def print_report(report: Report) -> None:
     """Print the table of results and how to look further."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False)
-    table = Table(title=f"{report.status} in {report.wall_seconds:.1f} s", title_justify="left")
-    for name in ("weights", "metric"):
-        table.add_column(name)
-    for stage in STAGES:
-        table.add_column(stage, justify="right")
+    columns = [Column("weights"), Column("metric"), *(Column(stage, justify="right") for stage in STAGES)]
+    table = Table(*columns, title=f"{report.status} in {report.wall_seconds:.1f} s", title_justify="left")
     shown = ""
-    for row in _results(report):
-        if row.weights != shown:
-            table.add_section()
-        values = (f"{row.values[stage]:.4f}" if stage in row.values else "" for stage in STAGES)
-        table.add_row("" if row.weights == shown else row.weights, row.metric, *values)
-        shown = row.weights
+    for weights, *cells in _results(report):
+        table.add_row("" if weights == shown else weights, *cells)
+        shown = weights
     console.print(table)
-    facts = _facts(report)
-    width = max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        if fact:
-            # soft_wrap: a path that is broken over two lines cannot be copied.
-            console.print(f"{name:<{width}}  {fact}", soft_wrap=True, markup=False)
+    for name, fact in _facts(report).items():
+        # soft_wrap: a path that is broken over two lines cannot be copied.
+        console.print(f"{name:<{len('dashboard')}}  {fact}", soft_wrap=True, markup=False)
 
 
-@dataclass(frozen=True)
-class _Result:
-    """One metric of one set of weights, such as `best, step 18`, by stage."""
+def _results(report: Report) -> list[tuple[str, ...]]:
+    """Return weights, metric, and the value of each stage: of the best weights first, then of the last ones.
 
-    weights: str
-    metric: str
-    values: Mapping[str, float]
-
-
-def _results(report: Report) -> list[_Result]:
-    """Return the metrics of the best weights, then those of the last ones; `loss/train` is the mean of an epoch."""
+    The value of `loss/train` is the mean of an epoch.
+    """
     last = dict(report.metrics)
     last.pop("loss/train", None)
     if EPOCH_LOSS in last:
         last["loss/train"] = last.pop(EPOCH_LOSS)
-    if not report.steps:
-        return _by_stage("as loaded", last)
     # The test stage evaluates the best weights, and the last validation may be of an earlier step.
     steps = report.stage_steps
-    last = {tag: value for tag, value in last.items() if not steps or steps.get(parted(tag)[1]) == report.steps}
-    if report.best is None or not report.best_metrics:
-        return _by_stage(f"last, step {report.steps}", last)
-    step = report.best["step"]
-    if step == report.steps:
-        return _by_stage(f"best and last, step {step}", {**last, **report.best_metrics})
-    return [*_by_stage(f"best, step {step}", report.best_metrics), *_by_stage(f"last, step {report.steps}", last)]
+    if report.steps and steps:
+        last = {tag: value for tag, value in last.items() if steps.get(parted(tag)[1]) == report.steps}
+    word = f"last, step {report.steps}" if report.steps else "as loaded"
+    if not report.steps or report.best is None or not report.best_metrics:
+        groups = {word: last}
+    elif report.best["step"] == report.steps:
+        groups = {f"best and {word}": {**last, **report.best_metrics}}
+    else:
+        groups = {f"best, step {report.best['step']}": dict(report.best_metrics), word: last}
+    rows = []
+    for weights, metrics in groups.items():
+        cells = {parted(tag): f"{value:.4f}" for tag, value in metrics.items()}
+        names = sorted({name for name, stage in cells if stage})
+        rows += [(weights, name, *(cells.get((name, stage), "") for stage in STAGES)) for name in names]
+    return rows
 
 
-def _by_stage(weights: str, metrics: Mapping[str, float]) -> list[_Result]:
-    rows: dict[str, dict[str, float]] = {}
-    for tag, value in metrics.items():
-        name, stage = parted(tag)
-        if stage:
-            rows.setdefault(name, {})[stage] = value
-    return [_Result(weights, name, values) for name, values in sorted(rows.items())]
-
-
-def _facts(report: Report) -> list[tuple[str, str]]:
-    directory = Path(report.directory)
-    best = ""
-    if report.best is not None:
-        best = f"{report.best['metric']} {report.best['value']:.4f} at step {report.best['step']}"
+def _facts(report: Report) -> dict[str, str]:
+    """Return the other results in words by name."""
+    shown, best = os.path.relpath(report.directory), report.best
     speed = "" if report.step_ms is None else f", {report.step_ms:.2f} ms a step"
     ranks = f", {report.world_size} ranks" if report.world_size > 1 else ""
     memory = "" if report.peak_memory_mib is None else f", {report.peak_memory_mib:.0f} MiB at the peak"
-    shown = os.path.relpath(directory)
-    return [
-        ("best", best),
-        ("ended by", "" if report.ended_by is None or "max_epochs" in report.ended_by else report.ended_by),
-        ("steps", f"{report.steps} in {report.epochs} epochs{speed}{memory}"),
-        ("tags", ", ".join(map(str, report.tags))),
-        ("parent", "" if report.parent is None else _parent(report.parent)),
-        ("placed", f"precision {report.precision}, strategy {report.strategy}{ranks}"),
-        ("results", shown),
-        ("dashboard", f"python -m exp.dashboard {_dashboard_root(shown)}"),
-    ]
+    facts = {
+        "best": best and f"{best['metric']} {best['value']:.4f} at step {best['step']}",
+        "ended by": None if "max_epochs" in (report.ended_by or "") else report.ended_by,
+        "steps": f"{report.steps} in {report.epochs} epochs{speed}{memory}",
+        "tags": ", ".join(map(str, report.tags)),
+        "parent": report.parent and _parent(report.parent),
+        "placed": f"precision {report.precision}, strategy {report.strategy}{ranks}",
+        "results": shown,
+        "dashboard": f"python -m exp.dashboard {_dashboard_root(shown)}",
+    }
+    return {name: str(fact) for name, fact in facts.items() if fact}
 
 
 def _parent(parent: Mapping[str, Any]) -> str:

@@ -2,63 +2,38 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
-
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from exp.extras.survey.survey import Part, Survey
+from exp.output import markdown_table
 from exp.shared_types import Stage
 from exp.spelling import among
-
-Row = tuple[object, ...]
 
 # Rows of a table. data.json has all columns and classes.
 MOST_ROWS = 40
 # The imbalance of classes that is a finding.
 UNEQUAL = 10
-FIGURES = ("count", "mean", "deviation", "low", "high", "missing", "infinite")
 
 
 def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
     """Return the whole survey. command: the command line that made it."""
-    parts = survey.parts.items()
     sections = {
         "Findings": "\n".join(f"- {line}" for line in findings) or "Nothing to look at first.",
-        "Parts": table(
-            ("part", "samples", "looked at", "batches"),
-            [(stage, part.samples, part.looked_at, part.batches) for stage, part in parts],
-        ),
-        "Batches": table(
-            ("part", "value", "dtype", "shape of a batch"),
-            [(stage, name, one.dtype, one.shape) for stage, part in parts for name, one in part.batch.items()],
-        ),
-        "Classes": table(
-            ("part", "value", "class", "samples", "percent"),
-            [
-                (stage, name, one.named(label), count, 100 * count / sum(one.counts.values()))
-                for stage, part in parts
-                for name, one in part.classes.items()
-                for label, count in one.counts.items()
-            ],
-        ),
-        "Numbers": table(
-            ("part", "value", "column", *FIGURES),
-            [
-                (stage, name, one.name, *(getattr(one, word) for word in FIGURES))
-                for stage, part in parts
-                for name, columns in part.numbers.items()
-                for one in columns
-            ],
-        ),
-        "Sequences": table(
-            ("part", "value", "shortest", "mean length", "longest"),
-            [(stage, name, one.low, one.mean, one.high) for stage, part in parts for name, one in part.lengths.items()],
-        ),
-    }
+        "Parts": table([
+            {"part": stage, "samples": part.samples, "looked at": part.looked_at, "batches": part.batches}
+            for stage, part in survey.parts.items()
+        ]),
+        "Batches": table(_rows(survey, "batch")),
+        "Classes": table([
+            {"part": stage, "value": name, "class": one.named(label), "samples": count}
+            for stage, part in survey.parts.items()
+            for name, one in part.classes.items()
+            for label, count in one.counts.items()
+        ]),
+        "Numbers": table(_rows(survey, "numbers")),
+        "Sequences": table(_rows(survey, "lengths")),
+    }  # fmt: skip
     text = "\n\n".join(f"## {title}\n\n{lines}" for title, lines in sections.items() if lines)
     return f"# Data\n\n    {command}\n\n{text}\n"
 
@@ -86,22 +61,26 @@ def findings(
     return found
 
 
-def table(head: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a table in Markdown with columns of numbers to the right; an empty text without rows."""
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return a table in Markdown of rows with the same columns; an empty text without rows."""
     if not rows:
         return ""
-    drawn = Table(box=MARKDOWN)
-    for name, cells in zip(head, zip(*rows, strict=True), strict=True):
-        is_number = not any(isinstance(cell, str) and cell for cell in cells)
-        drawn.add_column(Text(name), justify="right" if is_number else "left", no_wrap=True)
-    for row in rows[:MOST_ROWS]:
-        drawn.add_row(*(Text(_cell(cell)) for cell in row))
-    output = io.StringIO()
-    Console(file=output, width=10_000).print(drawn)
-    lines = [line.strip() for line in output.getvalue().splitlines() if line.strip()]
+    texts = [place for place, name in enumerate(rows[0]) if any(isinstance(row[name], str | tuple) for row in rows)]
+    cells = [list(map(_cell, row.values())) for row in rows[:MOST_ROWS]]
+    lines = markdown_table(list(rows[0]), cells, left=texts[-1] + 1)
     if len(rows) > MOST_ROWS:
         lines += ["", f"and {len(rows) - MOST_ROWS:,} more rows, which data.json has."]
     return "\n".join(lines)
+
+
+def _rows(survey: Survey, kind: str) -> list[dict[str, object]]:
+    """Return the rows of all parts for a field of Part with values by name."""
+    return [
+        {"part": stage, "value": name, **asdict(one)}
+        for stage, part in survey.parts.items()
+        for name, held in vars(part)[kind].items()
+        for one in (held if isinstance(held, list) else [held])
+    ]
 
 
 def _cell(value: object) -> str:
@@ -111,8 +90,7 @@ def _cell(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, tuple):
         return str(list(value))
-    # A vertical bar in a name would end the cell.
-    return "" if value is None else " ".join(str(value).split()).replace("|", "\\|")
+    return "" if value is None else str(value)
 
 
 def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from exp.data.data import Data
 from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.pruning import Pruning
 from exp.errors import Interrupted, RunError
 from exp.files import replacing
 
@@ -69,6 +70,22 @@ def test_a_run_killed_three_times_equals_an_unbroken_one(tmp_path: Path, small_r
     whole = small_run.Small(tmp_path / "whole", **PLANS[name])
     whole.fit()
     assert_equal_runs(whole, *run_in_parts(small_run, tmp_path / "parts", KILLS, **PLANS[name]))
+
+
+@pytest.mark.parametrize("kill", [("on_train_batch_end", 17), ("on_validation_batch_end", 3)])
+@pytest.mark.parametrize("name", ["plain", *(name for name in PLANS if name.startswith("validation_"))])
+def test_a_pruner_counts_the_validations_of_a_checkpoint_without_their_number(
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, kill: tuple[str, int]
+) -> None:
+    monkeypatch.setattr("exp.engine.pruning.TrialOfJob", lambda *_, **__: SimpleNamespace(pruned_at=None))
+    whole, earlier, resumed = (Pruning(trial=0, monitor="none", pruner="none", sweep=tmp_path) for _ in range(3))
+    monkeypatch.setattr(earlier, "state_dict", Callback().state_dict)
+    small_run.Small(tmp_path / "whole", callbacks=(whole,), **PLANS[name]).fit()
+    broken = small_run.Small(tmp_path / "parts", callbacks=(earlier, small_run.At(*kill)), **PLANS[name])
+    with pytest.raises(small_run.Killed):
+        broken.fit()
+    small_run.Small(tmp_path / "parts", callbacks=(resumed,), **PLANS[name]).fit(resume=broken.last)
+    assert resumed.validations == whole.validations > 0
 
 
 @pytest.mark.slow

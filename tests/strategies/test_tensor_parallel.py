@@ -179,7 +179,10 @@ def found_differences(rank):
         name: make_plan(network, plan, divide=divide, vocabulary=False) for name, (plan, divide, _) in PLANS.items()
     }
     inputs = {"input": torch.zeros(2, 1, 8, 8)}
-    return {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
+    found = {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
+    slopes = build("sequential", "model.layers.activation={_target_: torch.nn.PReLU}", spec=DIGITS)
+    plan = make_plan(slopes, {"hidden": "column", "hidden2": "row"}, divide=[], vocabulary=False)
+    return {**found, "a weight between the parts": difference(slopes, plan, inputs, mesh=mesh)}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -188,6 +191,8 @@ def test_a_plan_that_changes_the_function_is_found(ranks, count):
     assert all(other == first for other in others)
     for name, (_, _, expected) in PLANS.items():
         assert first[name] is None if expected is None else expected in first[name], name
+    # The outputs are those of the whole network.
+    assert first["a weight between the parts"] == "the gradient of activation.weight in parts is another one"
 
 
 # --- runs ---

@@ -133,7 +133,7 @@ def _shell(layer: nn.Module) -> nn.Module:
 def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
     """Return how a network in parts differs from the whole one, or None. Every rank of the mesh must call it.
 
-    Outputs and the backward are tried in float64 and in evaluation, with random inputs and weights.
+    Outputs and gradients are compared in float64 and in evaluation, with random inputs and weights.
 
     Args:
         network: Whole network with the same numbers on every rank; it is not changed.
@@ -147,33 +147,49 @@ def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, 
                 parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
         data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}
     parts = copy.deepcopy(whole)
-    carry_out(plan, parts, mesh)
+    cuts = carry_out(plan, parts, mesh)
     try:
-        expected = _computed(whole, data)
+        outputs, gradients = _computed(whole, data)
     except Exception as error:  # a network may refuse inputs that the data never has
         log.info("strategy.plan is not compared with the whole network, which refuses random inputs: %s", error)
         return None
+    gradients |= {name: cut.part(gradients[name]) for name, cut in cuts.items() if name in gradients}
     found: list[str | None] = [None] * mesh.size()
-    dist.all_gather_object(found, _compared(parts, data, expected), group=mesh.get_group())
+    dist.all_gather_object(found, _compared(parts, data, outputs, gradients), group=mesh.get_group())
     return next((one for one in found if one is not None), None)
 
 
-def _compared(parts: nn.Module, data: Mapping[str, Tensor], expected: list[Tensor]) -> str | None:
+def _compared(
+    parts: nn.Module, data: Mapping[str, Tensor], outputs: list[Tensor], gradients: Mapping[str, Tensor]
+) -> str | None:
+    """Return how this rank's part differs. gradients: those of its shards, by the name of the parameter."""
     try:
-        found = _computed(parts, data)
+        found, own = _computed(parts, data)
     except Exception as error:
         return f"its forward or backward in parts raises {one_line(error)}"
-    is_same = len(found) == len(expected) and all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
-        for one, other in zip(found, expected, strict=True)
-    )
-    return None if is_same else "its output in parts is another one"
+    if len(found) != len(outputs) or not all(map(_is_close, found, outputs)):
+        return "its output in parts is another one"
+    other = next((name for name, gradient in gradients.items() if not _is_close(own[name], gradient)), None)
+    return None if other is None else f"the gradient of {other} in parts is another one"
 
 
-def _computed(network: nn.Module, data: Mapping[str, Tensor]) -> list[Tensor]:
+def _computed(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the outputs, and the gradients by the name of the parameter, with zeros where there is none."""
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
-    sum((one.sum() for one in outputs), torch.zeros(())).backward()
-    return outputs
+    # The plain sum would hide gradients: that of a normalized output is constant.
+    sum((torch.sum(one * _weights(one)) for one in outputs), torch.zeros(())).backward()
+    return outputs, {
+        name: torch.zeros_like(one) if one.grad is None else one.grad.to_dense()
+        for name, one in network.named_parameters()
+    }
+
+
+def _weights(output: Tensor) -> Tensor:
+    return torch.arange(output.numel(), dtype=output.dtype, device=output.device).cos().view(output.shape)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _numbers(like: Tensor) -> Tensor:

@@ -107,11 +107,12 @@ def test_values_of_a_changed_file_are_kept(folder, capsys):
 def test_removed_keys_and_hooks_of_a_run_are_left_out(capsys):
     run = frozen("seed=4")
     content = config_of(run)
-    content["runtime"]["warm"] = False
+    content["runtime"] |= {"warm": False, "non_finite": "rewind"}
     content["hooks"]["landscape"] = {"_target_": "exp.hooks.landscape.Landscape", "every_n_steps": 20}
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     (run / "overrides.yaml").write_text(
-        "- runtime.warm=false\n- +hooks=[landscape]\n- hooks.landscape.points=5\n- seed=4\n"
+        "- runtime.warm=false\n- runtime.non_finite=rewind\n"
+        "- +hooks=[landscape]\n- hooks.landscape.points=5\n- seed=4\n"
     )
     again = frozen(f"from_run={run}")
     assert read_overrides(again) == ["seed=4"]

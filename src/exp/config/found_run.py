@@ -20,7 +20,7 @@ from exp.config.frozen import frozen_values, read_frozen, read_overrides
 from exp.config.grammar import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY
-from exp.config.versions import removed_keys
+from exp.config.versions import REMOVED_VALUES, removed_keys
 from exp.errors import ConfigError, config_error
 from exp.spelling import among
 
@@ -94,13 +94,18 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     removed = removed_keys(frozen_values(run))
     left = (*without, "hydra", *removed)
     recorded = [text for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
-    recorded = [_without_hooks(text, removed) for text in recorded if not _is_below(key_of(text), left)]
+    recorded = [text for text in recorded if not _is_below(key_of(text), left) and not _has_removed_value(text)]
+    recorded = [_without_hooks(text, removed) for text in recorded]
     kept = [text for text in recorded if key_of(text) not in keys and text != "+hooks=[]"]
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
         cure = f"If you trust it, add '{trusting[0]}' to this command"
         raise config_error("security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)
     return [*kept, *now]
+
+
+def _has_removed_value(override: str) -> bool:
+    return (key_of(override), override.partition("=")[2].strip("'\"")) in REMOVED_VALUES
 
 
 def _without_hooks(override: str, removed: Sequence[str]) -> str:

@@ -237,7 +237,8 @@ def test_an_objective_in_data_suggests_a_fix(place):
 
 def test_a_user_primary_config_extends_that_of_exp(place, capsys):
     assert check(["-cn", "small", "seed=3", "optimizer=sgd"]) == 0
-    assert exp.compose(["seed=3"], config_name="small").name == "small"
+    for name in ("small", "small.yaml"):
+        assert exp.compose(["seed=3"], config_name=name).name == "small"
     assert check(["-cn", "smal"]) == 2
     assert "Write conf/smal.yaml, with defaults: [train, _self_]" in capsys.readouterr().err
 

@@ -198,7 +198,7 @@ def answer_question(arguments: argparse.Namespace) -> None:
         lines, faults = checked_lines(overrides, vocabulary, multirun=False)
         raise_faults(faults)
         groups = for_hydra(lines, vocabulary)
-        show_info(vocabulary.places, arguments.info, config_name=arguments.config_name, overrides=groups)
+        show_info(vocabulary.places, arguments.info, config_name=vocabulary.config_name, overrides=groups)
 
 
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:

@@ -63,6 +63,7 @@ def composition_of(
     may_sweep = may_sweep and named_run(overrides)[0] is None  # which is one run
     overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
+    config_name = vocabulary.config_name
     lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
     try:
         config, layers = compose_groups(

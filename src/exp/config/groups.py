@@ -123,4 +123,4 @@ def dotted_keys(config: DictConfig) -> list[str]:
 
 def open_search_path(*, config_dir: str | None, config_name: str) -> Vocabulary:
     """Return the words that the configs of this working directory know."""
-    return Vocabulary(search_places(config_dir=config_dir), config_name=config_name)
+    return Vocabulary(search_places(config_dir=config_dir), config_name=config_name.removesuffix(".yaml"))

@@ -342,6 +342,33 @@ def test_one_missing_value_is_one_error():
     assert found == {"vars.b": "${vars.no}, also at vars.c.0", "vars.x": "${vars.y}", "vars.y": "${vars.x}"}
 
 
+REFERENCE = "# @package _global_\nvars: {teacher: '${model}', l: {a: {b: 1}}, k: '${vars.l}'}\n"
+
+
+@pytest.mark.parametrize(("key", "other"), [("vars.teacher.width", "model.width"), ("vars.k.a.b", "vars.l.a.b")])
+def test_no_override_changes_the_node_of_a_reference(key, other):
+    write("conf/experiment/kd.yaml", REFERENCE)
+    (fault,) = refused("experiment=kd", "+model.width=1", f"{key}=3").faults
+    assert (fault.key, fault.got) == (key, "there is no such key")
+    config = exp.compose(["experiment=kd", "+model.width=1", f"+{key}=3"])
+    assert (OmegaConf.select(config, key), OmegaConf.select(config, other)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tags=a,b"], "write tags=[a,b] for all of them at once"),
+        (["mine=a"], "Write +mine=a"),
+        (["+mine=a", "+mine=b"], "chosen twice, +mine=a and +mine=b"),
+    ],
+)
+def test_an_error_of_a_choice_has_a_source(overrides, words):
+    for option in ("mine/a", "mine/b", "model/small"):
+        write(f"conf/{option}.yaml", "x: 1\n")
+    fault = refused(*overrides).faults[0]
+    assert (fault.source, words in str(fault)) == ("command line", True)
+
+
 def test_an_unresolvable_run_directory_is_an_error():
     assert "nowhere" in str(refused("name=${nowhere}"))
     assert "hydra.run.dir" in [fault.key for fault in refused("name=???").faults]

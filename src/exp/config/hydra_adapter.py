@@ -287,7 +287,8 @@ def fault_of(error: Exception) -> Fault:
         if found is not None:
             named = found.groupdict()
             got, expected, cure = (text.format(**named) for text in words)
-            source = f"{named['file']}.yaml" if "file" in named else None
+            of_command = "command line" if "added" in named else None
+            source = f"{named['file']}.yaml" if "file" in named else of_command
             return Fault(key=named["group"], got=got, expected=expected, cure=cure, source=source)
     causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):

@@ -19,6 +19,7 @@ from exp.config.grammar import Numbers, parse_override
 from exp.config.groups import COMMAND_LINE, USED_GROUPS, Vocabulary, dotted_keys
 from exp.config.habits import cure_of_key, cure_of_option
 from exp.config.hydra_node import hydra_key_fault, swept_fault
+from exp.config.plain_tree import leaves
 from exp.config.slots import AXIS, MANY, OF_CLASSES
 from exp.config.values import adds_keys, deepest, set_value, takes_new_key
 from exp.errors import ConfigError, Fault
@@ -241,8 +242,9 @@ def _line_fault(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> Fault 
     if line.parsed.package is not None and (fault := _place_fault(line, vocabulary)) is not None:
         return fault
     if line.is_sweep and not multirun:
-        is_many = line.group and vocabulary.kind(line.group) == "many"
-        several = f", write {line.sign}{line.key}=[{line.value_text}] for all of them at once" if is_many else ""
+        holds_list = isinstance(dict(leaves(vocabulary.declared)).get(line.key), list)
+        takes_list = vocabulary.kind(line.group) == "many" if line.group else holds_list
+        several = f", write {line.sign}{line.key}=[{line.value_text}] for all of them at once" if takes_list else ""
         got, cure = f"several values, {line.value_text}", f"Put -m in front for one job each{several}"
         return _fault(line.key, got, "one value without -m", cure)
     return _choice_fault(line, vocabulary) if line.group else _value_fault(line, vocabulary)
@@ -265,7 +267,8 @@ def _place_fault(line: Line, vocabulary: Vocabulary) -> Fault | None:
 
 def _pair_fault(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> Fault | None:
     """Return the error of a `+` that the other choices of its group exclude."""
-    if line.sign == "+" and others and line.group in AXIS:
+    beside = [other for other in others if other.sign == "+" and other.parsed.package == line.parsed.package]
+    if line.sign == "+" and (others if line.group in AXIS else vocabulary.kind(line.group) == "own" and beside):
         return _fault(line.group, f"chosen twice, {line.text} and {others[0].text}", "one choice")
     if line.sign == "+" and others and line.is_sweep and vocabulary.kind(line.group) == "many":
         return _fault(line.group, f"swept by {line.text} next to {others[0].text}", "one of the two")

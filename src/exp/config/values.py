@@ -44,15 +44,25 @@ def _entry(node: Any, part: str) -> Any:
 
 
 def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
-    """Return the longest beginning of a dotted key that a config holds, and its value."""
+    """Return the longest beginning of a dotted key that a config holds, and its value.
+
+    A reference such as `${model}` ends the way, with the value None. The keys of the other node are not below it.
+    """
     node: Any = config
     parts = key.split(".")
     for count, part in enumerate(parts):
         inner = held_value(node, part)
         if inner is ABSENT:
             return ".".join(parts[:count]), node
+        if count + 1 < len(parts) and _is_reference(node, part):
+            return ".".join(parts[: count + 1]), None
         node = inner
     return key, node
+
+
+def _is_reference(node: Any, part: str) -> bool:
+    name = _entry(node, part)
+    return name is not ABSENT and OmegaConf.is_interpolation(node, name)
 
 
 def adds_keys(node: DictConfig, value: Mapping[str, Any]) -> bool:
@@ -82,7 +92,8 @@ def takes_new_key(holder: str, node: Any, name: str) -> bool:
 def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, Any] | None = None) -> None:
     """Set, add or delete the value of an override.
 
-    A mapping is merged into a mapping, and replaces anything else. A node with a `_target_` that is set without a `+`
+    A mapping is merged into a mapping, and replaces anything else. Above the key, a new mapping replaces a reference
+    such as `${model}`, so that the other node keeps its values. A node with a `_target_` that is set without a `+`
     replaces the node that the groups chose, except for the keys that the primary config declares.
 
     Args:
@@ -97,7 +108,7 @@ def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, 
         is_made = False
         for part in way:
             inner = held_value(holder, part)
-            if not isinstance(inner, Container):
+            if not isinstance(inner, Container) or _is_reference(holder, part):
                 name = _name_in(holder, part, is_made=is_made)
                 holder[name] = {}
                 inner, is_made = holder[name], True
@@ -146,9 +157,8 @@ def _declared_at(declared: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _merge(holder: Any, name: Any, value: Any) -> None:
-    is_reference = OmegaConf.is_interpolation(holder, name)
     old = held_value(holder, str(name))
-    if isinstance(value, dict) and isinstance(old, DictConfig) and not is_reference:
+    if isinstance(value, dict) and isinstance(old, DictConfig) and not _is_reference(holder, str(name)):
         for inner, one in value.items():
             _merge(old, inner, one)
     else:

@@ -76,7 +76,7 @@ def test_help_fits_a_screen_and_lists_the_options_of_a_group():
             options = help_text(vocabulary, [directory.name])
             assert [path.stem for path in directory.glob("[!_]*.yaml") if path.stem not in options] == []
     assert max(map(len, text.splitlines())) <= 120
-    with pytest.raises(ConfigError, match="optimzer; expected a group: .*optimizer"):
+    with pytest.raises(ConfigError, match=r"optimzer; expected a group: .*optimizer"):
         help_text(vocabulary, ["optimzer"])
 
 

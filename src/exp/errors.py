@@ -173,11 +173,10 @@ def config_error(
     expected: str,
     cure: str | None = None,
     source: str | None = None,
-    origins: tuple[str, ...] = (),
     subject: str = "",
 ) -> ConfigError:
     """Return the ConfigError of a single error. The arguments are those of Fault."""
-    return ConfigError([Fault(key, got, expected, cure, source=source, origins=origins, subject=subject)])
+    return ConfigError([Fault(key, got, expected, cure, source=source, subject=subject)])
 
 
 def raise_faults(faults: Iterable[Fault], *, note: str | None = None) -> None:

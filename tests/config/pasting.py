@@ -12,7 +12,7 @@ from exp.check.examination import examine
 from exp.check.first_samples import compare_with_data
 from exp.check.resolution import resolve
 from exp.check.stages import compose, refuse_early
-from exp.cli.command_line import answer_question, is_question, parse_arguments
+from exp.cli.command_line import answer_question, parse_arguments
 from exp.errors import ConfigError, ExpError, Fault
 from exp.sweeps.sweep import compose_sweep
 
@@ -33,9 +33,9 @@ def answer(argv: Sequence[str]) -> list[Fault]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             arguments = parse_arguments(argv)
             places = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-            if is_question(arguments):
-                answer_question(arguments)
-            elif arguments.multirun:
+            if answer_question(arguments):
+                return []
+            if arguments.multirun:
                 compose_sweep(arguments.overrides, **places)
             else:
                 config = compose(arguments.overrides, **places)

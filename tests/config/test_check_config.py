@@ -308,7 +308,7 @@ def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, chang
         edited(plain, change)
     plain.pop(COMPOSITION, None)
     config = OmegaConf.create(plain)
-    for fault in [*first_stage(read(config)), *second_stage(config, read(config))]:
+    for fault in [*first_stage(read(config)), *second_stage(read(config))]:
         assert fault.key
         assert len(str(fault)) < 2000
         assert "\n" not in str(fault)

@@ -41,7 +41,7 @@ def resolve(config: DictConfig) -> Resolved:
         reading = read(config)
         first = first_stage(reading)
     if not touched(first, DATA_KEYS):  # else told with the first stage
-        faults = second_stage(config, reading, only="data")
+        faults = second_stage(reading, only="data")
         if not faults:
             try:
                 if _fill_in(config):
@@ -52,7 +52,7 @@ def resolve(config: DictConfig) -> Resolved:
                 faults += error.faults
             except SampleError as error:
                 faults.append(error.fault)
-    faults += [*first, *start_faults, *second_stage(config, reading)]
+    faults += [*first, *start_faults, *second_stage(reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
     return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
 

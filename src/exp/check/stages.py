@@ -95,10 +95,10 @@ def first_stage(reading: Reading) -> list[Fault]:
     return once([*faults, *structure_faults(plain), *rule_faults(plain), *resolvers])
 
 
-def second_stage(config: DictConfig, reading: Reading, *, only: str | None = None) -> list[Fault]:
+def second_stage(reading: Reading, *, only: str | None = None) -> list[Fault]:
     """The faults of targets, their parameters and forward programs.
 
-    reading: of the config. only: of this key at the top alone, such as data.
+    reading: Reading of the config. only: The key at the top to check, such as data; None checks all.
     """
     # A word that was mistyped need not wait for what reads signatures.
     from exp.check.parameters import program_faults, target_faults

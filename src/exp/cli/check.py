@@ -25,18 +25,17 @@ def main(argv: Sequence[str]) -> int:
     Returns: 0 and a line that begins with ok, or 2 after the list of faults.
     """
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
-    from exp.cli.command_line import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv, program=PROGRAM)
-    if is_question(arguments):
-        answer_question(arguments)
-    else:
-        try:
-            told = f"ok: {_checked_sweep(arguments)} jobs" if arguments.multirun else _checked_run(arguments)
-        except SweepAskedError:
-            told = f"ok: {_checked_sweep(arguments)} jobs"
-        print(told)
+    if answer_question(arguments):
+        return 0
+    try:
+        told = f"ok: {_checked_sweep(arguments)} jobs" if arguments.multirun else _checked_run(arguments)
+    except SweepAskedError:
+        told = f"ok: {_checked_sweep(arguments)} jobs"
+    print(told)
     return 0
 
 

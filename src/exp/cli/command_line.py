@@ -172,14 +172,14 @@ def _how_many(text: str) -> int | None:
     return int(text)
 
 
-def is_question(arguments: argparse.Namespace) -> bool:
-    """Return whether the command asks about the config and runs nothing."""
-    return bool(arguments.help or arguments.cfg is not None or arguments.info is not None)
-
-
 @secrets_kept()
-def answer_question(arguments: argparse.Namespace) -> None:
-    """Print the help, the config, or where it comes from. Import neither torch nor lightning.
+def answer_question(arguments: argparse.Namespace) -> bool:
+    """Print the help, the config or its sources if the command asks for one of them.
+
+    This imports neither torch nor lightning.
+
+    Returns:
+        Whether the command asks; it then runs nothing.
 
     Raises:
         ConfigError: The overrides have errors.
@@ -192,13 +192,14 @@ def answer_question(arguments: argparse.Namespace) -> None:
         config = composition_of(arguments.overrides, **where).config
         with hydra_config(config):
             print(_config_text(config, arguments), end="")
-    else:
+    elif arguments.info is not None:
         overrides = expanded(list(arguments.overrides), **where)
         vocabulary = open_search_path(**where)
         lines, faults = checked_lines(overrides, vocabulary, multirun=False)
         raise_faults(faults)
         groups = for_hydra(lines, vocabulary)
         show_info(vocabulary.places, arguments.info, config_name=vocabulary.config_name, overrides=groups)
+    return bool(arguments.help or arguments.cfg is not None or arguments.info is not None)
 
 
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:

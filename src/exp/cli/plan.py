@@ -56,15 +56,14 @@ def main(argv: Sequence[str]) -> int:
 
     Returns: 0; 2 after the list of faults; 1 where the network cannot be built without numbers.
     """
-    from exp.cli.command_line import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, parse_arguments
 
     own = [text for text in argv if text.partition("=")[0] in OWN and "=" in text]
     arguments = parse_arguments([text for text in argv if text not in own], program=PROGRAM)
-    if is_question(arguments):
-        if arguments.help:
-            print(__doc__)
-        else:
-            answer_question(arguments)
+    if arguments.help:
+        print(__doc__)
+        return 0
+    if answer_question(arguments):
         return 0
     _refuse_slips(arguments)
     words = read_words(own)

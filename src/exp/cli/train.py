@@ -31,12 +31,11 @@ def main(argv: Sequence[str]) -> int:
     Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
     """
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
-    from exp.cli.command_line import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv)
-    if is_question(arguments):
-        answer_question(arguments)
+    if answer_question(arguments):
         return 0
     refuse_ranks("exp.train")
     # What a run says is no reason to end it, whoever has stopped reading.

@@ -17,7 +17,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import allowed, compose
-from exp.cli.command_line import answer_question, is_question, parse_arguments
+from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv else 2
     arguments = parse_arguments(argv, program=PROGRAM)
-    if is_question(arguments):
-        answer_question(arguments)
+    if answer_question(arguments):
         return 0
     key, overrides = _key(arguments.overrides)
     config = compose(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)

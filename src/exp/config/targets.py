@@ -393,12 +393,12 @@ def plugin_packages() -> set[str]:
     return {point.module.split(".")[0] for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
-def stands_beside_conf(package: str, directory: Path | None = None) -> bool:
+def stands_beside_conf(package: str) -> bool:
     """Whether a module or package of that name stands in the working directory beside the user's own ./conf.
 
     A name of the standard library, or of an installed package that Python would import instead, is not the user's.
     """
-    directory = (directory or Path.cwd()).resolve()
+    directory = Path.cwd().resolve()
     if not is_users_conf(directory / "conf") or package in sys.stdlib_module_names:
         return False
     # Python remembers what a folder held; a file that was written a moment ago, in a notebook say, is not in it yet.

@@ -341,9 +341,9 @@ def forward_names(network: nn.Module) -> list[str]:
 # -- where a layer stands in the config --
 
 
-def config_key(network: nn.Module, path: str, *, root: str = "model") -> str:
+def config_key(network: nn.Module, path: str) -> str:
     """The dotted config key of the submodule at `path`; below a layer that is not ours, its own path goes on."""
-    key, module = root, network
+    key, module = "model", network
     for name in path.split(".") if path else ():
         if isinstance(module, ProgramModel):
             key = f"{key}.layers.{name}"

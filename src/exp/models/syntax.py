@@ -97,7 +97,7 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
 
     The error has those of the other nodes as `others`.
     """
-    _check_names(tree, names, error)
+    _check_names(names, error)
     checker = _Checker(tree, names, error)
     checker.visit(tree)
     nodes = list(ast.walk(tree))
@@ -119,7 +119,7 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
         raise error(tree.body[0], f"the program never uses {layers}", expected)
 
 
-def _check_names(tree: ast.Module, names: Names, error: ErrorAt) -> None:
+def _check_names(names: Names, error: ErrorAt) -> None:
     start = ast.Pass(lineno=1, col_offset=0)
     for name in names.inputs:
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:

@@ -53,6 +53,13 @@ def pick(values: Values, name: str, role: str) -> Tensor:
     raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")
 
 
+def names_of_values(inputs: Mapping[str, str] | None, *, output: str, target: str) -> dict[str, str]:
+    """Return the names of the values that a loss or a metric reads, by their keys below its node."""
+    if inputs is not None:
+        return {f"inputs.{parameter}": name for parameter, name in inputs.items()}
+    return {"output": output, "target": target}
+
+
 def full(tensor: Tensor) -> Tensor:
     """Casts half precision to float32; leaves other dtypes as they are."""
     return tensor.float() if tensor.dtype in HALF else tensor

@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection, classification
 from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, said, shortened
 from exp.functions.at_least_float32 import summing_dtype
 from exp.nested import mapped
-from exp.objectives.loss_inputs import Values, full
+from exp.objectives.loss_inputs import Values, full, names_of_values
 from exp.objectives.metrics import AUROC, in_order
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
@@ -106,9 +106,7 @@ class Measure:
     @property
     def names(self) -> Mapping[str, str]:
         """Which values it reads: a key of its node to the name there. The check asks whether somebody gives them."""
-        if self.inputs is not None:
-            return {f"inputs.{parameter}": name for parameter, name in self.inputs.items()}
-        return {"output": self.output, "target": self.target}
+        return names_of_values(self.inputs, output=self.output, target=self.target)
 
     @property
     def parts(self) -> Iterator[tuple[str, Metric]]:

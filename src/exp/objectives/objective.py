@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from exp.errors import RunError, config_error
 from exp.functions.at_least_float32 import summing_dtype
-from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, pick
+from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, names_of_values, pick
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.shared_types import Batch, StepWeights
@@ -80,9 +80,7 @@ class Term(AbstractTerm):
 
     @property
     def names(self) -> Mapping[str, str]:
-        if self.inputs is not None:
-            return {f"inputs.{parameter}": name for parameter, name in self.inputs.items()}
-        return {"output": self.output, "target": self.target}
+        return names_of_values(self.inputs, output=self.output, target=self.target)
 
     def divisor(self, values: Values) -> Tensor | float | None:
         """What the loss says by its own method `divisor`, called as the loss is, and what torch's losses divide by."""

@@ -89,11 +89,11 @@ def broadcast_buffers(
     _broadcast((one for one in module.buffers() if id(one) in saved or not are_saved_only), group)
 
 
-def broadcast_state(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Gives all ranks of a process group its first rank's parameters and buffers, in place. Every one must call it."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+def broadcast_state(module: nn.Module) -> None:
+    """Copy the parameters and buffers of rank 0 to all ranks, in place. Every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    _broadcast((*module.parameters(), *module.buffers()), group)
+    _broadcast((*module.parameters(), *module.buffers()), None)
 
 
 def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -48,7 +48,7 @@ def join(
         store = FileStore(rank.store, rank.world_size)
         store.set_timeout(timeout)
     else:
-        _offer_rendezvous(rank)
+        _offer_rendezvous()
         _talk_by(network_interface)
     torch.distributed.init_process_group(
         placement.backend,
@@ -94,7 +94,7 @@ def _talk_by(interface: str | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-def _offer_rendezvous(rank: Rank) -> None:
+def _offer_rendezvous() -> None:
     """SLURM names its nodes and no address: the first of them, and a port made of the job's number."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return

@@ -79,7 +79,7 @@ def parse(
     Raises:
         ConfigError: Errors of all flags.
     """
-    from exp.cli.command_line import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, parse_arguments
     from exp.cli.train import refuse_ranks
 
     parser = argparse.ArgumentParser(
@@ -102,8 +102,7 @@ def parse(
         fault = Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out, and call it once each")
         faults.append(fault)
     raise_faults(faults)
-    if is_question(arguments):
-        answer_question(arguments)
+    if answer_question(arguments):
         return own, None
     refuse_ranks(program)
     return own, arguments

@@ -227,10 +227,10 @@ def annotation_schema(annotation: Any, default: Any = EMPTY) -> Schema:
         return {} if {} in kinds else {"anyOf": kinds}
     if origin is typing.Annotated:
         return _bounded_schema(annotation_schema(arguments[0]), bounds_of(arguments[1:]))
-    return _container(annotation, origin or annotation, arguments)
+    return _container(origin or annotation, arguments)
 
 
-def _container(annotation: Any, base: Any, arguments: tuple[Any, ...]) -> Schema:
+def _container(base: Any, arguments: tuple[Any, ...]) -> Schema:
     if base in SEQUENCES:
         if base is tuple and arguments and arguments[-1] is not ...:
             count = len(arguments)

@@ -40,11 +40,10 @@ def main(argv: Sequence[str]) -> int:
         nothing written.
     """
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
-    from exp.cli.command_line import answer_question, is_question, parse_arguments
+    from exp.cli.command_line import answer_question, parse_arguments
 
     arguments = parse_arguments(argv, program=PROGRAM)
-    if is_question(arguments):
-        answer_question(arguments)
+    if answer_question(arguments):
         return 0
     if arguments.multirun:
         raise config_error("--multirun", got="several configs", expected="one config", cure="Leave -m out")

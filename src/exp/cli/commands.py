@@ -91,8 +91,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
                         "--outputs=path"),
         "audit": _tool("extras.audit.audit", "show what a downloaded config or checkpoint would do", "--json", ALLOW,
                        words=PATH),
-        "gradcheck": _tool("cli.gradcheck", "check a backward of yours against numerical derivatives",
-                           "--input=", ALLOW, "--seed="),
         "schema": _tool("extras.schema.schema", "JSON schemas for editors that complete YAML", ALLOW),
         "completion": _tool("cli.completion", "tab completion for bash and zsh", words="bash|zsh"),
         "worker": _tool("cli.worker", "one rank of a frozen run, for torchrun and SLURM", "--resume=path", ALLOW,

@@ -295,6 +295,14 @@ def test_errors_name_the_file_and_the_sample(tmp_path, kind, spoil, message):
         list(data(tmp_path, kind, dataset={"inputs": inputs}).loader("train"))
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize(("value", "dtype"), [(0.5, "bool"), (0.5, "int64"), (2 + 3j, "int64")])
+def test_no_dtype_drops_a_part_of_a_number(tmp_path, value, dtype):
+    np.savez(tmp_path / "0.npz", row=np.array([[1, value]]), kind=np.array([0]))
+    with pytest.raises(RunError, match=rf"dtypes\.input: {dtype}, and numbers with a fraction in sample 0"):
+        list(data(tmp_path, dataset={"dtypes": {"input": dtype}}).loader("train"))
+
+
 def test_a_damaged_tar_is_never_read_as_a_shorter_one(tmp_path):
     write(tmp_path, "tar", each=(4,))
     whole = (tmp_path / "0.tar").read_bytes()

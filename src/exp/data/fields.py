@@ -242,8 +242,11 @@ class Fields:
     def _cast(self, name: str, values: np.ndarray, field: Field, row: Row) -> Tensor:
         tensor = torch.from_numpy(np.array(values, order="C"))
         found = tensor.to(field.dtype)
-        if tensor.is_floating_point() and field.dtype == torch.int64 and not (found == tensor).all():
-            raise record_error(f"dtypes.{name}", f"int64, and numbers with a fraction in {row.place}", "float32")
+        is_whole = not (field.dtype.is_floating_point or field.dtype.is_complex)
+        if (tensor.is_floating_point() or tensor.is_complex()) and is_whole and not (found == tensor).all():
+            dtype = str(field.dtype).removeprefix("torch.")
+            expected = "complex64" if tensor.is_complex() else "float32"
+            raise record_error(f"dtypes.{name}", f"{dtype}, and numbers with a fraction in {row.place}", expected)
         return found * self.scale if values.dtype == np.uint8 and self.scale != 1.0 else found
 
     def _target(self, row: Row) -> Tensor:

@@ -289,10 +289,13 @@ def test_padding_equals_that_of_torch():
     inputs, targets = Pad(length={"input": 9})([WORDS[0], WORDS[1]])
     assert inputs.shape == (2, 9)
     assert int((targets == -100).sum()) == abs(LENGTHS[0] - LENGTHS[1])
-    pictures = Pad()([(torch.ones(1, 2, 5), 0), (torch.ones(1, 3, 4), 1)])
+    named = Pad(padding_value={"target": 5}, length={"target": 9})
+    pictures = named([(torch.ones(1, 2, 5), 0), (torch.ones(1, 3, 4), 1)])
     assert pictures[0].shape == (2, 1, 3, 5)
     assert pictures[0].sum() == 22
     assert Pad()([torch.ones(2), torch.ones(3)]).shape == (2, 3)
+    with pytest.raises(ConfigError, match=r"mask: target; expected an entry of the samples with a length, input$"):
+        Pad(masks={"mask": "target"})([(torch.ones(2), 0), (torch.ones(3), 1)])
 
 
 @pytest.mark.parametrize(

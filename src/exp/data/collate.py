@@ -72,9 +72,9 @@ class Pad:
         return tuple(batch.values()) if len(batch) == 2 else batch["input"]
 
     def _batch(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        named = {f"{key}.{name}": entry for key in ("masks", "lengths") for name, entry in getattr(self, key).items()}
+        counted = {f"{key}.{name}": entry for key in ("masks", "lengths") for name, entry in getattr(self, key).items()}
         values = self.padding_value if isinstance(self.padding_value, Mapping) else {}
-        named |= {f"padding_value.{entry}": entry for entry in values} | {f"length.{one}": one for one in self.length}
+        named = {f"padding_value.{entry}": entry for entry in values} | {f"length.{one}": one for one in self.length}
         batch, counts = {}, dict[str, Tensor]()
         for name, held in columns.items():
             if not all(map(is_padded, held)):
@@ -83,10 +83,12 @@ class Pad:
             tensors = [torch.as_tensor(value) for value in held]
             counts[name] = torch.tensor([len(tensor) for tensor in tensors])
             batch[name] = self._padded(name, tensors)
-        for key, entry in named.items():
-            if entry not in counts:
-                expected = f"an entry of the samples with a length, {among(columns, word=entry)}"
-                raise data_fault(f"{KEY}.{key}", got=entry, expected=expected, cure=did_you_mean(entry, columns))
+        for key, entry in {**named, **counted}.items():
+            entries: Sequence[str] = list(counts) if key in counted else list(columns)
+            if entry not in entries:
+                kind = "an entry of the samples with a length" if key in counted else "an entry of the samples"
+                expected = f"{kind}, {among(entries, word=entry)}"
+                raise data_fault(f"{KEY}.{key}", got=entry, expected=expected, cure=did_you_mean(entry, entries))
         for name, entry in self.masks.items():
             batch[name] = torch.arange(batch[entry].shape[1]) < counts[entry][:, None]
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import exp
@@ -180,6 +181,21 @@ def interrupt_once(running):
             running.end(signal.SIGINT)
 
     return interrupt
+
+
+def test_a_rank_that_has_ended_leaves_no_other_running(cluster, monkeypatch):
+    killed = []
+
+    def gone():
+        raise psutil.NoSuchProcess(1)
+
+    ranks = [SimpleNamespace(kill=gone), SimpleNamespace(kill=lambda: killed.append("rank"))]
+    controller = SimpleNamespace(kill=lambda: killed.append("controller"), children=lambda recursive: ranks)
+    monkeypatch.setattr(psutil, "Process", lambda number: controller)
+    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: None)
+    with cluster("slurm") as running:
+        running._kill([SimpleNamespace(handle="1")])
+    assert killed == ["controller", "rank"]
 
 
 NAMES = ["slurm", pytest.param("ray", marks=pytest.mark.filterwarnings("default"))]

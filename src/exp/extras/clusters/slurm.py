@@ -211,7 +211,8 @@ class SlurmExecutor(ClusterExecutor):
                 controller = psutil.Process(int(job))
                 processes = [controller, *controller.children(recursive=True)]
                 for process in processes:
-                    process.kill()
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
                 psutil.wait_procs(processes, timeout=5.0)
 
 

@@ -359,6 +359,12 @@ def test_a_number_is_one_word_in_every_format(ending, tmp_path):
         assert "training has not seen the grade of 1 of 3 rows of the input" in part.notes_in(fitted, stage="test")[0]
 
 
+def test_a_table_with_a_line_that_is_no_json_names_the_path(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"x": 1, "kind": 0}\n{"x": ')
+    with pytest.raises(ConfigError, match=r"data\.dataset\.path: .*train\.jsonl, .* line 2: .*; expected a JSON"):
+        Csv(path=str(tmp_path / "train.jsonl"), target="kind")
+
+
 def test_a_class_unknown_to_training_is_named(tmp_path):
     for name, label in (("train", "x"), ("val", "z")):
         (tmp_path / f"{name}.csv").write_text(f"a,c\n1,x\n2,{label}\n")

@@ -16,7 +16,7 @@ from exp.data.faults import SampleError, data_fault, name_cure, require_extra
 from exp.data.shard_files import JsonLines
 from exp.data.source import Columns, Days, Source, Unread, words_in_order
 from exp.data.tables import Words
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import Fault, raise_faults
 
 if TYPE_CHECKING:
     import pyarrow
@@ -178,7 +178,8 @@ def _records(file: Path) -> dict[str, list[Any]]:
     try:
         records = [record.columns() for record in JsonLines(file).records()]
     except SampleError as error:
-        raise ConfigError([error.fault]) from error
+        got, expected = error.fault.got, "a JSON object on each line"
+        raise data_fault("dataset.path", got=got, expected=expected, cure=error.fault.cure) from error
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
 

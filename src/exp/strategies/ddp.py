@@ -170,6 +170,16 @@ class DDP(Strategy):
                 expected="one of the two: a static graph finds unused parameters once",
                 cure="Write strategy.find_unused_parameters=false",
             )
+        if (
+            self.communication_hook == "powersgd"
+            and planned.placement.accelerator == "cpu"
+            and torch.cuda.is_available()
+        ):
+            yield Fault(
+                key="strategy.communication_hook",
+                got="powersgd on CPU ranks of a machine with a GPU",
+                expected="bf16, fp16 or null: PyTorch's hook waits for the GPU",
+            )
         if not self.averages_between_steps:
             return
         if self.communication_hook is not None:

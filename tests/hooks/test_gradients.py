@@ -13,6 +13,7 @@ from exp.construct import plain_config
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
 from exp.hooks.norms import norms, with_total
+from exp.hooks.step import Step
 from exp.strategies.placement import Machine, placement
 from exp.strategies.strategy import Blueprint
 
@@ -208,9 +209,14 @@ def test_stage_3_of_deepspeed_refuses_gradient_values():
     assert keys == ["histogram_every_n_steps", "update_ratio_every_n_steps", "clipped"]
 
 
-def test_methods_without_work_are_not_called():
+def test_methods_without_work_are_not_called_except_those_of_a_subclass():
+    class Mine(Gradients):
+        def after_step(self, step: Step):
+            return {"mine": 1.0}
+
     assert Gradients().idle_at(3) == {"after_step", "after_clipping"}
     assert Gradients(clipped="total").idle_at(1) == frozenset()
+    assert Mine().idle_at(3) == {"after_clipping"}
 
 
 @pytest.mark.slow

@@ -80,9 +80,12 @@ class Gradients(Hook):
         self._parameters: list[nn.Parameter] = []
         self.names: list[str] = []
         self._ratio = UpdateRatio()
-        # By whether the step has ratios.
-        idle = frozenset({"after_clipping"} if clipped is None else ())
-        self._idle = {True: idle, False: idle | {"after_step"}}
+        # By whether the step has ratios. A method that a subclass overrides is always called.
+        own = {
+            name for name in ("after_step", "after_clipping") if getattr(type(self), name) is getattr(Gradients, name)
+        }
+        idle = frozenset(own - {"after_step"} if clipped is None else ())
+        self._idle = {True: idle, False: idle | (own - {"after_clipping"})}
 
     def _period(self, setting: str, period: Period | None) -> int | None:
         return None if period is None else self.steps_of(setting, period)

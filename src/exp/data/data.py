@@ -408,6 +408,7 @@ class Data:
         return read_spec(
             declared,
             batch,
+            names=self.form.names,
             num_classes=stated_classes(self._parts, declared, self.form.names),
             num_outputs=max(outputs, default=None),
         )

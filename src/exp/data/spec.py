@@ -17,33 +17,37 @@ from exp.spelling import among, did_you_mean
 
 
 def read_spec(
-    declared: DataSpec, batch: object, *, num_classes: int | None, num_outputs: int | None = None
+    declared: DataSpec,
+    batch: object,
+    *,
+    names: Sequence[str] = (),
+    num_classes: int | None,
+    num_outputs: int | None = None,
 ) -> DataSpec:
     """Return the spec of the data, checked against the declared one.
 
     Args:
         declared: the spec of the config; None for a value, and no inputs, leave them to the data.
         batch: a batch of one sample, as a network gets it.
+        names: the names in data.inputs; without one the declared inputs follow from data.input_shape.
         num_classes: the classes that the data set states; None if it states none.
         num_outputs: the outputs that the data set states; None if it states none.
 
     Raises:
         ConfigError: at the key whose value is not that of the data, or that the data do not show.
     """
-    # DataSpec makes an input of a declared shape and dtype.
-    is_plain = not declared.inputs or (declared.input_shape is not None and list(declared.inputs) == ["input"])
     values = inputs_in(batch)
     shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
     found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
     target = target_in(batch)
-    if is_plain and declared.input_shape is not None and "input" not in found:
+    if not names and declared.input_shape is not None and "input" not in found:
         raise data_fault(
             "inputs",
             got=f"null, and samples with the entries {', '.join(found)}",
             expected="a shape and a dtype for each that the network takes, or an entry named input",
             cure="Leave them to the data with data.input_shape=null",
         )
-    _refuse_other_inputs({} if is_plain else declared.inputs, found)
+    _refuse_other_inputs(declared.inputs if names else {}, found)
     only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
     shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)
     _refuse_unlike("input_shape", declared.input_shape, shape)

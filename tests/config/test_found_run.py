@@ -17,11 +17,12 @@ from exp.config.freeze import freeze
 from exp.config.frozen import read_overrides
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import recorded_overrides
-from exp.config.versions import as_before, with_present_keys
+from exp.config.versions import DDP, as_before, with_present_keys
 from exp.errors import ConfigError, RunError
 from exp.extras.gallery import custom_functions
 from exp.models.inference import lazy_class
 from exp.sweeps.executor import End
+from exp.sweeps.ledger import identity_of
 from exp.sweeps.sweep import compose_sweep, sweep
 
 CUSTOM = """# A user's network: model=mine
@@ -134,11 +135,9 @@ def test_earlier_names_of_moved_classes_are_read():
 def test_earlier_layers_functions_and_values_of_a_frozen_config_are_read():
     elementary = "exp.functions.elementary"
     layers = {name: {"_target_": f"exp.models.layers.{name}"} for name in ("Exp", "Cube", "Linear")}
-    strategy = {"_target_": "exp.strategies.ddp.DDP", "communication_hook": "ring"}
-    content = {"model": {"functions": {"cube": f"{elementary}.Cube"}, "layers": layers}, "strategy": strategy}
+    content = {"model": {"functions": {"cube": f"{elementary}.Cube"}, "layers": layers}}
     found = with_present_keys({**content, "runtime": {"non_finite": "rewind", "max_rewinds": 3}})
     assert found["runtime"] == {"non_finite": "stop", "compile_mode": None}
-    assert found["strategy"] == {**strategy, "communication_hook": None}
     assert targets.resolve_function(found["model"]["functions"]["cube"]) is custom_functions.Cube
     kinds = {name: targets.resolve(layer["_target_"]) for name, layer in found["model"]["layers"].items()}
     assert [kinds["Exp"], kinds["Cube"]] == [custom_functions.ExpLayer, custom_functions.CubeLayer]
@@ -146,6 +145,33 @@ def test_earlier_layers_functions_and_values_of_a_frozen_config_are_read():
     made(torch.zeros(1, 3))
     assert (type(made), made.in_features) == (custom_functions.LinearLayer, 3)
     assert as_before(found)["model"]["functions"] == content["model"]["functions"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "now"),
+    [
+        ("inner", "layer_split", "exp.extras.gallery.split_ddp.SplitDDP"),
+        ("communication_hook", "ring", "exp.extras.gallery.ring_all_reduce.RingDDP"),
+    ],
+)
+def test_a_value_that_is_a_class_now_chooses_the_class(name, value, now):
+    run = frozen("strategy=ddp")
+    content = config_of(run)
+    content["strategy"][name] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    (run / "overrides.yaml").write_text(f"- strategy=ddp\n- strategy.{name}={value}\n")
+    found = with_present_keys(content)
+    assert found["strategy"] == {**config_of(frozen("strategy=ddp"))["strategy"], "_target_": now}
+    assert config_of(frozen(f"from_run={run}"))["strategy"] == found["strategy"]
+    assert identity_of(found) == identity_of(content)
+    assert identity_of(found) != identity_of({**content, "strategy": {**found["strategy"], "_target_": DDP}})
+
+
+def test_a_job_has_the_identity_that_it_had_with_removed_parameters():
+    now = config_of(frozen("data=hf", "data.dataset.path=folder", "data.dataset.target=kind"))
+    before = {**now, "data": {**now["data"], "dataset": {**now["data"]["dataset"], "files": None}}}
+    assert as_before(now) == as_before(before)
+    assert as_before(now)["data"]["dataset"]["files"] is None
 
 
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):

@@ -20,7 +20,7 @@ from exp.config.frozen import frozen_values, read_frozen, read_overrides
 from exp.config.grammar import parse_override
 from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY
-from exp.config.versions import REMOVED_VALUES, removed_keys
+from exp.config.versions import CHOSEN_CLASSES, REMOVED_VALUES, removed_keys
 from exp.errors import ConfigError, config_error
 from exp.spelling import among
 
@@ -93,7 +93,7 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     # Where results go is said by whoever types this command; a run that is as exp wrote it records nothing of Hydra's.
     removed = removed_keys(frozen_values(run))
     left = (*without, "hydra", *removed)
-    recorded = [text for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
+    recorded = [_with_class(text) for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
     recorded = [text for text in recorded if not _is_below(key_of(text), left) and not _has_removed_value(text)]
     recorded = [_without_hooks(text, removed) for text in recorded]
     kept = [text for text in recorded if key_of(text) not in keys and text != "+hooks=[]"]
@@ -105,7 +105,19 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
 
 
 def _has_removed_value(override: str) -> bool:
-    return (key_of(override), override.partition("=")[2].strip("'\"")) in REMOVED_VALUES
+    return _key_and_value(override) in REMOVED_VALUES
+
+
+def _with_class(override: str) -> str:
+    """Return an override that chooses a class where its value did so in earlier versions."""
+    key, value = _key_and_value(override)
+    if (key, value) not in CHOSEN_CLASSES:
+        return override
+    return f"{key.rpartition('.')[0]}._target_={CHOSEN_CLASSES[key, value]}"
+
+
+def _key_and_value(override: str) -> tuple[str, str]:
+    return key_of(override), override.partition("=")[2].strip("'\"")
 
 
 def _without_hooks(override: str, removed: Sequence[str]) -> str:

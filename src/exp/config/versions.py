@@ -31,8 +31,15 @@ REMOVED: Mapping[str, Any] = {
 # Values that keys no longer take, and what takes their place.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
     ("runtime.non_finite", "rewind"): "stop",
-    ("strategy.communication_hook", "ring"): None,
 }
+# Values that chose what a class of its own does now, and that class.
+DDP = "exp.strategies.ddp.DDP"
+CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
+    ("strategy.inner", "layer_split"): "exp.extras.gallery.split_ddp.SplitDDP",
+    ("strategy.communication_hook", "ring"): "exp.extras.gallery.ring_all_reduce.RingDDP",
+}
+# Parameters that classes no longer have, with the values that frozen configs of earlier versions always hold.
+WRITTEN_PARAMETERS: Mapping[str, Mapping[str, Any]] = {"exp.extras.hf.hf.HuggingFace": {"files": None}}
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules and classes that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {
@@ -89,6 +96,7 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
     "exp.hooks.activations.Activations": ["unit_axis"],
     "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],
     "exp.hooks.memory.Memory": ["record_history"],
+    DDP: ["inner"],
     "exp.tensorboard.logger.TensorBoardLogger": ["graph"],
 }
 
@@ -96,6 +104,12 @@ REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
 def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
     found: dict[str, Any] = _with_targets(dict(content), current_target)
+    for (key, value), chosen in CHOSEN_CLASSES.items():
+        parent, _, name = key.rpartition(".")
+        node = _node(found, parent)
+        if node is not None and name in node and node[name] == value:
+            del node[name]
+            node["_target_"] = chosen
     for key in removed_keys(content):
         _remove(found, key)
     _replace_removed_values(found)
@@ -108,6 +122,15 @@ def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config as the earliest version would have it: equal for all versions that compute the same."""
     found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
+    for (key, value), chosen in CHOSEN_CLASSES.items():
+        parent, _, name = key.rpartition(".")
+        node = _node(found, parent)
+        if node is not None and node.get("_target_") == chosen:
+            node |= {"_target_": DDP, name: value}
+    for key, target in list(leaves(found)):
+        if key.endswith("._target_") and isinstance(target, str):
+            for name, value in WRITTEN_PARAMETERS.get(current_target(target), {}).items():
+                _add(found, f"{key.removesuffix('_target_')}{name}", value)
     for key, value in ADDED.items():
         parent, _, name = key.rpartition(".")
         node = _node(found, parent)

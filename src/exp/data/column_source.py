@@ -178,8 +178,7 @@ def _records(file: Path) -> dict[str, list[Any]]:
     try:
         records = [record.columns() for record in JsonLines(file).records()]
     except SampleError as error:
-        got, expected = error.fault.got, "a JSON object on each line"
-        raise data_fault("dataset.path", got=got, expected=expected, cure=error.fault.cure) from error
+        raise data_fault("dataset.path", got=error.fault.got, expected="a JSON object on each line") from error
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
 

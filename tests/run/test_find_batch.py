@@ -105,13 +105,10 @@ def test_a_wrong_command_is_refused_before_anything_is_written(name: str, comman
 
 
 class Modelled:
-    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b bytes.
+    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b bytes."""
 
-    room: the largest size for which the host has memory.
-    """
-
-    def __init__(self, *, limit: int, base: int, each: float, room: int | None = None) -> None:
-        self.limit, self.base, self.each, self.room = limit, base, each, room
+    def __init__(self, *, limit: int, base: int, each: float) -> None:
+        self.limit, self.base, self.each = limit, base, each
         self.done: list[Trial] = []
 
     def __call__(self, size: int) -> Trial:
@@ -120,9 +117,6 @@ class Modelled:
         trial = Trial(size=size, fits=peak <= self.limit, peak=peak, samples_per_second=1.0)
         self.done.append(trial)
         return trial
-
-    def room_for(self, trial: Trial) -> int | None:
-        return self.room
 
 
 @pytest.mark.parametrize("each", [1.0, 37.0, 5000.0])
@@ -139,13 +133,10 @@ def test_few_trials_find_the_limit(start: int, each: float) -> None:
     assert start > 100 or all(one.peak <= 2 * trials.limit for one in trials.done)
 
 
-def test_the_search_ends_at_all_samples_one_sample_or_the_host() -> None:
+def test_the_search_ends_at_all_samples_or_one_sample() -> None:
     assert search(Modelled(limit=10**6, base=0, each=1.0), start=10, most=500).size == 500
     with pytest.raises(RunError, match="not one sample fits"):
         search(Modelled(limit=10, base=20, each=1.0), start=8, most=None)
-    trials = Modelled(limit=10**9, base=1000, each=10.0, room=700)
-    assert search(trials, start=64, most=None).size == 700
-    assert max(one.size for one in trials.done) == 700
 
 
 def test_the_printed_command_passes_the_check(commands, place: Path) -> None:

@@ -143,7 +143,7 @@ def test_nothing_after_the_first_divergence_is_suggested() -> None:
 
 
 def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--steps", "30", "--max", "1e4", "--stop-factor", "2"]
+    flags = ["--steps", "30", "--max", "1e4"]
     assert main([*SHORT, "callbacks=[early_stopping]", "optimizer.lr=0.5", "tags=[a]", *flags]) == 0
     directory, summary, columns = found()
     assert summary["end"] == "loss_rose"
@@ -156,7 +156,7 @@ def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureF
     assert [one.value for one in events.Scalars("optimizer/lr/default")] == pytest.approx(columns["lr"], rel=1e-6)
     printed = capsys.readouterr().out
     assert "no schedule, callbacks.early_stopping\n" in printed
-    assert "the smoothed loss rose above 2 times its lowest" in printed
+    assert "the smoothed loss rose above 4 times its lowest" in printed
     typed = shlex.split(printed.splitlines()[-1])[3:]
     rate = f"optimizer.lr={summary['suggestion']:.3g}"
     assert typed == [*SHORT, "callbacks=[early_stopping]", "tags=[a]", rate]
@@ -166,13 +166,13 @@ def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureF
 
 
 def test_an_infinite_loss_ends_the_test(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--min", "1e-3", "--max", "1e30", "--steps", "40", "--stop-factor", "inf"]
+    flags = ["--min", "1e-3", "--max", "1e300", "--steps", "20"]
     # Squares of outputs overflow.
     assert main([*SHORT, "data=diabetes", "optimizer=sgd", "runtime.non_finite=skip", *flags]) in (0, 1)
     directory, summary, columns = found()
     assert summary["end"] == "not_finite"
     assert [math.isfinite(loss) for loss in columns["loss"]] == [True] * (summary["steps"] - 1) + [False]
-    assert summary["steps"] < 40
+    assert summary["steps"] < 20
     assert json.loads((directory / "report.json").read_text())["status"] == "completed"
     streams = capsys.readouterr()
     assert "the loss was not finite" in streams.out + streams.err
@@ -205,7 +205,6 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
     "a rate of 0": (["--min", "0"], "--min: 0; expected a number above 0"),
     "rates that fall": (["--max", "1e-9"], "--max: 1e-09; expected a rate above --min, 1e-08"),
     "few steps": (["--steps", "5"], "--steps: 5; expected a number above 19"),
-    "a factor of 1": (["--stop-factor", "1"], "--stop-factor: 1; expected a number above 1"),
     "a sweep": (["-m", "seed=0,1"], "--multirun: several runs; expected one"),
     "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
     "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),

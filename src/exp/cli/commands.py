@@ -64,7 +64,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "precision": _of_config("extras.debugging.precision_report", "show what a precision does to each layer"),
         "data": _of_config("extras.survey.data", "figures, leaks and pictures of the data", "--samples=all"),
         "find_lr": _of_config("extras.finders.find_lr", "suggest a learning rate from a range test", "--min=", "--max=",
-                              "--steps=", "--stop-factor="),
+                              "--steps="),
         "find_batch": _of_config("extras.finders.find_batch", "find the largest and the fastest batch that fit into "
                                  "memory", "--memory=", "--max=", "--steps="),
         "why": _of_config("cli.why", "show the file, group or override that set a key", run=PATH),

@@ -10,20 +10,16 @@ one that fits and one that does not, and then halves the distance between them.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import Fault, RunError, config_error, raise_faults
-from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path
+from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path, write_table
 from exp.output import command, outliving_output
 
 if TYPE_CHECKING:
@@ -153,8 +149,6 @@ class Trials:
         self.directory_shown = shown_path(self.directory)
         self._jobs = jobs
         self.limit, self.done = limit, list[Trial]()
-        self._on_host = decided.placement.accelerator != "cuda"
-        self._ranks = decided.placement.world_size
 
     def __call__(self, size: int) -> Trial:
         """Try a size, and print the result. Raises: errors of the run other than of memory."""
@@ -184,14 +178,9 @@ class Trials:
             trial = Trial(size=size, fits=peak <= self.limit, peak=peak, samples_per_second=found["samples_per_second"])
         self.done.append(trial)
         print(trial, flush=True)
-        self._write()
+        rows = sorted(self.done, key=lambda one: one.size)
+        write_table(self.directory / TABLE, list(vars(trial)), [list(vars(one).values()) for one in rows])
         return trial
-
-    def room_for(self, trial: Trial) -> int | None:
-        """Return the largest size that the host has memory for, if all of the peak grows with the size."""
-        if not self._on_host or trial.peak is None:
-            return None
-        return int(trial.size * psutil.virtual_memory().available / self._ranks / trial.peak)
 
     def result(self, found: Trial, *, overrides: Sequence[str]) -> str:
         """Return the summary of all trials, and the command to type."""
@@ -209,16 +198,6 @@ class Trials:
             "The learning rate stays the same: for another size python -m exp.find_lr may find another.",
             with_values(overrides, {"data.batch_size": str(found.size)}),
         ])  # fmt: skip
-
-    def _write(self) -> None:
-        from exp.files import write_whole
-
-        file = io.StringIO()
-        rows = [asdict(trial) for trial in sorted(self.done, key=lambda one: one.size)]
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_whole(self.directory / TABLE, file.getvalue())
 
 
 def _shown(size: int) -> str:
@@ -242,8 +221,7 @@ def search(trials: Trials, *, start: int, most: int | None) -> Trial:
             too_large = size
         if largest is None and size == 1:
             raise RunError(f"not one sample fits: {str(trial).strip()}. Give more with --memory")
-        tops = [top for top in (most, None if largest is None else trials.room_for(largest)) if top is not None]
-        size = following(0 if largest is None else largest.size, too_large, most=min(tops, default=None))
+        size = following(0 if largest is None else largest.size, too_large, most=most)
     assert largest is not None
     return largest
 

@@ -31,11 +31,10 @@ FLAGS = (
     Flag("--min", float, 1e-8, "the first rate", above=0),
     Flag("--max", float, 1.0, "the last rate", above=0),
     Flag("--steps", int, 100, "optimizer steps", above=FEWEST_STEPS - 1),
-    Flag("--stop-factor", float, 4.0, "smoothed loss that ends the test, over its lowest; inf never ends it", above=1),
 )
 ENDS = {
     "steps": "the last of the rates",
-    "loss_rose": "the smoothed loss rose above {factor:g} times its lowest",
+    "loss_rose": "the smoothed loss rose above 4 times its lowest",
     "not_finite": "the loss was not finite",
 }
 
@@ -60,7 +59,6 @@ def main(argv: Sequence[str]) -> int:
             "lowest": flags.min,
             "highest": flags.max,
             "steps": flags.steps,
-            "stop_factor": None if math.isinf(flags.stop_factor) else flags.stop_factor,
         }
         changes = {"callbacks": {"range_test": test}, "trainer.max_steps": flags.steps}
         short = shortened(config, decided, changes, room="find_lr", overrides=arguments.overrides)
@@ -69,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         from exp.start import fit
 
         report = run(short, fit=fit)
-        print(result(Path(report.directory), decided.plain, arguments.overrides, factor=flags.stop_factor))
+        print(result(Path(report.directory), decided.plain, arguments.overrides))
     return 0
 
 
@@ -97,16 +95,13 @@ def unfit(decided: Plan) -> Iterator[Fault]:
         yield Fault(key="optimizer.lr", got="0", expected="above 0: the rates of groups are multiples of it")
 
 
-def result(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str], *, factor: float) -> str:
-    """Return the summary of the test and the command to type.
-
-    factor: The value of --stop-factor. Raises: RunError if the test suggests no rate.
-    """
+def result(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Return the summary of the test and the command to type. Raises: RunError if the test suggests no rate."""
     from exp.cli.command_line import with_values
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
 
     found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    steps, ended, shown = found["steps"], ENDS[found["end"]].format(factor=factor), shown_path(directory)
+    steps, ended, shown = found["steps"], ENDS[found["end"]], shown_path(directory)
     if found["suggestion"] is None:
         raise RunError(
             f"the test suggests no rate: in {steps} steps the loss did not fall by more than it varies, or there were "

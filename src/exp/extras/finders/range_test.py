@@ -6,8 +6,6 @@ rates and a stop when the smoothed loss rises, as in fastai and in Lightning's l
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.engine.recording import Recording
 from exp.errors import RunError
+from exp.extras.finders.short_run import write_table
 from exp.files import write_whole
 from exp.hooks.figures import curves
 from exp.hooks.panels import png
@@ -32,6 +31,8 @@ TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Of the smoothed loss, a running mean; fastai's and Lightning's.
 BETA = 0.98
 FEWEST_STEPS = 20
+# The test ends when the smoothed loss is so many times its lowest value.
+STOP_FACTOR = 4
 # A loss diverges when it is above the first losses by so many of their standard deviations, and by this share of the
 # largest fall.
 DEVIATIONS, OF_FALL = 6, 0.25
@@ -54,7 +55,6 @@ class RangeTest(Callback):
         lowest: First value of optimizer.lr.
         highest: Last value of optimizer.lr.
         steps: Number of optimizer steps.
-        stop_factor: The test ends when the smoothed loss is so many times its lowest value. None never ends it.
     """
 
     def __init__(
@@ -63,11 +63,9 @@ class RangeTest(Callback):
         lowest: Annotated[float, Gt(0)],
         highest: Annotated[float, Gt(0)],
         steps: Annotated[int, Ge(FEWEST_STEPS)],
-        stop_factor: Annotated[float, Gt(1)] | None,
     ) -> None:
         super().__init__()
         self.rates = rising_rates(lowest, highest, steps)
-        self.stop_factor = math.inf if stop_factor is None else stop_factor
         self.losses: list[float] = []
         self.smoothed: list[float] = []
         self.end: End = "steps"
@@ -116,7 +114,8 @@ class RangeTest(Callback):
         directory, done = Path(trainer.default_root_dir), len(self.losses)
         rates = self.rates[:done]
         found = suggestion(rates, self.losses)
-        write_whole(directory / TABLE, table(rates, self.losses, self.smoothed))
+        steps = zip(range(1, done + 1), rates, self.losses, self.smoothed, strict=True)
+        write_table(directory / TABLE, ("step", "lr", "loss", "smoothed_loss"), steps)
         summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": found}
         write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
         try:
@@ -138,8 +137,8 @@ class RangeTest(Callback):
         # The mean began with 0, which weighs BETA ** n after n losses.
         smoothed = self._mean / (1 - BETA ** len(self.losses))
         self.smoothed.append(smoothed)
-        # Four times the lowest loss, in a form that holds for losses below 0, too.
-        is_high = smoothed > self._lowest + (self.stop_factor - 1) * abs(self._lowest)
+        # In a form that holds for losses below 0, too.
+        is_high = smoothed > self._lowest + (STOP_FACTOR - 1) * abs(self._lowest)
         self._lowest = min(self._lowest, smoothed)
         return "loss_rose" if is_high else None
 
@@ -189,15 +188,6 @@ def neighbor_means(losses: Sequence[float]) -> np.ndarray:
 
 def _count_of_first(losses: Sequence[float]) -> int:
     return max(len(losses) // 10, FEWEST_STEPS // 4)
-
-
-def table(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> str:
-    """Return the steps as CSV, with all digits."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("step", "lr", "loss", "smoothed_loss"))
-    writer.writerows((step, *values) for step, values in enumerate(zip(rates, losses, smoothed, strict=True), 1))
-    return file.getvalue()
 
 
 def picture(rates: Sequence[float], losses: Sequence[float], found: float | None) -> np.ndarray:

@@ -7,13 +7,16 @@ checkpoint, resume and schedule.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
 from exp.config.module_key import has_module
 from exp.errors import Fault, Interrupted, raise_faults
+from exp.files import write_whole
 from exp.output import loading_torch
 
 if TYPE_CHECKING:
@@ -191,6 +194,13 @@ def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
 def shown_path(path: Path) -> Path:
     """Return a path from the working directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write rows as CSV, with all digits."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([header, *rows])
+    write_whole(path, file.getvalue())
 
 
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:

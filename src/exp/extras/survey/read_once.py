@@ -19,7 +19,6 @@ from exp.data.entries import named_entries
 from exp.data.in_memory import Samples
 from exp.data.workers import Assembly, Sample, as_batch
 from exp.errors import ExpError
-from exp.nested import is_record
 from exp.shared_types import Stage
 
 # Bytes of a hash: two different samples have the same one by chance in 1 of 10^38 pairs.
@@ -141,36 +140,18 @@ def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str],
     elif isinstance(sample, tuple | list) and len(sample) in (2, max(values, 1) + 1):
         given = sample[:-1]
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
-    try:
-        for part in _bytes_of(given):
-            digest.update(part)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return digest.digest()
-
-
-def _bytes_of(value: object) -> Iterator[bytes]:
-    """Yield the bytes of numbers, text, and containers of them.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: Another object.
-    """
-    if isinstance(value, Tensor):
-        yield f"{value.dtype}{list(value.shape)}".encode()
-        # NumPy lacks some of torch's dtypes.
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        yield f"{type(value).__name__} {value!r};".encode(errors="backslashreplace")
-    elif isinstance(value, Mapping | list | tuple):
-        yield f"{'{' if isinstance(value, Mapping) else '['}{len(value)}".encode()
-        for one in value.items() if isinstance(value, Mapping) else value:
-            yield from _bytes_of(one)
-    elif is_record(value):
-        yield from _bytes_of(vars(value))
-    else:
-        array = np.asarray(value)
+    for name, value in _flat("", given):
+        kind, plain = getattr(value, "dtype", None), value
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            # NumPy lacks some of torch's dtypes.
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        try:
+            array = np.asarray(plain)
+        except (TypeError, ValueError):  # a sparse tensor, or arrays of several shapes
+            return None
+        shape = value.shape if isinstance(value, Tensor) else array.shape
         if array.dtype.hasobject:
-            raise TypeError(f"a {type(value).__name__} has no bytes to compare")
-        yield f"{array.dtype}{list(array.shape)}".encode()
-        yield array.tobytes()
+            return None
+        digest.update(f"{name} {kind or array.dtype}{list(shape)};".encode())
+        digest.update(array.tobytes())
+    return digest.digest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,10 +17,9 @@ from exp.data.labels import is_whole
 from exp.data.loader import batch_count
 from exp.data.randomness import preserve_generators
 from exp.data.streams import declared_length
-from exp.data.tables import Table
 from exp.data.value_names import ValueNames, value_names
 from exp.extras.survey.read_once import entries_of, read_once
-from exp.extras.survey.tallies import Numbers, combined, moments, statistics, whole
+from exp.extras.survey.tallies import Numbers, combined, moments, statistics
 from exp.shared_types import Stage, dtype_name
 
 CHANNELS = (1, 3, 4)
@@ -32,8 +31,6 @@ MOST_COLUMNS = 256
 FEW = 20
 # Pictures of a part that are drawn.
 PICTURES = 16
-# Rows from which a column with a different number in each row is a finding.
-LEAST_ROWS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +100,16 @@ class Shown:
 
 @dataclass(kw_only=True)
 class Survey:
-    """All parts, and findings about them.
+    """All parts, and the samples that are in them more than once.
 
     Args:
         parts, shown: By stage.
-        columns: Findings about columns of a table, one sentence each.
         repeats: Samples that are in the data more than once, as pairs of numbers. The key has the part of the first
             number and the part of the second number.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
     shown: dict[Stage, Shown] = field(default_factory=dict)
-    columns: list[str] = field(default_factory=list)
     repeats: dict[tuple[Stage, Stage], list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -135,7 +130,6 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
     with preserve_generators():
         for stage in data.stages:
             found.parts[stage], found.shown[stage], hashes = _read(data, stage, count=count, targets=targets)
-            found.columns += table_findings(data, stage, seen=found.parts[stage].looked_at)
             own = known.setdefault(stage, {})
             for index, one in enumerate(hashes):
                 if one is not None:
@@ -188,7 +182,7 @@ class _Entry:
     def __init__(self, name: str, names: ValueNames, *, is_target: bool) -> None:
         self._columns, self._class_names = list(names.columns.get(name, ())), names.classes.get(name, ())
         self._is_target, self._is_scalar, self._is_picture = is_target, True, False
-        # By the names of columns: a collate function of a user may pad each batch to another width.
+        # By the names of columns. An entry with another width in each batch has no statistics.
         self._moments: dict[tuple[str, ...], np.ndarray] = {}
         self._counts: Counter[int] = Counter()
         self._lengths: list[int] = []
@@ -233,8 +227,6 @@ class _Entry:
         elif len(self._moments) == 1:
             ((names, found),) = self._moments.items()
             part.numbers[name] = statistics(found, names)
-        elif self._moments:
-            part.numbers[name] = statistics(whole(list(self._moments.values())), [""])
         if len({one.shape[1:] for one in self._kept}) == 1:
             (shown.pictures if self._is_picture else shown.labels)[name] = torch.cat(self._kept)
 
@@ -257,23 +249,6 @@ class _Entry:
             channels = value.shape[1]
             return value.movedim(1, -1).reshape(-1, channels), tuple(f"channel {place}" for place in range(channels))
         return value.reshape(-1, 1), ("",)
-
-
-def table_findings(data: Data, stage: Stage, *, seen: int) -> Iterator[str]:
-    """Yield findings about the columns of a table: missing words, and numbers of rows in the first part."""
-    table = data.raw.get(stage)
-    if not isinstance(table, Table):
-        return
-    for name, column in table.each_column():
-        values = column[:seen]
-        if name in table.words and (values < 0).any():
-            yield f"missing: {name} of {stage} has no word in {int((values < 0).sum()):,} of {seen:,} rows"
-        known = values[~np.isnan(values)]
-        only_grows = abs(np.sign(np.diff(values)).sum()) == seen - 1
-        has_numbers = only_grows or ((known == np.round(known)).all() and len(np.unique(values)) == seen)
-        if stage == data.stages[0] and seen >= LEAST_ROWS and has_numbers:
-            fix = f"leave it out with data.dataset.ignore=[{name}] unless it is known before the answer is"
-            yield f"unique: {name} is different in each of {seen:,} rows, as the number of a row is; {fix}"
 
 
 def _is_picture(value: Tensor, columns: Sequence[str]) -> bool:

@@ -53,7 +53,7 @@ def findings(
     for (stage, within), pairs in sorted(survey.repeats.items(), key=lambda one: one[0][0] == one[0][1]):
         files = filter(None, (origin(stage, pairs[0][0]), origin(within, pairs[0][1])))
         found.append(_repeats(stage, within, pairs, list(files)))
-    found += [*_differences(survey), *survey.columns, *(f"note: {line}" for line in notes)]
+    found += [*_differences(survey), *(f"note: {line}" for line in notes)]
     for stage, part in survey.parts.items():
         found += _of_part(stage, part)
     if rounded:

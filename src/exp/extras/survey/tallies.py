@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,12 +57,6 @@ def combined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         change = other[3] - one[3]
         mean, squares = one[3] + change * share, one[4] + other[4] + change * change * one[0] * share
     return np.stack([*counts, mean, squares, np.minimum(one[5], other[5]), np.maximum(one[6], other[6])])
-
-
-def whole(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the moments of all columns of several groups together, `[7, 1]`."""
-    columns = np.concatenate(groups, axis=1)
-    return functools.reduce(combined, np.split(columns, columns.shape[1], axis=1))
 
 
 def statistics(moments: np.ndarray, names: Sequence[str]) -> list[Numbers]:

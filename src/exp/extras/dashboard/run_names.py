@@ -58,10 +58,7 @@ class LinkedRuns:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that hold TensorBoard events of runs.
-
-    Evaluations of saved runs are left out if another run trains.
-    """
+    """Return the folders at and below a directory that hold TensorBoard events of runs."""
     runs: list[Path] = []
     for folder, inner, files in os.walk(directory):
         if any(fnmatch.fnmatchcase(name, EVENTS) and not name.endswith(OF_SWEEP) for name in files):
@@ -70,8 +67,7 @@ def runs_below(directory: Path) -> list[Path]:
         is_run = {"tensorboard", "checkpoints"} <= {*inner}
         others = [name for name in inner if name not in PASSED_BY and not name.startswith(".")]
         inner[:] = ["tensorboard"] if is_run else others
-    training = [folder for folder in runs if not _is_evaluation(folder)]
-    return sorted(training or runs)
+    return sorted(runs)
 
 
 def run_name(folder: Path, *, below: Path) -> str:
@@ -105,12 +101,6 @@ def _overrides(run: Path) -> list[str] | None:
 
 def _run_of(folder: Path) -> Path:
     return folder.parent if folder.name == "tensorboard" else folder
-
-
-def _is_evaluation(folder: Path) -> bool:
-    """Return whether a run trains nothing, such as a run of exp.evaluate."""
-    typed = _overrides(_run_of(folder)) or []
-    return "train=false" in (text.lstrip("+").lower() for text in typed)
 
 
 def _short(typed: Sequence[str]) -> list[str]:

@@ -117,6 +117,13 @@ def test_a_removed_key_names_the_removal(why):
     assert "(the whole node anew)" in lines[-1]
 
 
+def test_a_default_of_the_class_is_named(why):
+    assert why("optimizer.weight_decay") == [
+        "optimizer.weight_decay = 0.01",
+        "  nobody set it: it is the default of torch.optim.AdamW",
+    ]
+
+
 @pytest.mark.parametrize(
     ("key", "cure"),
     [

@@ -8,6 +8,7 @@ python -m exp.why seed from_run=outputs/train/2026-01-31/12-00-00  of the comman
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,17 +16,17 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import compose
+from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import COMMAND_LINE
 from exp.config.habits import cure_of_key
-from exp.config.plain_tree import leaves
+from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
 from exp.config.search_path import shown as shown_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
-from exp.errors import ConfigError, config_error
+from exp.errors import ConfigError, ExpError, config_error
 from exp.output import command
 from exp.redaction import covered, redacted
 from exp.spelling import among, nearest, show
@@ -91,6 +92,7 @@ class Question:
     def answer(self, key: str) -> Iterator[str]:
         """Yield the lines about a key. Raise ConfigError if it does not exist."""
         settings = history_of(self._config, key)
+        holder: Any = self._values.get(key.rpartition(".")[0])
         if isinstance(self._raw.get(key), Mapping) and self._raw[key]:
             yield f"{key}:"
             yield from _table([self._summary(*one) for one in _values_below(self._raw, key)])
@@ -103,6 +105,9 @@ class Question:
         elif settings and key.partition(".")[0] != "hydra":
             yield f"{key}: not there any more"
             yield from _table([self._row(one, key) for one in settings])
+        elif is_node(holder) and cure_of_key(key, "") is None and (default := self._default(holder, key)) is not None:
+            yield f"{key} = {default}"
+            yield f"  nobody set it: it is the default of {holder['_target_']}"
         else:
             raise self._unknown(key)
 
@@ -161,6 +166,20 @@ class Question:
             yield from self._references(there, (*trail, key))
         for match in ENVIRONMENT.finditer(text):
             yield f"{indent}{match[0]}}}: {match[1]} is {'set' if match[1].strip() in os.environ else 'not set'}"
+
+    def _default(self, holder: Any, key: str) -> str | None:
+        """Return the default of a parameter of a node's target; None if the target has no such parameter."""
+        from exp.check.signature import signature_of  # imports the target
+        from exp.config.targets import resolve
+
+        try:
+            target = resolve(holder["_target_"], returns=("builtins.object",), allow=allowed(self._plain))
+        except ExpError:
+            return None  # the check reports it
+        parameter = signature_of(target).parameters.get(key.rpartition(".")[2])
+        if parameter is None:
+            return None
+        return "(must be given)" if parameter.default is inspect.Parameter.empty else shown(parameter.default)
 
     def _unknown(self, key: str) -> ConfigError:
         if key.partition(".")[0] == "hydra":

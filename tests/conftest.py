@@ -53,8 +53,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 EXTRAS = Path(exp.__file__).resolve().parent / "extras"
 # Users may remove each of these folders. Any other name in a test is a mistake, which must not skip the test.
 EXTRAS_NAMES = frozenset({
-    "audit", "clusters", "dashboard", "debugging", "deepspeed", "diff", "doctor", "export", "finders", "gallery", "hf",
-    "mlflow", "report", "research", "schema", "serve", "survey", "wandb",
+    "audit", "clusters", "dashboard", "debugging", "deepspeed", "doctor", "evaluation", "export", "finders", "gallery",
+    "hf", "mlflow", "report", "research", "schema", "serve", "survey", "wandb",
 })  # fmt: skip
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"

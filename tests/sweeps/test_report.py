@@ -428,10 +428,9 @@ def test_a_wrong_command_is_one_clear_line(folder, sweep, capsys, arguments, sta
 def test_the_command_does_not_import_torch(sweep):
     program = """
 import sys
-from exp.extras.diff.diff import main as diff
 from exp.extras.report.report import main
 import exp.sweeps.stacking
-status = main(["sweep", "--output", "here"]) + diff(["sweep/0", "sweep/1"])
+status = main(["sweep", "--output", "here"])
 heavy = {"torch", "lightning", "sklearn", "torchmetrics", "matplotlib.pyplot"} & {*sys.modules}
 sys.exit(status or (str(heavy) if heavy else 0))
 """

@@ -76,7 +76,6 @@ SECTIONS: dict[str, dict[str, Command]] = {
                            "--host=", "--no-browser", words=PATH),
         "report": _tool("extras.report.report", "compare runs and sweeps in one HTML page", "--output=path",
                         "--repeat-over=", "--metric=", words=PATH),
-        "diff": _tool("extras.diff.diff", "compare config, code and results of two runs", words=PATH),
         "evaluate": Command("cli.evaluate", "evaluate a saved run", True, (),
                             {**OF_A_RUN, "stage": "test|val|all"}),
         "predict": Command("cli.predict", "predict new samples with a trained network", True, (),

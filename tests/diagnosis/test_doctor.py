@@ -133,6 +133,7 @@ def test_failing_groups_and_runs_are_named():
     assert (crashed.state, "SIGSEGV" in crashed.found) == ("error", True)
 
 
+@pytest.mark.slow
 def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -75,7 +75,16 @@ def test_the_example_keeps_its_best_checkpoint(project: Path) -> None:
     assert state["lr_schedulers"][0]["patience"] == 10
 
 
-@pytest.mark.parametrize(("there", "module", "line"), COMMANDS, ids=[there.strip("`") for there, _, _ in COMMANDS])
+# A search checks several jobs, which takes as much processor time as a test of the fast suite may.
+@pytest.mark.parametrize(
+    ("there", "module", "line"),
+    [
+        pytest.param(
+            *command, id=command[0].strip("`"), marks=[pytest.mark.slow] if "hparams_search" in command[0] else []
+        )
+        for command in COMMANDS
+    ],
+)
 def test_each_command_of_the_readme_passes_the_check(
     there: str, module: str, line: str, inside: Path, capfd: Any, commands: Any
 ) -> None:

@@ -206,8 +206,9 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
     """Return the part of a composed config that --cfg and --package name, as YAML."""
     names = [str(name) for name in config if arguments.cfg == "all" or (name == "hydra") == (arguments.cfg == "hydra")]
     try:
-        part = OmegaConf.masked_copy(config, names)
-        if arguments.package is not None:
+        if arguments.package is None:
+            part = OmegaConf.masked_copy(config, names)
+        else:
             part = OmegaConf.select(config, arguments.package, throw_on_missing=True)
         if not OmegaConf.is_config(part):
             raise ConfigError([_fault("--package", str(arguments.package), "a node of the config")])

@@ -67,7 +67,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
                               "--steps="),
         "find_batch": _of_config("extras.finders.find_batch", "find the largest and the fastest batch that fit into "
                                  "memory", "--memory=", "--max=", "--steps="),
-        "why": _of_config("cli.why", "show the file, group or override that set a key", run=PATH),
+        "why": _of_config("cli.why", "show the file, group or override that set a key"),
         "gallery": _tool("cli.gallery", "the experiments that come with exp", words="experiment"),
     },
     "After a run": {

@@ -1,7 +1,8 @@
 """Composition by Hydra's public API, and the sweepers of Hydra's plug-ins.
 
 Hydra composes the groups. `values` applies the other overrides afterwards, because Hydra's own merging stops at the
-first error. The patterns of messages were seen in Hydra 1.3.8.
+first error. The patterns of messages, `compute_defaults_list` and `repository` of the loader, `show_info` and the name
+of BasicSweeper are those of Hydra 1.3.8.
 """
 
 from __future__ import annotations
@@ -125,11 +126,13 @@ class ConfigFolder(ConfigSource):
         except OSError as error:
             raise ConfigLoadError(f"{file} cannot be read: {error}") from error
         state = (file, self.provider, Path.cwd(), status.st_mtime_ns, status.st_size, status.st_ino)
-        if state not in _loaded:
-            if len(_loaded) >= MOST_LOADED:
-                _loaded.clear()
-            _loaded[state] = pickle.dumps(self._read(file, config_path), pickle.HIGHEST_PROTOCOL)
-        return cast(ConfigResult, pickle.loads(_loaded[state]))
+        if state in _loaded:
+            return cast(ConfigResult, pickle.loads(_loaded[state]))
+        result = self._read(file, config_path)
+        if len(_loaded) >= MOST_LOADED:
+            _loaded.clear()
+        _loaded[state] = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+        return result
 
     def _read(self, file: Path, config_path: str) -> ConfigResult:
         content = read_yaml(file)
@@ -173,6 +176,26 @@ class ConfigFolder(ConfigSource):
         return [*groups, *configs] if results_filter is None else wanted[results_filter]
 
 
+class Repository:
+    """Loads each config once for a composition and for its defaults list, which Hydra computes separately."""
+
+    def __init__(self, repository: Any) -> None:
+        self._repository = repository
+        self._loaded: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._repository, name)
+
+    def __deepcopy__(self, memo: object) -> Repository:
+        return self
+
+    def load_config(self, config_path: str) -> Any:
+        """Return the config that the search path has, or None."""
+        if config_path not in self._loaded:
+            self._loaded[config_path] = self._repository.load_config(config_path)
+        return self._loaded[config_path]
+
+
 class OpenPlaces(SearchPathPlugin):
     """Puts the places of exp's configs into Hydra's search path while exp composes."""
 
@@ -199,6 +222,7 @@ def open_hydra(places: Sequence[Place]) -> Iterator[None]:
         kept = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         OpenPlaces.places = places
+        ConfigFolder.last = None
         try:
             with hydra.initialize_config_dir(str(OWN_CONF), job_name=JOB_NAME, version_base=VERSION_BASE):
                 yield
@@ -241,8 +265,9 @@ def compose_groups(
     """
     with open_hydra(places):
         try:
+            loader = cast(Any, GlobalHydra.instance().config_loader())
+            loader.repository = Repository(loader.repository)
             config = hydra.compose(config_name, list(overrides), return_hydra_config=True)
-            loader = GlobalHydra.instance().config_loader()
             defaults = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
         except RecursionError as error:
             if ConfigFolder.last is None:

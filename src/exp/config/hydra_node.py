@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -161,23 +161,23 @@ def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]
         faults += [_fault(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
     if hydra.job.chdir:
         faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
+    known = registered_targets()
     for name in ("sweeper", "launcher"):
-        faults += _plugin_faults(config, name)
+        faults += _plugin_faults(config, name, known)
     if multirun:
         faults += _direction_faults(config)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     return faults + _directory_faults(config, key, typed=typed.get(key))
 
 
-def _plugin_faults(config: DictConfig, name: str) -> list[Fault]:
-    """What is wrong with the settings of a sweeper or launcher, which Hydra instantiates as they are."""
+def _plugin_faults(config: DictConfig, name: str, known: Container[str]) -> list[Fault]:
+    """Return the errors in the settings of a sweeper or launcher. known: the targets that plug-ins registered."""
     key = f"hydra.{name}"
     try:
         # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         return [_fault(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
-    known = registered_targets()
     faults = [
         _fault(
             f"{key}._target_", f"{target} is not of an installed Hydra plug-in",

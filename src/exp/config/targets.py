@@ -154,7 +154,7 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
     """
     if dotted in FUNCTIONS:
         expected = "a function of yours, or of a package that security.allow names"
-        cure = "Leave it out: what a program may use of torch is listed in docs/vocabulary.md"
+        cure = "Leave it out: python docs/make_vocabulary.py lists the functions of torch that a program may call"
         raise TargetError(target=dotted, got=f"{dotted}, a function of torch", expected=expected, cure=cure)
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from exp.check.own_training import LOADERS, STEPS
@@ -31,6 +29,7 @@ from exp.check.plan import Plan
 from exp.construct import (
     build_entries,
     build_freezing,
+    build_loggers,
     build_module,
     build_network,
     build_optimization,
@@ -57,7 +56,7 @@ from exp.engine.runtime import switch_on
 from exp.engine.stopping import Stopping
 from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
-from exp.loggers.run_logger import has_begun, made
+from exp.loggers.run_logger import has_begun
 from exp.models.freezing import held_norms
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, compared_tag
@@ -114,9 +113,10 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     own = build_entries(plain, "callbacks").values()
     share = placement.data_rank(rank.global_rank)
     checkpointing = _checkpointing(plan, directory, own)
-    trained = _trained if plan.own is None else _trained_of_own
-    module, network, batches, recording = trained(
-        plan, directory, limits=limits, rank=share, resume=resume, saving=checkpointing
+    module, network, batches, recording = (
+        _trained(plan, directory, limits=limits, rank=share, resume=resume)
+        if plan.own is None
+        else _trained_of_own(plan, directory, limits=limits, rank=share, saving=checkpointing)
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -171,7 +171,7 @@ def _stages(plan: Plan) -> Sequence[str]:
 
 
 def _trained(
-    plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None, saving: Checkpointing
+    plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None
 ) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
     """The module of exp's own model, its network, its data, and the callback that records it."""
     plain = plan.plain
@@ -197,7 +197,7 @@ def _trained(
 
 
 def _trained_of_own(
-    plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None, saving: Checkpointing
+    plan: Plan, directory: Path, *, limits: Limits, rank: int, saving: Checkpointing
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
     """The same of a module of the user's own, which is its own network, and of its data."""
     plain, world_size = plan.plain, plan.placement.data_ranks
@@ -297,7 +297,7 @@ def _trainer(
     placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.plain["runtime"]
     checkpoint_io = _checkpoint_io(plan.plain["checkpoint"]["async"])
-    loggers = _loggers(plan, directory)
+    loggers = build_loggers(plan.plain, directory)
     # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
@@ -321,19 +321,6 @@ def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
     if by_thread is False:
         return AtomicCheckpointIO()
     return ThreadedCheckpointIO(largest=None if by_thread else LARGEST_COPY)
-
-
-def _loggers(plan: Plan, directory: Path) -> dict[str, Logger]:
-    """Those that can be made, by name."""
-    offers = {"directory": str(directory), "save_dir": str(directory)}
-    found: dict[str, Logger] = {}
-    for name, node in plan.plain["logger"].items():
-        key = f"logger.{name}"
-        make = partial(construct, node, key=key, allow=plan.plain["security"]["allow"], **offers)
-        logger = made(make, name=key)
-        if logger is not None:
-            found[name] = logger
-    return found
 
 
 def _trainer_values(plain: Mapping[str, Any]) -> dict[str, Any]:

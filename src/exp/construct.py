@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, config_error, refusal, said
+from exp.loggers.run_logger import made
 from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
 from exp.models.inference import example_inputs, lazy_class, materialise
@@ -382,6 +384,18 @@ def build_entries(plain: Plain, group: str, **offers: Any) -> dict[str, Any]:
     """Every named entry of a group of many, such as hooks."""
     allow = _allow(plain)
     return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
+
+
+def build_loggers(plain: Plain, directory: Path) -> dict[str, Logger]:
+    """Return the loggers of a run by name, except loggers that cannot be made. directory: Run directory."""
+    offers = {"directory": str(directory), "save_dir": str(directory)}
+    found: dict[str, Logger] = {}
+    for name, node in plain["logger"].items():
+        key = f"logger.{name}"
+        logger = made(functools.partial(construct, node, key=key, allow=_allow(plain), **offers), name=key)
+        if logger is not None:
+            found[name] = logger
+    return found
 
 
 def build_measures(plain: Plain) -> dict[str, Measure]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from exp.errors import RunError, UserCodeError
 from exp.files import holding
 from exp.launch.launcher import requeue
 from exp.loggers.run_logger import RunLogger, description_of
-from exp.run_report import Ongoing, Report, explain, write_bad_end, write_end
+from exp.run_report import Ongoing, Report, explain, forget_peak_memory, write_bad_end, write_end
 from exp.signals import behind, interrupting
 from exp.strategies.rank import ALONE, Rank
 
@@ -58,7 +58,9 @@ def run(
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
     block_launches(resolved.plain["runtime"]["cuda_blocking"])
-    ongoing = Ongoing(directory, resolved.plain, overrides=read_overrides(directory), world_size=rank.world_size)
+    overrides = read_overrides(directory)
+    forget_peak_memory()
+    ongoing = Ongoing(directory, resolved.plain, overrides=overrides, world_size=rank.world_size)
     parts = None
     # Of ranks it is known where their launcher has looked at the network.
     operator = None if decided is None else decided.operator
@@ -75,7 +77,9 @@ def run(
                 join(decided)
             parts = build(decided, directory, rank=rank, resume=resume)
             set_threads(threads_of(decided.plain["runtime"]["threads"], operator=operator))
-            _prepare(decided, parts, directory, rank=rank, resume=resume)
+            _describe(decided, parts, directory, overrides=overrides)
+            for line in _start_lines(decided, parts, overrides) if rank.is_first else ():
+                log.info("%s", line)
             _work(decided, parts, resume)
             if parts.stopping.ended_by is not None:
                 log.info("the training ended by %s", parts.stopping.ended_by)
@@ -97,18 +101,10 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
     return holding(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
-def _prepare(decided: Plan, parts: Parts, directory: Path, *, rank: Rank, resume: Path | None) -> None:
-    """Give the loggers and train.log what they show of the run before its first step."""
-    _describe(decided, parts, directory)
-    if rank.is_first:
-        for line in _start_lines(decided, parts, directory):
-            log.info("%s", line)
-
-
-def _start_lines(decided: Plan, parts: Parts, directory: Path) -> Iterator[str]:
-    """Config, data, parameters and device, as train.log has them."""
+def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of train.log about config, data, parameters and device."""
     plain, placement = decided.plain, decided.placement
-    yield f"config: {shlex.join(read_overrides(directory)) or 'the defaults'}, seed {plain['seed']}"
+    yield f"config: {shlex.join(overrides) or 'the defaults'}, seed {plain['seed']}"
     if isinstance(parts.data, StagedData):
         data = parts.data.data
         sizes = ", ".join(f"{stage} {_size(data.part(stage))}" for stage in data.stages)
@@ -180,9 +176,9 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
     return None
 
 
-def _describe(decided: Plan, parts: Parts, directory: Path) -> None:
-    """What loggers show beside the curves: hyperparameters, the whole config, the command, the revision."""
-    description = description_of(decided.plain, directory, overrides=read_overrides(directory))
+def _describe(decided: Plan, parts: Parts, directory: Path, *, overrides: Sequence[str]) -> None:
+    """Give the loggers the hyperparameters, the whole config, the command and the revision."""
+    description = description_of(decided.plain, directory, overrides=overrides)
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):
             logger.describe(description)

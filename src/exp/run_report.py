@@ -105,7 +105,6 @@ class Ongoing:
 
     def __init__(self, directory: Path, plain: Mapping[str, Any], *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
-        _forget_peak_memory()
         self.directory = directory
         # The run's log fills it.
         self.not_written: list[dict[str, str]] = []
@@ -200,17 +199,18 @@ def best_of(best: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _peak_memory_mib() -> float:
     # Here, because who only reads reports needs no torch.
-    from exp.hooks.memory_peaks import peak_of_run
+    from exp.hooks.memory_peaks import MIB, peak_of_run
 
-    return peak_of_run().so_far() / 2**20
+    return peak_of_run().so_far() / MIB
 
 
-def _forget_peak_memory() -> None:
-    """A job of a sweep reports its own peak, not that of a job before it in the same process."""
+def forget_peak_memory() -> None:
+    """Reset the peaks of memory of this process, so that the next report has no peak of an earlier run."""
+    # The import loads torch, and a process that only reads or writes reports needs no torch.
     from exp.hooks.memory_peaks import HOST, peak_of_run
 
-    HOST.forget()
-    peak_of_run().forget()
+    for peak in {HOST, peak_of_run()}:
+        peak.forget()
 
 
 def write_report(report: Report, *, is_synced: bool = True) -> None:

@@ -18,7 +18,7 @@ from exp.check.examination import examine, plan
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan, frozen
 from exp.check.resolution import resolve
-from exp.check.starting_point import newest_of, sweep_runs_beside
+from exp.check.starting_point import Found, newest_of, sweep_runs_beside
 from exp.config.freeze import clear, freeze, take_directory
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, read_overrides
 from exp.config.plain_tree import text_values
@@ -53,14 +53,18 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     return _started(directory, decided, start)
 
 
-def go_on(directory: Path) -> Report:
+def go_on(directory: Path, found: Found | None = None) -> Report:
     """Resume an interrupted run in its directory from its newest whole checkpoint. Returns and raises as `fit`.
+
+    Args:
+        directory: Run directory.
+        found: Result of `newest_of` for the directory. By default the checkpoints are read.
 
     Raises:
         RunError: There is no such checkpoint.
     """
     decided = plan(frozen(directory))
-    found = newest_of(directory)
+    found = newest_of(directory) if found is None else found
     if found.path is None:
         raise RunError(f"{directory} has no whole checkpoint to resume from")
     with run_log(directory, rank=ALONE):
@@ -75,8 +79,9 @@ def fit_job(config: DictConfig) -> Report:
     """Run a job of a sweep, or resume it if an earlier sweep began it. Returns and raises as `fit`."""
     directory = Path(config[COMPOSITION].directory)
     if (directory / "config.yaml").is_file():
-        if newest_of(directory).path is not None:
-            return go_on(directory)
+        found = newest_of(directory)
+        if found.path is not None:
+            return go_on(directory, found)
         clear(directory)
         take_directory(config, directory)
     return fit(config)

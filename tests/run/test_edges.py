@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import exp
 from exp.cli.train import main
-from exp.run_report import Ongoing, explain
+from exp.run_report import Ongoing, explain, forget_peak_memory
 
 HOOK = """
 import numpy as np
@@ -123,9 +123,11 @@ def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
         checkpointing=SimpleNamespace(best=None),
         stopping=SimpleNamespace(ended_by=None),
     )
+    forget_peak_memory()
     before = Ongoing(tmp_path, config, overrides=[], world_size=1).ended("completed", parts=parts).peak_memory_mib
     large = bytearray(400 * 2**20)
     large[::4096] = b"x" * len(large[::4096])
+    forget_peak_memory()
     ongoing = Ongoing(tmp_path, config, overrides=[], world_size=1)
     held = ongoing.ended("completed", parts=parts).peak_memory_mib
     assert held - before > 300

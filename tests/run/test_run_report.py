@@ -2,12 +2,15 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import exp
 from exp.check.stages import compose
+from exp.construct import plain_config
 from exp.errors import RunError
 from exp.run_report import Report, as_markdown, print_report, read_report, write_report
 from exp.start import fit
@@ -26,6 +29,22 @@ def test_a_written_report_is_read_back(tmp_path):
     report = a_report(tmp_path, best={"metric": "loss/val", "value": 0.25, "step": 3, "checkpoint": "best.ckpt"})
     write_report(report)
     assert read_report(tmp_path) == report
+
+
+@pytest.mark.process
+def test_the_report_of_a_lost_job_needs_no_torch(tmp_path):
+    (tmp_path / "plain.json").write_text(json.dumps(plain_config(exp.compose([]))))
+    program = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from exp.errors import RunError\n"
+        "from exp.run_report import Ongoing, write_bad_end\n"
+        "ongoing = Ongoing(Path.cwd(), json.loads(Path('plain.json').read_text()), overrides=[], world_size=1)\n"
+        "write_bad_end(ongoing, RunError('lost'), has_ranks=True)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert read_report(tmp_path).error == {"type": "RunError", "message": "lost"}
 
 
 def test_nan_is_written_as_valid_json(tmp_path):

@@ -6,6 +6,7 @@ import math
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted, NonFiniteError
 from exp.files import is_locked
 from exp.run_report import Report, read_report
+from exp.sweeps import member, stack
 from exp.sweeps.executor import Unstacked
 from exp.sweeps.local import outcomes
 from exp.sweeps.stack import train
@@ -187,6 +189,22 @@ def test_a_member_leaves_the_files_of_a_single_run():
         assert first["best_metrics"] == pytest.approx(second["best_metrics"], rel=1e-6)
         assert "completed" in (directories[0] / "report.md").read_text()
         assert "trained in a stack of 2 jobs" in (directories[0] / "train.log").read_text()
+
+
+def test_an_unchanged_best_is_written_once(monkeypatch):
+    # All members are saved after each epoch.
+    for name in ("SAVE_SECONDS", "SAVE_SHARE"):
+        monkeypatch.setattr(stack, name, 0.0)
+    saved, copied = Mock(wraps=member.IO.save_checkpoint), Mock(wraps=member.copy_checkpoint)
+    monkeypatch.setattr(member.IO, "save_checkpoint", saved)
+    monkeypatch.setattr(member, "copy_checkpoint", copied)
+    growing = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
+    shared = ["trainer.max_epochs=3", "data.batch_size=256", "hooks=[]", growing]
+    reports = stacked(shared, [["seed=1"], ["seed=2"]])
+    assert [3 * report.best["step"] for report in reports] == [report.steps for report in reports]
+    assert {call.args[1].name for call in saved.call_args_list} == {"last.ckpt"}
+    assert saved.call_count >= 6
+    assert copied.call_count == 2
 
 
 @pytest.mark.numeric

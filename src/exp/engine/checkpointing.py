@@ -293,7 +293,7 @@ class Checkpointing(Callback):
             return False
         if self._is_compared is not None:
             return self._is_compared == "train"
-        return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
+        return is_of_training(self.monitor)
 
     def _compare(self, trainer: Trainer, *, stage: str) -> None:
         if not self.is_saving_best or self.monitor is None or (self.watches_training and stage == "val"):
@@ -417,6 +417,11 @@ def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
             f"monitor is {monitor}, which nothing gives; expected one of {among(known)}" + (f". {cure}" if cure else "")
         )
     return float(values[monitor])
+
+
+def is_of_training(monitor: str | None) -> bool:
+    """Return whether a monitored tag is a value of training, which no validation gives."""
+    return monitor is not None and (monitor.endswith("/train") or monitor == EPOCH_LOSS)
 
 
 def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bool:

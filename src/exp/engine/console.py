@@ -24,11 +24,19 @@ from exp.output import NotWritten, Outlived, outliving_output, tell_not_written
 from exp.redaction import redacted
 from exp.strategies.rank import Rank
 
+log = logging.getLogger(__name__)
+
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 ADVICE = ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker)"
 NOWHERE = Path(os.devnull)
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
+# A person reads at most four numbers per second.
+REFRESH_SECONDS = 0.25
+# The shortest time between lines at the ends of epochs, and between lines in the middle of an epoch.
+LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
+# The smallest number of columns of a bar.
+BAR_WIDTH = 8
 
 
 @contextmanager
@@ -101,16 +109,6 @@ class _ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A traceback is for the file; the screen has the message.
         print(redacted(record.getMessage()), file=sys.stderr)
-
-
-log = logging.getLogger(__name__)
-
-# A person reads four numbers a second at most.
-REFRESH_SECONDS = 0.25
-# Lines at the ends of short epochs, and in the middle of long ones.
-LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
-# The fewest columns of a bar.
-BAR_WIDTH = 8
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:

@@ -39,7 +39,7 @@ from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger
-from exp.optim.phase import rate_names
+from exp.optim.phase import name_rates
 from exp.output import tell_not_written
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import EPOCH_LOSS, Batch, Stage
@@ -173,8 +173,7 @@ class StepRecording(Callback, ABC):
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
             self._rates[phase] = rates
-            names = rate_names(optimizer, phase=phase)
-            found.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+            found.update(name_rates(optimizer, rates, phase=phase))
 
     def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
         """Buffer a step that has ended, and write the buffer if it is time."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Period, Values
-from exp.hooks.memory_peaks import HOST, Peak, peak_of
+from exp.hooks.memory_peaks import HOST, MIB, Peak, peak_of
 from exp.hooks.memory_snapshot import take
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.hooks.saved_tensors import Kept, SavedTensors, storages
@@ -20,7 +20,6 @@ from exp.nested import tensors_in
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
 # What has passed at each boundary.
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 # What has passed at a pipeline's backward: its schedule runs the forward of one micro-batch between those of others.

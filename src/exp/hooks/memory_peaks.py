@@ -17,6 +17,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
+MIB = 2**20
 STATUS, SWITCH = "/proc/self/status", "/proc/self/clear_refs"
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.files import write_whole
+from exp.hooks.memory_peaks import MIB
 from exp.hooks.out_of_memory import asked_for
 from exp.hooks.saved_tensors import Kept, address, failing_module, held
 from exp.hooks.step import Step
@@ -23,7 +24,6 @@ from exp.strategies.whole_state import local
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
 ROWS = 10
 # The row of the objective. No path of a module has a bracket.
 OBJECTIVE = "(objective)"

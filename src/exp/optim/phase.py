@@ -153,9 +153,15 @@ def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     ]
 
 
-def rate_names(optimizer: Optimizer, *, phase: str | None = None) -> list[str]:
-    """Names of the learning rates of an optimizer's groups. The only group of a phase has the phase's name."""
+def name_rates(optimizer: Optimizer, rates: Sequence[float], *, phase: str | None = None) -> dict[str, float]:
+    """Return the learning rates of an optimizer's groups by tag. The only group of a phase has the phase's name.
+
+    Args:
+        optimizer: Optimizer that has the groups.
+        rates: Learning rate of each group.
+        phase: Name of the phase. None if the steps have no phases.
+    """
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
-    if phase is None:
-        return names
-    return [phase] if names in ([REST], ["0"]) else [f"{phase}/{name}" for name in names]
+    if phase is not None:
+        names = [phase] if names in ([REST], ["0"]) else [f"{phase}/{name}" for name in names]
+    return {f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)}

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
-from exp.construct import build_network, build_objective, build_optimization, build_starting_network, construct
+from exp.construct import build_loggers, build_network, build_objective, build_optimization, build_starting_network
 from exp.engine.buffer import on_host_values
 from exp.engine.checkpoint import (
     CHECKPOINTS,
@@ -42,6 +41,7 @@ from exp.engine.checkpointing import (
     KEPT,
     POSITION,
     is_better,
+    is_of_training,
     monitored_value,
     note_metrics,
     restored_best,
@@ -56,11 +56,11 @@ from exp.engine.stopping import STATE as SECONDS
 from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import holding
-from exp.hooks.memory_peaks import peak_of_run
+from exp.hooks.memory_peaks import MIB, peak_of_run
 from exp.launch.launcher import last_checkpoint
 from exp.loggers.heat_maps import HeatMaps
-from exp.loggers.run_logger import RunLogger, description_of, has_begun, made
-from exp.optim.phase import rate_names
+from exp.loggers.run_logger import RunLogger, description_of, has_begun
+from exp.optim.phase import name_rates
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Ongoing, Report, Status, best_of, explain, write_report
 from exp.shared_types import EPOCH_LOSS, Batch, Stage, best_scalars
@@ -116,11 +116,8 @@ class MemberLog:
 
     def begin(self, step: int) -> None:
         """Open the loggers. step: First optimizer step of the training."""
-        offers = {"directory": str(self._directory), "save_dir": str(self._directory)}
-        for name, node in self._plain["logger"].items():
-            key = f"logger.{name}"
-            logger = made(partial(construct, node, key=key, allow=self._plain["security"]["allow"], **offers), name=key)
-            if isinstance(logger, RunLogger) and has_begun(logger, name=key):
+        for name, logger in build_loggers(self._plain, self._directory).items():
+            if isinstance(logger, RunLogger) and has_begun(logger, name=f"logger.{name}"):
                 self.loggers.append(logger)
         overrides = read_overrides(self._directory)
         description = description_of(self._plain, self._directory, overrides=overrides)
@@ -226,8 +223,9 @@ class Member:
         self._started: float | None = None
         self._is_better = False
         self._hold = contextlib.ExitStack()
-        # The state of the best checkpoint until its file is written.
+        # The best state since the stack began. The test stage loads it without reading the file.
         self._best_state: State | None = None
+        self._best_is_written = False
         self._saved = "no checkpoint was saved before it"
 
     def join(self, progress: Progress, *, total_steps: int, total_epochs: int) -> None:
@@ -252,7 +250,7 @@ class Member:
 
     @property
     def _watches_training(self) -> bool:
-        return self.monitor is not None and (self.monitor.endswith("/train") or self.monitor == EPOCH_LOSS)
+        return is_of_training(self.monitor)
 
     @property
     def _last_path(self) -> Path:
@@ -297,8 +295,7 @@ class Member:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if is_written or rates != self._rates:
             self._rates = rates
-            names = rate_names(self.optimizer, phase=None)
-            values.update({f"optimizer/lr/{name}": rate for name, rate in zip(names, rates, strict=True)})
+            values.update(name_rates(self.optimizer, rates))
 
     def move_schedule(self, interval: str) -> None:
         schedule, is_due = self.schedule, self.module.optimization.interval == interval
@@ -394,10 +391,10 @@ class Member:
             self._is_better = True
 
     def hold_best(self) -> None:
-        """Copy the state of a new best until its file is written. Call it at a point where a run can resume."""
+        """Copy the state of a new best for its file and the test stage. Call it where a run can resume."""
         if self._is_better:
             self._is_better = False
-            self._best_state = on_host(self._state())
+            self._best_state, self._best_is_written = on_host(self._state()), False
 
     def load_best(self) -> None:
         """Load the best weights for the test stage. Without a best checkpoint the last weights are tested."""
@@ -461,10 +458,12 @@ class Member:
         saves_last, step = self.plain["checkpoint"]["save_last"], self._progress.step
         if saves_last:
             IO.save_checkpoint(state, self._last_path)
-        if self._best_state is not None and saves_last and self.best is not None and self.best["step"] == step:
-            copy_checkpoint(self._last_path, self._best_path)
-        elif self._best_state is not None:
-            IO.save_checkpoint(self._best_state, self._best_path)
+        if self._best_state is not None and not self._best_is_written:
+            if saves_last and self.best is not None and self.best["step"] == step:
+                copy_checkpoint(self._last_path, self._best_path)
+            else:
+                IO.save_checkpoint(self._best_state, self._best_path)
+            self._best_is_written = True
         self._saved = f"checkpoints/last.ckpt is of step {step}, and good"
 
     def _restore(self, state: State) -> None:
@@ -527,7 +526,7 @@ class Member:
             steps=steps,
             epochs=epochs,
             step_ms=1000.0 * self._seconds / steps if steps else None,
-            peak_memory_mib=peak_of_run().so_far() / 2**20,
+            peak_memory_mib=peak_of_run().so_far() / MIB,
         )
 
 

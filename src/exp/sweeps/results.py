@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.files import write_whole
+from exp.output import markdown_table
 from exp.run_report import train_command
 from exp.shared_types import STAGES, Mode
 from exp.spelling import among
@@ -371,19 +372,12 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
     if best := best_line(rows, repeat_over=repeat_over):
         command = again_command(directory, best_of(rows, repeat_over=repeat_over))
         lines += [f"Best: {best}", "", "Again, with what you change behind it:", "", f"    {command}", ""]
-    lines += _markdown_table(*table_cells(rows, results=True))
+    header, cells = table_cells(rows, results=True)
+    lines += markdown_table(header, cells, left=len(header))
     if repeat_over is not None:
-        lines += ["", f"## Over {repeat_over}", "", *_markdown_table(*repeat_cells(rows, over=repeat_over))]
+        header, cells = repeat_cells(rows, over=repeat_over)
+        lines += ["", f"## Over {repeat_over}", "", *markdown_table(header, cells, left=len(header))]
     return "\n".join(lines) + "\n"
-
-
-def _markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(header), "|---" * len(header) + "|", *map(_line, cells)]
-
-
-def _line(values: Sequence[str]) -> str:
-    escaped = (" ".join(value.replace("|", "\\|").split()) for value in values)
-    return "| " + " | ".join(escaped) + " |"
 
 
 def _shortened(text: str) -> str:

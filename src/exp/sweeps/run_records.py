@@ -19,6 +19,7 @@ from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shortened
 from exp.files import is_locked
 from exp.redaction import covered
+from exp.run_report import DAMAGE as REPORT_DAMAGE
 from exp.run_report import Report, parsed_report
 from exp.shared_types import Mode, compared_tag
 from exp.sweeps.ledger import JOBS, SETTINGS
@@ -35,7 +36,7 @@ RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
 # Of an override: no hyperparameter.
 BESIDE = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
 # What a file that is torn, of another version, or written by somebody else makes of its reading.
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ExpError)
+DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
 
 
 @dataclass(frozen=True, kw_only=True)

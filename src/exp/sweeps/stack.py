@@ -44,7 +44,7 @@ from exp.launch.launcher import last_checkpoint
 from exp.nested import tensors_in
 from exp.optim.direct_step import DirectSteps
 from exp.precision.plugin import RunPrecision
-from exp.run_report import Report, explain
+from exp.run_report import Report, explain, forget_peak_memory
 from exp.shared_types import Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
@@ -88,9 +88,13 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
 
 
 def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
+    forget_peak_memory()
     examined = examine_config(resolve(configs[0]))
     decided = examined.plan()
-    _refuse(decided, was_stacked=any(is_member(Path(config[COMPOSITION].directory)) for config in configs))
+    _refuse(decided)
+    network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
+    was_stacked = any(is_member(Path(config[COMPOSITION].directory)) for config in configs)
+    _refuse_network(decided, network, batch, was_stacked=was_stacked)
     refuse_other_data(decided)
     precision = build_run_precision(decided.plain, device_type="cpu")
     first, origin = plain_values(configs[0]), {**shared_origin(), STACK: True}
@@ -110,7 +114,8 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     flag = SignalFlag()
     flag.install()
     try:
-        most = most_members(decided, stacks=at_once)
+        most = most_members(decided, network, batch, stacks=at_once)
+        del network, batch
         for members in by_position.values():
             for start in range(0, len(members), most):
                 yield from Stack(decided, members[start : start + most], precision=precision, flag=flag).run()
@@ -118,11 +123,8 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
         flag.restore()
 
 
-def _refuse(decided: Plan, *, was_stacked: bool) -> None:
-    """Raise Unstackable if a key of the config, or an object made from it, is not supported in a stack.
-
-    was_stacked: Whether an earlier sweep began to train the jobs in a stack.
-    """
+def _refuse(decided: Plan) -> None:
+    """Raise Unstackable if a key of the config, the objective or the data is not supported in a stack."""
     if reason := obstacle(decided.plain):
         raise Unstackable(reason)
     if decided.placement.accelerator != "cpu" or decided.placement.world_size != 1:
@@ -138,9 +140,19 @@ def _refuse(decided: Plan, *, was_stacked: bool) -> None:
             raise Unstackable(f"data cannot be stacked: the {stage} part is not taken by index from memory")
         if loader.batches.draw is not None or decided.data.transforms_batches(stage):
             raise Unstackable(f"data cannot be stacked: the {stage} part is drawn or transformed for one run")
-    network = build_network(decided.plain, decided.spec)
+
+
+def _refuse_network(decided: Plan, network: nn.Module, batch: Batch, *, was_stacked: bool) -> None:
+    """Raise Unstackable if a network is not supported in a stack, or is slower in it with sweep.stack=auto.
+
+    Args:
+        decided: Plan of one member.
+        network: Network of one member.
+        batch: First batch of training.
+        was_stacked: Whether an earlier sweep began to train the jobs in a stack.
+    """
     run = forward_by_name(network, tuple(decided.spec.inputs))
-    examine(network, next(iter(decided.data.loader("train"))), run=run, objective=objective)
+    examine(network, batch, run=run, objective=decided.objective)
     if decided.plain["sweep"]["stack"] == "auto" and not was_stacked and not is_faster(decided, network):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
 
@@ -156,16 +168,17 @@ def is_faster(decided: Plan, network: nn.Module) -> bool:
     return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
 
 
-def most_members(decided: Plan, *, stacks: int = 1, free: int | None = None) -> int:
+def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int = 1, free: int | None = None) -> int:
     """Return how many members of a stack fit into memory; at least one.
 
     Args:
         decided: Plan of one member.
+        network: Network of one member.
+        batch: First batch of training.
         stacks: Number of stacks that share the memory.
         free: Free memory in bytes. None asks the system.
     """
     free = psutil.virtual_memory().available if free is None else free
-    network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
     run = forward_by_name(network.train(), tuple(decided.spec.inputs))
     weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     data = sum(tensor.nbytes for tensor in tensors_in(batch.data))

@@ -279,7 +279,8 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
         ConfigError: A job of the first batch has an error.
         RunError: The sweep ended without a job, or a file cannot be written.
     """
-    resumed, wanted = _resumed(master), wanted_directory(master)
+    wanted = wanted_directory(master)
+    resumed = _resumed(master, wanted)
     with heeding(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
             # The directory does not follow a swept name.
@@ -293,9 +294,12 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
             return _run(master, directory, executor=executor, check=check)
 
 
-def _resumed(master: Composition) -> Path | None:
-    """Return the directory of the sweep that is resumed. Return None if a new sweep begins."""
-    wanted, resume = wanted_directory(master), master.config.sweep.resume
+def _resumed(master: Composition, wanted: Path) -> Path | None:
+    """Return the directory of the sweep that is resumed. Return None if a new sweep begins.
+
+    wanted: Directory of a new sweep.
+    """
+    resume = master.config.sweep.resume
     found = None if resume is None else found_sweep(resume, beside=wanted)
     if found is None and resume == AUTO:
         print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so one begins")

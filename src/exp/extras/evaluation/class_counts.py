@@ -134,6 +134,21 @@ def rows(
     )
 
 
+def counted_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
+    """Return how often each place from 0 to `size` - 1 occurs: `[size]`, int64. It does not wait for the device.
+
+    Args:
+        places: int64, of any shape.
+        counted: bool, of a shape that broadcasts to that of `places`. False for a place that does not count.
+        size: Number of places.
+    """
+    # Ignored places go after the last one, because selecting the others would wait for the device.
+    kept = torch.where(counted, places, size).flatten()
+    found = torch.zeros(size + 1, dtype=torch.int64, device=places.device)
+    found.index_add_(0, kept, torch.ones_like(kept))
+    return found[:-1]
+
+
 def predicted(scores: Tensor, *, threshold: float) -> Tensor:
     """Return class numbers, int64 `[N]`: of the largest score of `[N, V]`; of `[N]`, 1 above `threshold`."""
     return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()

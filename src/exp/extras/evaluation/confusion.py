@@ -11,7 +11,7 @@ import torch
 from PIL import Image as Pillow
 from torch import Tensor
 
-from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, predicted
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, predicted
 from exp.hooks.figures import (
     INK,
     LINE,
@@ -102,11 +102,8 @@ def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
         num_classes: V.
     """
     counted = (classes >= 0) & (classes < num_classes)
-    # Ignored samples go to a place after the last one, because selecting the others would wait for the device.
-    places = torch.where(counted, classes * num_classes + predictions, num_classes**2)
-    found = torch.zeros(num_classes**2 + 1, dtype=torch.int64, device=classes.device)
-    found.index_add_(0, places, torch.ones_like(places))
-    return found[:-1].reshape(num_classes, num_classes)
+    places = classes * num_classes + predictions
+    return counted_at(places, counted=counted, size=num_classes**2).reshape(num_classes, num_classes)
 
 
 # A cell of the first width holds a number of three characters; with the widest, ten classes fit a card.

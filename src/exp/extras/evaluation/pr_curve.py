@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, probabilities
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, probabilities
 from exp.hooks.hook import Values
 from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
 from exp.shared_types import Stage
@@ -90,10 +90,8 @@ def reached(shares: Tensor, positive: Tensor, *, counted: Tensor, thresholds: in
     bins = torch.searchsorted(limits, shares.nan_to_num(nan=-1.0).contiguous(), right=True)
     width = thresholds + 1
     rows = 2 * torch.arange(classes, device=shares.device) + positive
-    places = torch.where(counted[:, None], rows * width + bins, 2 * classes * width).flatten()
-    found = torch.zeros(2 * classes * width + 1, dtype=torch.int64, device=shares.device)
-    found.index_add_(0, places, torch.ones_like(places))
-    return found[:-1].reshape(classes, 2, width)
+    found = counted_at(rows * width + bins, counted=counted[:, None], size=2 * classes * width)
+    return found.reshape(classes, 2, width)
 
 
 def cases(found: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from exp.check.examination import examine
 from exp.check.resolution import resolve
 from exp.check.stages import compose
 from exp.config import targets
@@ -172,6 +173,36 @@ def test_a_job_has_the_identity_that_it_had_with_removed_parameters():
     before = {**now, "data": {**now["data"], "dataset": {**now["data"]["dataset"], "files": None}}}
     assert as_before(now) == as_before(before)
     assert as_before(now)["data"]["dataset"]["files"] is None
+
+
+@pytest.mark.parametrize(
+    ("target", "parameter", "harmless", "others"),
+    [
+        ("exp.strategies.ddp.LocalSGD", "within_node", [False], [True]),
+        ("exp.strategies.ddp.LocalSGD", "average_optimizer_state", [True], [False]),
+        ("exp.strategies.tensor_parallel.TensorParallel", "sequence", [False, True], []),
+        ("exp.strategies.hybrid.Hybrid", "sequence", [False, True], []),
+        ("exp.engine.range_test.RangeTest", "stop_factor", [4.0, 4], [None, 8.0]),
+        ("exp.data.hf.HuggingFace", "files", [None], ["*.csv"]),
+        ("exp.hooks.gradient_reversal.GradientReversal", "steepness", [10.0], [5.0]),
+    ],
+)
+def test_only_harmless_values_of_removed_parameters_are_dropped(target, parameter, harmless, others):
+    for value in (*harmless, *others):
+        found = with_present_keys({"some": {"node": {"_target_": target, parameter: value}}})["some"]["node"]
+        assert found.get(parameter, "dropped") == ("dropped" if value in harmless else value)
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_a_removed_value_that_changes_the_run_is_an_error(value):
+    run = frozen("strategy=ddp")
+    content = config_of(run)
+    content["strategy"]["local_sgd"]["within_node"] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    (run / "overrides.yaml").write_text(f"- strategy=ddp\n- +strategy.local_sgd.within_node={str(value).lower()}\n")
+    faults = examine(resolve(compose([f"from_run={run}"]))).faults
+    assert [fault.key for fault in faults] == ["strategy.local_sgd.within_node"] * value
+    assert all("Leave strategy.local_sgd.within_node out" in str(fault) for fault in faults)
 
 
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):

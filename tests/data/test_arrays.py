@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import pickle
 import struct
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import exp
 from exp.data.arrays import Arrays
+from exp.data.csv_source import CsvSource
 from exp.data.data import Data
 from exp.data.idx import Idx, read_idx
 from exp.data.tensor_file import TensorFile
@@ -218,6 +220,36 @@ def test_errors_of_windows(load, settings, message, monkeypatch):
     load[0].with_name("a.csv").write_text("day,x\n2024-01-01,1\n2024-01-02,\n2024-01-03,3\n")
     with pytest.raises(ConfigError, match=message):
         Data(dataset=Windows(**{"path": str(load[0]), "targets": "load", **settings}))
+
+
+@pytest.mark.parametrize(
+    ("column", "has_numbers", "message"),
+    [
+        ("2024-01-01,2024-01-02,2024-01-03", False, None),
+        ("1,2.5,4", True, None),
+        ("1,NA,4", True, "no value in line 3"),
+        ("NA,2024-01-02,2024-01-03", False, "no value in line 2"),
+        ("2024-01-02,2024-01-01,2024-01-03", False, "does not grow from row 0 to row 1"),
+    ],
+)
+def test_a_time_column_is_read_once(tmp_path, monkeypatch, column, has_numbers, message):
+    reads, read = [], CsvSource._read
+    monkeypatch.setattr(CsvSource, "_read", lambda *given: reads.append(dict(given[2])) or read(*given))
+    file = tmp_path / "a.csv"
+    file.write_text("when,x\n" + "".join(f"{when},{row}\n" for row, when in enumerate(column.split(","))))
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        Windows(path=str(file), targets="x", time="when", length=1)
+    expected = {} if has_numbers else {0: None}
+    # The second read has the values.
+    assert reads == [expected, {}][: 2 if message is None else 1]
+
+
+def test_parts_of_windows_have_their_own_rows(load):
+    series = Windows(path=str(load[0]), targets="load", length=4)
+    series.in_own_units(torch.tensor([0]), {})
+    parts = series.divide({"train": 10, "val": 5})
+    found = parts["val"].in_own_units(torch.tensor([0]), {})["target"]
+    assert found.item() == np.float32(parts["val"].values[4, parts["val"].columns.index("load")])
 
 
 def idx(array: np.ndarray) -> bytes:

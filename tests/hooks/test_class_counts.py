@@ -175,10 +175,11 @@ def test_one_output_is_a_score_or_a_probability(given):
     assert_curve(found, scores.sigmoid().numpy(), (targets == 1).numpy())
 
 
-def test_a_score_of_nan_reaches_no_threshold():
+def test_a_score_of_nan_reaches_no_threshold(monkeypatch):
+    monkeypatch.setattr("exp.extras.evaluation.pr_curve.THRESHOLDS", 3)
     shares = torch.tensor([[float("nan")], [0.0], [0.5], [1.0]])
     positive = torch.ones(4, 1, dtype=torch.bool)
-    found = cases(reached(shares, positive, counted=torch.ones(4, dtype=torch.bool), thresholds=3))
+    found = cases(reached(shares, positive, counted=torch.ones(4, dtype=torch.bool)))
     assert found[0, 0].tolist() == [3, 2, 1]
     assert found[0, 3].tolist() == [1, 2, 3]
 

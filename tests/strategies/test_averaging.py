@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 
 def averaged(rank):
     """Return the gradients after average_gradients, by the size of a bucket, and a module after broadcast_state."""
+    from exp.strategies import gradient_averaging
     from exp.strategies.gradient_averaging import broadcast_state
 
     torch.manual_seed(rank.global_rank)
@@ -15,10 +17,15 @@ def averaged(rank):
     module[1].running_mean.fill_(rank.global_rank + 7)
     broadcast_state(module)
     state = [value.tolist() for value in module.state_dict().values()]
-    return {size: gradients(rank, bucket_bytes=size) for size in (16, 2**20)}, state
+    found = {}
+    for size in (16, 2**20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradient_averaging, "BUCKET_BYTES", size)
+            found[size] = gradients(rank)
+    return found, state
 
 
-def gradients(rank, *, bucket_bytes):
+def gradients(rank):
     from exp.strategies.gradient_averaging import average_gradients
 
     shapes = {"both": (3, 4), "first": (5,), "second": (2, 2), "neither": (3,), "frozen": (2,), "double": (4,)}
@@ -31,7 +38,7 @@ def gradients(rank, *, bucket_bytes):
             # A gradient that does not lie in one piece, as a transposed product leaves it.
             piece = torch.arange(parameters[name].numel(), dtype=dtype).reshape(shape[::-1]).T
             parameters[name].grad = piece * (10 * rank.global_rank + 1) + number
-    average_gradients(parameters.values(), bucket_bytes=bucket_bytes)
+    average_gradients(parameters.values())
     return {name: None if p.grad is None else p.grad.tolist() for name, p in parameters.items()}
 
 

@@ -28,6 +28,7 @@ from exp.config.slots import (
     trains_itself,
 )
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
+from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, Fault, MissingExtraError
 from exp.spelling import among, nearest, show
 
@@ -198,6 +199,8 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
                 fix = f"Make {key} an exp.objectives.objective.Term with {name} and loss"
             value = node[name]
             said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
+            if name in REMOVED_PARAMETERS.get(current_target(node["_target_"]), {}):
+                fix = f"Leave {key}.{name} out: this version of exp has no such parameter"
             fix = cure_of_key(f"{key}.{name}", said) or fix
             expected = f"one of {among(known, word=str(name))}" if known else "no parameter at all"
             yield Fault(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)

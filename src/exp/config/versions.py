@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from exp.config.plain_tree import are_same, leaves
+from exp.config.plain_tree import are_same, is_node, leaves
 
 # Keys that every config has now, with the value of a config that has none.
 PRESENT: Mapping[str, Any] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
@@ -38,8 +38,6 @@ CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
     ("strategy.inner", "layer_split"): "exp.extras.gallery.split_ddp.SplitDDP",
     ("strategy.communication_hook", "ring"): "exp.extras.gallery.ring_all_reduce.RingDDP",
 }
-# Parameters that classes no longer have, with the values that frozen configs of earlier versions always hold.
-WRITTEN_PARAMETERS: Mapping[str, Mapping[str, Any]] = {"exp.extras.hf.hf.HuggingFace": {"files": None}}
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules and classes that moved, by their names in earlier versions.
 MOVED: Mapping[str, str] = {
@@ -76,28 +74,51 @@ MOVED: Mapping[str, str] = {
     "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
 }
+# The names of earlier versions by those of this version.
+EARLIER: Mapping[str, str] = {now: before for before, now in MOVED.items()}
+
+
+class Removed(NamedTuple):
+    """The values at which a removed parameter is left out. Any other value is an error.
+
+    Args:
+        values: The values, None for all of them.
+        is_written: Whether frozen configs of earlier versions always hold the parameter, with the first value.
+    """
+
+    values: Sequence[Any] | None = None
+    is_written: bool = False
+
+
 # Parameters that classes no longer have. The names of the classes are those of this version.
-REMOVED_PARAMETERS: Mapping[str, Sequence[str]] = {
-    "exp.data.delimited.Csv": ["packed"],
-    "exp.extras.debugging.dtypes.Dtypes": ["every_n_steps"],
-    "exp.extras.debugging.nan_guard.NanGuard": ["steps_in_flight"],
-    "exp.extras.debugging.operators.Operators": ["every_n_steps"],
-    "exp.extras.debugging.profile.Profile": ["rows"],
-    "exp.extras.deepspeed.deepspeed.DeepSpeed": [
-        *("offload_parameters", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "show_gradients"),
-    ],
-    "exp.extras.evaluation.confusion.Confusion": ["normalised"],
-    "exp.extras.evaluation.pr_curve.PRCurve": ["positive_class", "thresholds"],
-    "exp.extras.evaluation.samples.Samples": ["columns"],
-    "exp.extras.hf.hf.HuggingFace": ["files"],
-    "exp.extras.research.features.Features": ["columns"],
-    "exp.extras.research.gradient_reversal.GradientReversal": ["steepness"],
-    "exp.extras.research.retain_gradients.RetainGradients": ["histogram"],
-    "exp.hooks.activations.Activations": ["unit_axis"],
-    "exp.hooks.gradients.Gradients": ["shares_every_n_steps"],
-    "exp.hooks.memory.Memory": ["record_history"],
-    DDP: ["inner"],
-    "exp.tensorboard.logger.TensorBoardLogger": ["graph"],
+REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
+    "exp.data.delimited.Csv": {"packed": Removed()},
+    "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},
+    "exp.extras.debugging.nan_guard.NanGuard": {"steps_in_flight": Removed()},
+    "exp.extras.debugging.operators.Operators": {"every_n_steps": Removed()},
+    "exp.extras.debugging.profile.Profile": {"rows": Removed()},
+    "exp.extras.deepspeed.deepspeed.DeepSpeed": dict.fromkeys(
+        ("offload_parameters", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "show_gradients"),
+        Removed(),
+    ),
+    "exp.extras.evaluation.confusion.Confusion": {"normalised": Removed()},
+    "exp.extras.evaluation.pr_curve.PRCurve": {"positive_class": Removed(), "thresholds": Removed()},
+    "exp.extras.evaluation.samples.Samples": {"columns": Removed()},
+    # The range test ended at 4 times the lowest loss, as it does now.
+    "exp.extras.finders.range_test.RangeTest": {"stop_factor": Removed([4.0])},
+    "exp.extras.hf.hf.HuggingFace": {"files": Removed([None], is_written=True)},
+    "exp.extras.research.features.Features": {"columns": Removed()},
+    "exp.extras.research.gradient_reversal.GradientReversal": {"steepness": Removed([10.0])},
+    "exp.extras.research.retain_gradients.RetainGradients": {"histogram": Removed()},
+    "exp.hooks.activations.Activations": {"unit_axis": Removed()},
+    "exp.hooks.gradients.Gradients": {"shares_every_n_steps": Removed()},
+    "exp.hooks.memory.Memory": {"record_history": Removed()},
+    DDP: {"inner": Removed()},
+    "exp.strategies.ddp.LocalSGD": {"within_node": Removed([False]), "average_optimizer_state": Removed([True])},
+    # Where activations lie changes no number.
+    "exp.strategies.hybrid.Hybrid": {"sequence": Removed()},
+    "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed()},
+    "exp.tensorboard.logger.TensorBoardLogger": {"graph": Removed()},
 }
 
 
@@ -105,13 +126,13 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
     found: dict[str, Any] = _with_targets(dict(content), current_target)
     for (key, value), chosen in CHOSEN_CLASSES.items():
-        parent, _, name = key.rpartition(".")
-        node = _node(found, parent)
-        if node is not None and name in node and node[name] == value:
+        node, name = _place(found, key)
+        if name in node and node[name] == value:
             del node[name]
             node["_target_"] = chosen
     for key in removed_keys(content):
-        _remove(found, key)
+        node, name = _place(found, key)
+        node.pop(name, None)
     _replace_removed_values(found)
     for key, value in PRESENT.items():
         _add(found, key, value)
@@ -123,18 +144,17 @@ def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
     for (key, value), chosen in CHOSEN_CLASSES.items():
-        parent, _, name = key.rpartition(".")
-        node = _node(found, parent)
-        if node is not None and node.get("_target_") == chosen:
+        node, name = _place(found, key)
+        if node.get("_target_") == chosen:
             node |= {"_target_": DDP, name: value}
     for key, target in list(leaves(found)):
         if key.endswith("._target_") and isinstance(target, str):
-            for name, value in WRITTEN_PARAMETERS.get(current_target(target), {}).items():
-                _add(found, f"{key.removesuffix('_target_')}{name}", value)
+            for name, removed in REMOVED_PARAMETERS.get(current_target(target), {}).items():
+                if removed.is_written and removed.values:
+                    _add(found, f"{key.removesuffix('_target_')}{name}", removed.values[0])
     for key, value in ADDED.items():
-        parent, _, name = key.rpartition(".")
-        node = _node(found, parent)
-        if node is not None and name in node and are_same(node[name], value):
+        node, name = _place(found, key)
+        if name in node and are_same(node[name], value):
             del node[name]
     for key, value in REMOVED.items():
         _add(found, key, value)
@@ -143,30 +163,30 @@ def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def removed_keys(content: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
-    targets = {
-        key: value["_target_"] for key, value in leaves(content) if isinstance(value, dict) and "_target_" in value
-    }
-    hooks = [key for key, target in targets.items() if target in REMOVED_HOOKS]
-    now = {key: current_target(target) for key, target in targets.items() if isinstance(target, str)}
+    nodes = {key: value for key, value in leaves(content) if is_node(value) and isinstance(value["_target_"], str)}
+    hooks = [key for key, node in nodes.items() if node["_target_"] in REMOVED_HOOKS]
     parameters = [
         f"{key}.{parameter}"
-        for key, target in now.items()
-        if target in REMOVED_PARAMETERS
-        for parameter in REMOVED_PARAMETERS[target]
+        for key, node in nodes.items()
+        for parameter, removed in REMOVED_PARAMETERS.get(current_target(node["_target_"]), {}).items()
+        if removed.values is None or parameter not in node or node[parameter] in removed.values
     ]
     return [*REMOVED, *hooks, *parameters]
 
 
 def current_target(dotted: str) -> str:
     """Return the name that a class or function has in this version."""
-    module, _, name = dotted.rpartition(".")
-    return MOVED[dotted] if dotted in MOVED else f"{MOVED[module]}.{name}" if module in MOVED else dotted
+    return _renamed(dotted, MOVED)
 
 
 def _earlier_target(dotted: str) -> str:
+    return _renamed(dotted, EARLIER)
+
+
+def _renamed(dotted: str, names: Mapping[str, str]) -> str:
+    """Return the name of a class after it, or its module, is renamed."""
     module, _, name = dotted.rpartition(".")
-    earlier = {now: before for before, now in MOVED.items()}
-    return earlier[dotted] if dotted in earlier else f"{earlier[module]}.{name}" if module in earlier else dotted
+    return names[dotted] if dotted in names else f"{names[module]}.{name}" if module in names else dotted
 
 
 def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
@@ -185,30 +205,22 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
     return renamed
 
 
-def _node(tree: dict[str, Any], key: str) -> dict[str, Any] | None:
+def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the mapping that holds a dotted key, and the last name of the key; an empty mapping if none holds it."""
+    *parents, last = key.split(".")
     node: Any = tree
-    for name in key.split(".") if key else ():
-        node = node[name] if isinstance(node, dict) and name in node else None
-    return node if isinstance(node, dict) else None
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    return (node if isinstance(node, dict) else {}), last
 
 
 def _add(tree: dict[str, Any], key: str, value: Any) -> None:
-    parent, _, name = key.rpartition(".")
-    node = _node(tree, parent)
-    if node is not None and name not in node:
-        node[name] = copy.deepcopy(value)
+    node, name = _place(tree, key)
+    node.setdefault(name, copy.deepcopy(value))
 
 
 def _replace_removed_values(tree: dict[str, Any]) -> None:
     for (key, removed), value in REMOVED_VALUES.items():
-        parent, _, name = key.rpartition(".")
-        node = _node(tree, parent)
-        if node is not None and name in node and node[name] == removed:
+        node, name = _place(tree, key)
+        if name in node and node[name] == removed:
             node[name] = value
-
-
-def _remove(tree: dict[str, Any], key: str) -> None:
-    parent, _, name = key.rpartition(".")
-    node = _node(tree, parent)
-    if node is not None:
-        node.pop(name, None)

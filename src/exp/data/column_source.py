@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,9 @@ class ColumnSource(Source):
     def is_date(self, column: int) -> bool:
         values = self._values[column]
         return isinstance(values, np.ndarray) and values.dtype.kind == "M"
+
+    def _values_of(self, column: int) -> Iterator[object]:
+        return iter(self._values[column])
 
     def _read(self, numbers: Sequence[int], days: Days, words: Sequence[int]) -> tuple[Columns, Unread]:
         table = np.full((len(self._values[0]), len(numbers)), np.nan)
@@ -152,9 +155,10 @@ def read_columns(file: Path) -> Values:
 def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Values:
     """Return columns of a file by name with the values that the file has, such as the text 007 of a CSV file.
 
-    Raises: ConfigError at `keep` for a column that is not there, and as read_columns.
+    Raises: ConfigError at `keep` for a column that is not there, and as open_source.
     """
-    if file.suffix == ".csv":
+    _require_file(file)
+    if file.suffix not in TYPED:
         source = CsvSource(file, dialect)
         texts = zip(*(row for _, row in source.rows()), strict=True)
         columns: Values = dict(zip(source.names, texts, strict=True))

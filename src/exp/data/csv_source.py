@@ -100,6 +100,9 @@ class CsvSource(Source):
                 )
             yield line, row
 
+    def _values_of(self, column: int) -> Iterator[object]:
+        return (row[column] for _, row in self.rows())
+
     def _all_rows(self) -> Iterator[tuple[int, list[str]]]:
         line = 0
         with self._opened() as text:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from exp.data.cells import Missing, finite_number, number_in
+from exp.data.cells import Missing, finite_number, number_in, text_of
 from exp.data.faults import data_fault, name_cure
 from exp.data.tables import Words
 from exp.errors import ConfigError, Fault, raise_faults
@@ -74,6 +75,23 @@ class Source(ABC):
     @abstractmethod
     def _read(self, numbers: Sequence[int], days: Days, words: Sequence[int]) -> tuple[Columns, Unread]:
         """Return the columns, nan for an error, and the first error of each column."""
+
+    @abstractmethod
+    def _values_of(self, column: int) -> Iterator[object]:
+        """Yield the values of a column as the file has them, texts or typed values."""
+
+    def has_numbers(self, column: int) -> bool:
+        """Return whether `read` takes a column without `days`. The first value that is not missing decides."""
+        read = self._reader(column, NOTHING)
+        for value in () if self.is_date(column) else self._values_of(column):
+            if isinstance(value, int | float | Decimal | np.number | np.bool_):
+                return True
+            try:
+                if not math.isnan(read(text_of(value) or "")):
+                    return True
+            except (ValueError, OverflowError):
+                return False
+        return True
 
     def is_date(self, column: int) -> bool:
         """Return whether the file stores a column as dates."""

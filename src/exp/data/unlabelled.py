@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.cells import DecimalSign, finite_number
-from exp.data.column_source import open_source, read_columns
+from exp.data.column_source import ColumnSource, open_source, read_columns
 from exp.data.csv_source import CsvSource, Dialect
 from exp.data.delimited import date_forms
 from exp.data.faults import SampleError, data_fault, fitted_entry, refuse_unknown_columns
@@ -309,8 +309,10 @@ class UnlabelledArrays(Tensors):
     ) -> None:
         file, only = Path(path), next(iter(inputs)) if len(inputs) == 1 else None
         columns = {} if only and file.suffix == ".csv" else dict(read_columns(file))
-        if only and (file.suffix == ".csv" or (file.suffix == ".parquet" and len(columns) > 1)):
-            columns = {only: _rows(file, shape=inputs[only]["shape"])}
+        if only and file.suffix == ".csv":
+            columns = {only: _rows(open_source(file), shape=inputs[only]["shape"])}
+        elif only and file.suffix == ".parquet" and len(columns) > 1:
+            columns = {only: _rows(ColumnSource(file=file, columns=columns), shape=inputs[only]["shape"])}
         elif only and len(columns) == 1:
             columns = {only: next(iter(columns.values()))}
         if missing := [name for name in inputs if name not in columns]:
@@ -346,14 +348,13 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     return found
 
 
-def _rows(file: Path, *, shape: Sequence[int | None]) -> np.ndarray:
+def _rows(source: Source, *, shape: Sequence[int | None]) -> np.ndarray:
     """Return the columns of numbers as float64 `[N, F]`, the values of one input of a shape."""
-    source = open_source(file)
     size = math.prod(length for length in shape if length is not None)
-    _refuse_first_sample(file, source.names)
+    _refuse_first_sample(source.file, source.names)
     if len(source.names) != size:
         expected = f"{size} of numbers, the values of an input {list(shape)} one after the other"
-        raise data_fault("dataset.path", got=f"{file} with {len(source.names)} columns", expected=expected)
+        raise data_fault("dataset.path", got=f"{source.file} with {len(source.names)} columns", expected=expected)
     return series_of(source, source.names)
 
 

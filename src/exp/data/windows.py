@@ -20,11 +20,10 @@ from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
 from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Entries, Fitted
-from exp.data.source import NAMELESS, Name, Source
+from exp.data.source import NAMELESS, Days, Name, Source
 from exp.data.splits import contiguous
 from exp.data.tables import moments
 from exp.data.value_names import SCALES, ValueNames
-from exp.errors import ConfigError
 from exp.shared_types import Stage
 
 FITTED = "windows"
@@ -107,6 +106,8 @@ class Windows(Dataset[object]):
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous(rows, len(self.values)).items():
             parts[name].values = self.values[place]
+            # The copy has the cached rows of the whole.
+            vars(parts[name]).pop("_plain", None)
         return parts
 
     def fit(self) -> Fitted:
@@ -196,11 +197,8 @@ def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
 
 def _require_order(source: Source, name: str) -> None:
     column = source.column(name, key="dataset.time")
-    cures = {column: "Fill it in"}
-    try:
-        instants = source.read(numbers=[column], cures=cures).numbers
-    except ConfigError:
-        instants = source.read(numbers=[column], days={column: None}, cures=cures).numbers
+    days: Days = {} if source.has_numbers(column) else {column: None}
+    instants = source.read(numbers=[column], days=days, cures={column: "Fill it in"}).numbers
     wrong = np.flatnonzero(np.diff(instants[:, 0]) <= 0)
     if wrong.size:
         raise data_fault(

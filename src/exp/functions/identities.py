@@ -99,13 +99,13 @@ def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
     return applied(GradientReversal, x, weight)
 
 
-def progressive_weight(progress: float, *, steepness: float = 10.0) -> float:
-    """The weight that grows with training from 0 to almost 1: 2 / (1 + exp(-steepness * progress)) - 1.
+def progressive_weight(progress: float) -> float:
+    """The weight that grows with training from 0 to almost 1: 2 / (1 + exp(-10 * progress)) - 1.
 
-    Ganin and Lempitsky 2015, section 4, lambda_p with steepness 10. progress: p, from 0 to 1.
+    Ganin and Lempitsky 2015, section 4, lambda_p. progress: p, from 0 to 1.
     """
     # tanh(x / 2) is the same number, and overflows nowhere.
-    return math.tanh(steepness * progress / 2)
+    return math.tanh(5 * progress)
 
 
 def clipped_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:

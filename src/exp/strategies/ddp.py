@@ -73,15 +73,6 @@ class LocalSGD:
     start_step: int = 0
 
 
-# Options of ddp that tell DistributedDataParallel's reducer what to do, and their defaults.
-OF_THE_REDUCER = {
-    "find_unused_parameters": False,
-    "gradient_as_bucket_view": True,
-    "static_graph": False,
-    "bucket_cap_mb": None,
-}
-
-
 class DDP(Strategy):
     """The options are those of torch.nn.parallel.DistributedDataParallel, under its names, and some around it.
 
@@ -206,20 +197,34 @@ class DDP(Strategy):
         """Yield an error for each option of the gradient average: phases average without DistributedDataParallel."""
         if not planned.config["phases"] or planned.placement.world_size == 1:
             return
-        given = {
-            "communication_hook": self.communication_hook,
-            "local_sgd.every_n_steps": self.local_sgd.every_n_steps,
-            "sync_batchnorm": self.sync_batchnorm,
-            **{key: self.options[key] for key in OF_THE_REDUCER},
-        }
-        defaults = {"communication_hook": None, "local_sgd.every_n_steps": None, "sync_batchnorm": False}
-        for key, default in {**defaults, **OF_THE_REDUCER}.items():
-            if given[key] != default:
+        defaults = DDP()._average_options()
+        for key, value in self._average_options().items():
+            if value != defaults[key]:
                 yield Fault(
                     key=f"strategy.{key}",
-                    got=f"{show(given[key])}, with phases, which average their gradients without it",
-                    expected=show(default),
+                    got=f"{show(value)}, with phases, which average their gradients without it",
+                    expected=show(defaults[key]),
                 )
+
+    def hook_faults(self, *, expected: str) -> list[Fault]:
+        """Return an error for each option that needs a communication hook of DistributedDataParallel."""
+        return [
+            Fault(key=f"strategy.{key}", got=str(value), expected=expected)
+            for key, value in self._hook_options().items()
+            if value is not None
+        ]
+
+    def _hook_options(self) -> dict[str, str | int | None]:
+        """Return the options that register a communication hook, None if they are off."""
+        return {
+            "communication_hook": self.communication_hook,
+            "local_sgd.every_n_steps": self.local_sgd.every_n_steps,
+        }
+
+    def _average_options(self) -> dict[str, Any]:
+        """Return the options of the average of gradients."""
+        of_reducer = {key: value for key, value in self.options.items() if key != "broadcast_buffers"}
+        return {**self._hook_options(), "sync_batchnorm": self.sync_batchnorm, **of_reducer}
 
 
 class ExpDDPStrategy(DDPStrategy):
@@ -258,8 +263,7 @@ class ExpDDPStrategy(DDPStrategy):
             return
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if options.communication_hook is not None:
-            compress(self.model, options, steps_done=lambda: module.trainer.global_step)
+        compress(self.model, options, steps_done=lambda: module.trainer.global_step)
         if options.averages_between_steps:
             self._local = LocalSteps(options.local_sgd)
             self.model.register_comm_hook(self._local, _unless_local)
@@ -408,7 +412,7 @@ class LowRank:
 
 
 def compress(wrapped: DistributedDataParallel, options: DDP, *, steps_done: Callable[[], int]) -> None:
-    """Register the communication hook that the options name.
+    """Register the communication hook that the options name, if they name one.
 
     Args:
         steps_done: Returns the number of the run's finished steps. Called when the first gradients exist.

@@ -17,13 +17,11 @@ from exp.errors import RunError
 from exp.strategies.whole_state import local
 
 T = TypeVar("T", bound=Tensor)
-# As much as DistributedDataParallel sends at once.
+# The most that one collective sends, unless one tensor is larger; as DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
 
-def average_gradients(
-    parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
     """Replaces each gradient by its mean over the ranks of a process group. Every rank of it must call it.
 
     A gradient that only some ranks have counts as zeros in the others, which then hold the mean, too; one that no rank
@@ -31,7 +29,6 @@ def average_gradients(
 
     parameters: the same, in the same order, on every rank; those that require no gradient are passed over.
     group: None is all ranks.
-    bucket_bytes: the most that one collective sends, or one gradient.
     Raises: RunError for a sparse gradient.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -51,20 +48,18 @@ def average_gradients(
     for place in missing:
         if counts[place]:
             trained[place].grad = torch.zeros_like(trained[place])
-    average_tensors([one.grad.detach() for one in trained if one.grad is not None], group=group, most=bucket_bytes)
+    average_tensors([one.grad.detach() for one in trained if one.grad is not None], group=group)
 
 
-def average_tensors(
-    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, most: int = BUCKET_BYTES
-) -> None:
+def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
     """Replaces each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
 
-    tensors: of the same shapes, in the same order, on every rank. most: bytes that one collective sends, or one tensor.
+    tensors: of the same shapes, in the same order, on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     sent = []
-    for bucket in _buckets(tensors, most):
+    for bucket in _buckets(tensors):
         pieces = [local(tensor) for tensor in bucket]
         # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
@@ -106,14 +101,14 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> No
             own.copy_(sent)
 
 
-def _buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Yield tensors of one dtype and device, of at most `most` bytes or one alone, in the same order on every rank."""
+def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Yield tensors of one dtype and device, of at most BUCKET_BYTES or one alone, in the same order on every rank."""
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         size = local(tensor).numel() * tensor.element_size()
         bucket, filled = open_buckets.get(kind, ([], 0))
-        if bucket and filled + size > most:
+        if bucket and filled + size > BUCKET_BYTES:
             yield bucket
             bucket, filled = [], 0
         bucket.append(tensor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -38,13 +39,11 @@ class ModuleCalls:
         self._open: Call | None = None
         # In the order of their first nodes.
         self._calls: list[Call] = []
-        self._firsts: list[int] = []
 
     def begin(self, name: str) -> Call:
         call = Call(name=name, first=next_number(), around=self._open)
         self._open = call
         self._calls.append(call)
-        self._firsts.append(call.first)
         return call
 
     def end(self, name: str) -> Call | None:
@@ -66,7 +65,7 @@ class ModuleCalls:
         """Return the name of the innermost module in whose forward a node was made."""
         number = number_of(node)
         # The last call that began before: itself, or one of those around it, made the node.
-        place = bisect_right(self._firsts, number) - 1
+        place = bisect_right(self._calls, number, key=attrgetter("first")) - 1
         call = self._calls[place] if place >= 0 else None
         while call is not None and (call.end is not None and call.end <= number):
             call = call.around

@@ -73,8 +73,8 @@ class PRCurve(ClassCounts):
         return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, cases(counts), strict=True)}
 
 
-def reached(shares: Tensor, positive: Tensor, *, counted: Tensor, thresholds: int = THRESHOLDS) -> Tensor:
-    """Return how many samples reach how many of T thresholds from 0 to 1: `[C, 2, T + 1]`, int64.
+def reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
+    """Return how many samples reach how many of THRESHOLDS, T, from 0 to 1: `[C, 2, T + 1]`, int64.
 
     The second axis is the samples of other classes and those of the class. It does not wait for the device.
 
@@ -82,13 +82,12 @@ def reached(shares: Tensor, positive: Tensor, *, counted: Tensor, thresholds: in
         shares: `[N, C]`, probabilities.
         positive: `[N, C]`, bool.
         counted: `[N]`, bool, false for a sample that does not count.
-        thresholds: T.
     """
     classes = shares.shape[1]
-    limits = torch.linspace(0, 1, thresholds, device=shares.device, dtype=shares.dtype)
+    limits = torch.linspace(0, 1, THRESHOLDS, device=shares.device, dtype=shares.dtype)
     # A nan reaches none, as in any comparison; searching would put it after the last.
     bins = torch.searchsorted(limits, shares.nan_to_num(nan=-1.0).contiguous(), right=True)
-    width = thresholds + 1
+    width = THRESHOLDS + 1
     rows = 2 * torch.arange(classes, device=shares.device) + positive
     found = counted_at(rows * width + bins, counted=counted[:, None], size=2 * classes * width)
     return found.reshape(classes, 2, width)

@@ -10,6 +10,7 @@ of a bucket's bytes, however many ranks there are (Patarasuk and Yuan 2009, doi:
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,29 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
 from torch.nn.parallel import DistributedDataParallel
 
+from exp.errors import Fault
+from exp.spelling import among
 from exp.strategies.ddp import DDP, ExpDDPStrategy
 from exp.strategies.placement import Placement
 from exp.strategies.rank import Rank
+from exp.strategies.strategy import Blueprint
 
 log = logging.getLogger(__name__)
 KIB = 2**10
 
 
 class RingDDP(DDP):
-    """Data parallel with the options of ddp, except `communication_hook`."""
+    """Data parallel with the options of ddp, except `communication_hook` and `local_sgd`."""
+
+    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+        """Return the errors of ddp, of options that register a second hook, and of phases, which run no hook."""
+        faults = [*super().faults(planned), *self.hook_faults(expected="null: the ring averages the gradients")]
+        if planned.config["phases"] and planned.placement.world_size > 1:
+            expected = "none: phases average their gradients without the ring"
+            faults.append(
+                Fault(key="phases", got=among(planned.config["phases"]), expected=expected, cure="Write strategy=ddp")
+            )
+        return faults
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return the strategy of one rank."""

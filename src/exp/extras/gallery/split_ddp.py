@@ -49,12 +49,10 @@ class SplitDDP(DDP):
 
     def faults(self, planned: Blueprint) -> Sequence[Fault]:
         """Return what ddp refuses, an option that needs a network on one device, and a split that does not fit."""
-        faults = [*super().faults(planned), *split_faults(planned, count=self.devices_per_rank, layers=self.layers)]
-        given = {"communication_hook": self.communication_hook, "local_sgd": self.local_sgd.every_n_steps}
-        return faults + [
-            Fault(key=f"strategy.{key}", got=str(value), expected="null for a network over several devices")
-            for key, value in given.items()
-            if value is not None
+        return [
+            *super().faults(planned),
+            *split_faults(planned, count=self.devices_per_rank, layers=self.layers),
+            *self.hook_faults(expected="null for a network over several devices"),
         ]
 
     def footprint(self, load: Load) -> Footprint:

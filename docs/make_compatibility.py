@@ -26,10 +26,10 @@ each hook supports. Made from their declarations by `python docs/make_compatibil
 A strategy has **traits**, a hook, a term of the objective, a callback or an optimizer has **needs**, and one table,
 in `src/exp/check/compatibility.py`, says which trait excludes which need and why. A part is judged by its class,
 never by its name: a subclass of a strategy, one under another `strategy.name`, and Lightning's own are judged alike.
-Every conflict is a fault of [the check](configuration.md#the-check), which comes before anything is built.
+Every conflict is an error of [the check](configuration.md#the-check), which comes before anything is built.
 
 The table decides what depends on one need and one trait. What depends on the values of options is decided by the part
-itself (`Hook.faults`, `Strategy.faults`), and reported in the same list of faults. So the last word on a combination
+itself (`Hook.errors`, `Strategy.errors`), and reported in the same list of errors. So the last word on a combination
 is that of `python -m exp.check OVERRIDES`.
 """
 # Options that give a strategy of conf/strategy other traits.
@@ -93,9 +93,7 @@ def _needs() -> Iterator[str]:
 
 def _callbacks() -> Iterator[str]:
     yield "## Callbacks that no run can have\n\n| callback | what it does | what to take instead |\n|---|---|---|"
-    yield from (
-        f"| `{kind.__name__}` | {why.removeprefix('which ')} | {cure} |" for kind, (why, cure) in REFUSED.items()
-    )
+    yield from (f"| `{kind.__name__}` | {why.removeprefix('which ')} | {fix} |" for kind, (why, fix) in REFUSED.items())
     kept = ", ".join(f"`{kind.__name__}`" for kind in LEAVING_WEIGHTS)
     yield "\nOther callbacks may change weights behind a validation. A copy of what was validated is held for"
     yield f"`best.ckpt` then. Of these nothing has to be held: {kept}.\n"
@@ -124,7 +122,7 @@ def _table(
     for name, hook in hooks.items():
         cells = [_excluding({name: hook}, [one for one in numbers if one in traits]) for traits in columns.values()]
         said = ["no " + " ".join(f"[{numbers[trait]}]" for trait in cell) if cell else "yes" for cell in cells]
-        yield f"| `{name}`{'*' * hook.overrides('faults')} | {' | '.join(said)} |"
+        yield f"| `{name}`{'*' * hook.overrides('errors')} | {' | '.join(said)} |"
 
 
 def _excluding(hooks: Mapping[str, Hook], traits: list[str]) -> list[str]:

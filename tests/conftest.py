@@ -159,7 +159,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if removed := removed_extras(f"{error!r} {getattr(error, 'faults', '')}"):
+        if removed := removed_extras(f"{error!r} {getattr(error, 'errors', '')}"):
             pytest.skip(f"needs src/exp/extras/{removed[0]}, which was removed")
         raise
     spent = processor_seconds() - before

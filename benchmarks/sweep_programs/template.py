@@ -232,7 +232,7 @@ def train(config: DictConfig) -> tuple[dict[str, Any], float]:
 
 
 def as_task(config: DictConfig) -> tuple[dict[str, Any], float]:
-    """The training with what a sweep wants around it: a fault is logged, and where the output is."""
+    """The training with what a sweep wants around it: an error is logged, and where the output is."""
     try:
         return train(config)
     except Exception:

@@ -44,7 +44,7 @@ _install_lighter_imports()
 if TYPE_CHECKING:
     from exp.check.examination import validate
     from exp.check.stages import compose
-    from exp.errors import ConfigError, ExpError, Fault, Interrupted, MissingExtraError, RankError, RunError
+    from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, MissingExtraError, RankError, RunError
     from exp.run_report import Report
     from exp.saved_runs.saved_run import load
     from exp.start import fit
@@ -58,14 +58,15 @@ _HOMES = {
     "Report": "exp.run_report",
     "load": "exp.saved_runs.saved_run",
     **dict.fromkeys(
-        ("ExpError", "ConfigError", "Fault", "Interrupted", "MissingExtraError", "RankError", "RunError"), "exp.errors"
+        ("ExpError", "ConfigError", "ErrorDetails", "Interrupted", "MissingExtraError", "RankError", "RunError"),
+        "exp.errors",
     ),
 }
 
 __all__ = [
     "ConfigError",
+    "ErrorDetails",
     "ExpError",
-    "Fault",
     "Interrupted",
     "MissingExtraError",
     "RankError",

@@ -26,14 +26,14 @@ from torch.nn.parameter import is_lazy
 from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.module_key import brings_data
 from exp.config.reading import secrets_kept
-from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_fault, returned_at, slot_of, trains_itself
+from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_error, returned_at, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, Fault, RunError, config_error, refusal, said
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, ExpError, RunError, config_error, refusal, said
 from exp.loggers.run_logger import made
 from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
@@ -103,7 +103,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         error.key = error.key or f"{key}.{error.place}"
         raise
     except ConfigError as error:
-        raise ConfigError([_placed(fault, key) for fault in error.faults]) from error
+        raise ConfigError([_placed(error, key) for error in error.errors]) from error
     except ExpError:
         raise
     except ImportError as error:
@@ -116,9 +116,9 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
             raise  # a bug; code of the user's own may have exceptions of its own
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {said(error)})"
         make = functools.partial(target, *positional, **arguments)
-        fault = refusal(error, key=key, known=node, got=got, make=make)
+        detail = refusal(error, key=key, known=node, got=got, make=make)
         raise ConfigError([
-            dataclasses.replace(fault, got=redacted(fault.got), expected=redacted(fault.expected))
+            dataclasses.replace(detail, got=redacted(detail.got), expected=redacted(detail.expected))
         ]) from error  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> d
         try:
             found[name] = resolve_function(dotted, allow=allow)
         except TargetError as error:
-            raise ConfigError([dataclasses.replace(error.faults[0], key=f"{key}.{name}")]) from error
+            raise ConfigError([dataclasses.replace(error.errors[0], key=f"{key}.{name}")]) from error
     return found
 
 
@@ -145,7 +145,7 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
         got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
         raise config_error(f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")
     if key == "model" and trains_itself(type(made)):
-        raise ConfigError([own_training_fault(name, kind=f"{type(made).__module__}.{type(made).__qualname__}")])
+        raise ConfigError([own_training_error(name, kind=f"{type(made).__module__}.{type(made).__qualname__}")])
     return made
 
 
@@ -183,10 +183,10 @@ def _with_secrets(text: str, *, key: str) -> str:
         ) from error
 
 
-def _placed(fault: Fault, key: str) -> Fault:
-    """A fault of a constructor names its own parameter; the config's key is that of the node before it."""
-    inside = fault.key == key or fault.key.startswith(f"{key.split('.')[0]}.")
-    return fault if inside else dataclasses.replace(fault, key=f"{key}.{fault.key}")
+def _placed(error: ErrorDetails, key: str) -> ErrorDetails:
+    """An error of a constructor names its own parameter; the config's key is that of the node before it."""
+    inside = error.key == key or error.key.startswith(f"{key.split('.')[0]}.")
+    return error if inside else dataclasses.replace(error, key=f"{key}.{error.key}")
 
 
 @secrets_kept()
@@ -227,7 +227,7 @@ def build_data(plain: Plain, *, keeps_raw: bool = False) -> Data:
 
 def _fitted(resume: object) -> Mapping[str, Any] | None:
     if not isinstance(resume, str):
-        return None  # null, or a fault of its own
+        return None  # null, or an error of its own
     try:
         return fitted_in(Path(resume))
     except RunError:

@@ -1,4 +1,4 @@
-"""Every error that a user can cause. Each carries its values and prints what is, what must be, and the cure."""
+"""Every error that a user can cause. Each carries its values and prints what is, what must be, and the fix."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OS
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One error of a config, in the order of its message: `KEY: GOT; expected EXPECTED. CURE`.
+class ErrorDetails:
+    """One error of a config, in the order of its message: `KEY: GOT; expected EXPECTED. FIX`.
 
     key: The dotted config key.
     got: The value, or what is wrong with it.
     expected: A noun phrase.
-    cure: The fix; None if it is unknown.
+    fix: The fix; None if it is unknown.
     source: The file with its line, or the command line.
     origins: Other keys whose place is the source: the first of them that is set.
     at: Line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
@@ -43,7 +43,7 @@ class Fault:
     key: str
     got: str
     expected: str
-    cure: str | None = None
+    fix: str | None = None
     _: KW_ONLY
     source: str | None = None
     origins: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Fault:
     def __str__(self) -> str:
         place = f"line {self.at[0]}, column {self.at[1]}: " if self.at else ""
         line = f"{self.key}: {place}{self.got}; expected {self.expected}"
-        if self.cure:
-            line += f". {self.cure}"
+        if self.fix:
+            line += f". {self.fix}"
         return f"{line}  [{self.source}]" if self.source else line
 
 
@@ -65,8 +65,8 @@ def refusal(
     known: Container[str],
     got: str,
     make: functools.partial[Any] | None = None,
-) -> Fault:
-    """The fault of what a constructor raised: `NAME is VALUE; expected WHAT` is told at that parameter's key.
+) -> ErrorDetails:
+    """The error of what a constructor raised: `NAME is VALUE; expected WHAT` is told at that parameter's key.
 
     known: the parameters' names. got: what to say of any other message.
     make: the call. Of a class of a library the parameter is found that is to blame for any other message, too.
@@ -75,9 +75,9 @@ def refusal(
     words, is_worded, expected = said(error).partition("; expected ")
     name, _, value = words.partition(" is ")
     if is_worded and name in known:
-        return Fault(key=f"{key}.{name}", got=value, expected=expected)
+        return ErrorDetails(key=f"{key}.{name}", got=value, expected=expected)
     if is_worded:
-        return Fault(key=key, got=words, expected=expected)
+        return ErrorDetails(key=key, got=words, expected=expected)
     # Code of the user's own is not called again: nobody knows what else it does. A part of exp's may read files.
     top = "" if make is None else make.func.__module__.partition(".")[0]
     if make is not None and top in LIBRARIES:
@@ -85,9 +85,9 @@ def refusal(
         guilty = others or _named(said(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords)
         if guilty is not None:
             told = f"{show(make.keywords[guilty])}, and {got}"
-            cure = _cure_of_divisor(make, guilty) if "divisible" in said(error) else None
-            return Fault(key=f"{key}.{guilty}", got=told, expected="a value that it accepts", cure=cure)
-    return Fault(key=key, got=got, expected="values that it accepts")
+            fix = _fix_of_divisor(make, guilty) if "divisible" in said(error) else None
+            return ErrorDetails(key=f"{key}.{guilty}", got=told, expected="a value that it accepts", fix=fix)
+    return ErrorDetails(key=key, got=got, expected="values that it accepts")
 
 
 def shortened(message: str, *, most: int = 400) -> str:
@@ -96,7 +96,7 @@ def shortened(message: str, *, most: int = 400) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def _cure_of_divisor(make: functools.partial[Any], name: str) -> str | None:
+def _fix_of_divisor(make: functools.partial[Any], name: str) -> str | None:
     """The nearest number with which a call succeeds that refuses another one for what it does not divide."""
     value = make.keywords[name]
     if not isinstance(value, int) or isinstance(value, bool):
@@ -155,15 +155,15 @@ def _unpickled(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str
 
 
 class ConfigError(ExpError):
-    """A config with one or more faults. Nothing was built and nothing was written."""
+    """A config with one or more errors. Nothing was built and nothing was written."""
 
     exit_status = 2
 
-    def __init__(self, faults: Sequence[Fault], *, note: str | None = None) -> None:
-        self.faults = tuple(faults)
-        count = len(self.faults)
-        title = f"{count} fault{'s' if count != 1 else ''} in the config; nothing was started."
-        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults), *([note] if note else [])]))
+    def __init__(self, errors: Sequence[ErrorDetails], *, note: str | None = None) -> None:
+        self.errors = tuple(errors)
+        count = len(self.errors)
+        title = f"{count} error{'s' if count != 1 else ''} in the config; nothing was started."
+        super().__init__("\n".join([title, *(f"  {error}" for error in self.errors), *([note] if note else [])]))
 
 
 def config_error(
@@ -171,17 +171,17 @@ def config_error(
     *,
     got: str,
     expected: str,
-    cure: str | None = None,
+    fix: str | None = None,
     source: str | None = None,
     subject: str = "",
 ) -> ConfigError:
-    """Return the ConfigError of a single error. The arguments are those of Fault."""
-    return ConfigError([Fault(key, got, expected, cure, source=source, subject=subject)])
+    """Return the ConfigError of a single error. The arguments are those of ErrorDetails."""
+    return ConfigError([ErrorDetails(key, got, expected, fix, source=source, subject=subject)])
 
 
-def raise_faults(faults: Iterable[Fault], *, note: str | None = None) -> None:
+def raise_errors(errors: Iterable[ErrorDetails], *, note: str | None = None) -> None:
     """Raise ConfigError if there are errors. note: a line after them."""
-    if found := tuple(faults):
+    if found := tuple(errors):
         raise ConfigError(found, note=note)
 
 
@@ -204,7 +204,7 @@ def is_installed(package: str) -> bool:
 
 
 class RunError(ExpError):
-    """A run that started and failed for a reason that its user can mend."""
+    """A run that started and failed for a reason that its user can fix."""
 
 
 class NonFiniteError(RunError):
@@ -236,8 +236,8 @@ class UserCodeError(RunError):
         return cls(what=what, cause=one_line(error), frames=own_frames(error))
 
     def __str__(self) -> str:
-        cure = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
-        text = "\n".join(filter(None, [super().__str__(), self.frames, cure]))
+        fix = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
+        text = "\n".join(filter(None, [super().__str__(), self.frames, fix]))
         return text + (f". What was saved is good, and goes on with\n  {self.command}" if self.command else "")
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 
 DISTRIBUTION = "exp-framework"
-CURE = f"pip uninstall -y exp {DISTRIBUTION}, then install {DISTRIBUTION} again: the two share one folder"
+FIX = f"pip uninstall -y exp {DISTRIBUTION}, then install {DISTRIBUTION} again: the two share one folder"
 
 
 def refuse_a_second_exp(site: str) -> None:
@@ -25,7 +25,7 @@ def refuse_a_second_exp(site: str) -> None:
     for name in names:
         # The metadata of exp-framework is exp_framework-*.dist-info.
         if name[:4] == "exp-" and name[4:5].isdigit() and name.endswith((".dist-info", ".egg-info")):
-            raise ImportError(f"{name.rpartition('.')[0]} is installed in {site} beside {DISTRIBUTION}. {CURE}")
+            raise ImportError(f"{name.rpartition('.')[0]} is installed in {site} beside {DISTRIBUTION}. {FIX}")
 
 
 def refuse_a_foreign_init() -> None:
@@ -33,4 +33,4 @@ def refuse_a_foreign_init() -> None:
     found = sys.modules["exp"]
     if "compose" not in vars(found).get("__all__", ()):
         place = found.__file__ or os.path.join(next(iter(found.__path__)), "__init__.py")
-        raise ImportError(f"{place} is not {DISTRIBUTION}'s: the distribution exp has written over it. {CURE}")
+        raise ImportError(f"{place} is not {DISTRIBUTION}'s: the distribution exp has written over it. {FIX}")

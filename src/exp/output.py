@@ -23,7 +23,7 @@ Done = TypeVar("Done")
 
 # The attribute of a record of the log that says what could not be written.
 NOT_WRITTEN = "not_written"
-# What of the system's words says that room is the cure.
+# What of the system's words says that room is the fix.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -38,10 +38,10 @@ def tell_not_written(what: str, error: BaseException) -> None:
 
 
 def unwritable(place: object, error: OSError) -> str:
-    """Return what is wrong with a place that cannot be written, in the system's own words, and the cure as far as they
+    """Return what is wrong with a place that cannot be written, in the system's own words, and the fix as far as they
     say it."""
-    cure = "Make room there" if error.errno in NO_SPACE else "Mend that"
-    return f"{place}: {error.strerror or error}. {cure}"
+    fix = "Make room there" if error.errno in NO_SPACE else "Fix that"
+    return f"{place}: {error.strerror or error}. {fix}"
 
 
 class NotWritten(logging.Handler):
@@ -146,12 +146,12 @@ def _checked_output() -> Iterator[None]:
 
 
 def exit_status(
-    command: Callable[[], Done], *, interrupted: str = "interrupted", fault: int | None = None
+    command: Callable[[], Done], *, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Done | int:
-    """Run a command, and print on stderr what a user can mend.
+    """Run a command, and print on stderr what a user can fix.
 
-    interrupted: what is said of a Ctrl-C that nothing else answered. fault: the status of every error of exp's; None
-        leaves each its own.
+    interrupted: the message after a Ctrl-C that the command does not handle.
+    error_status: the exit status after any ExpError; default: the status that the error has.
     Returns: what the command returns, its own status; or that of the error which ended it.
     """
     if not faulthandler.is_enabled():
@@ -164,7 +164,7 @@ def exit_status(
         return 1
     except ExpError as error:
         print(redacted(str(error)), file=sys.stderr)
-        return error.exit_status if fault is None else fault
+        return error.exit_status if error_status is None else error_status
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED_BY_KEY
@@ -189,11 +189,11 @@ class Main(Protocol):
 
 
 def command(
-    *, help: str | None = None, interrupted: str = "interrupted", fault: int | None = None
+    *, help: str | None = None, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Callable[[Callable[[Sequence[str]], int]], Main]:
     """Return a decorator for the `main` of a command. The command line is `sys.argv` by default.
 
-    help: Text that -h and --help print. interrupted, fault: As for `exit_status`.
+    help: Text that -h and --help print. interrupted, error_status: As for `exit_status`.
     """
 
     def decorate(run: Callable[[Sequence[str]], int]) -> Main:
@@ -206,7 +206,7 @@ def command(
         @wraps(run)
         def main(argv: Sequence[str] | None = None) -> int:
             words = sys.argv[1:] if argv is None else argv
-            return exit_status(partial(answer, words), interrupted=interrupted, fault=fault)
+            return exit_status(partial(answer, words), interrupted=interrupted, error_status=error_status)
 
         return main
 

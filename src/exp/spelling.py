@@ -44,7 +44,7 @@ def is_slip(word: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The cure of a typo, `Did you mean lr?`, or None where nothing is near."""
+    """The fix of a typo, `Did you mean lr?`, or None where nothing is near."""
     found = nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 

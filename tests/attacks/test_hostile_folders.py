@@ -154,7 +154,7 @@ MODELS = {
 def test_a_hostile_option_of_conf_is_refused(name, folder, attacked):
     (folder / "conf" / "model" / "received.yaml").write_text(MODELS[name].format(evil=evil(folder)))
     torch.save(Evil(folder.parent / "canary"), folder / "evil.pt")
-    assert "fault" in attacked("model=received", *RUN[1:])
+    assert "error" in attacked("model=received", *RUN[1:])
 
 
 def zipped(path: Path, content: bytes) -> None:

@@ -13,7 +13,7 @@ from exp.check.first_samples import compare_with_data
 from exp.check.resolution import resolve
 from exp.check.stages import compose, refuse_early
 from exp.cli.command_line import answer_question, parse_arguments
-from exp.errors import ConfigError, ExpError, Fault
+from exp.errors import ConfigError, ErrorDetails, ExpError
 from exp.sweeps.sweep import compose_sweep
 
 # A word that can be typed after a verb such as Write: an override, quoted or not, or a flag.
@@ -27,7 +27,7 @@ OF_A_KEY = re.compile(r"no such|not a setting|there is no (?!option)|no key|no p
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")
 
 
-def answer(argv: Sequence[str]) -> list[Fault]:
+def answer(argv: Sequence[str]) -> list[ErrorDetails]:
     """Return the errors that `exp.check` finds in a command line. Of a sweep only the overrides are checked."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -41,13 +41,13 @@ def answer(argv: Sequence[str]) -> list[Fault]:
                 config = compose(arguments.overrides, **places)
                 refuse_early(config)
                 examined = examine(resolve(config))
-                return list(examined.faults or compare_with_data(examined.decided)[0])
+                return list(examined.errors or compare_with_data(examined.decided)[0])
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.errors)
     except SystemExit as error:  # a flag such as --version
-        return [Fault(key="exit", got=str(error.code), expected="0")] if error.code else []
+        return [ErrorDetails(key="exit", got=str(error.code), expected="0")] if error.code else []
     except ExpError as error:
-        return [Fault(key="run", got=str(error), expected="a run")]
+        return [ErrorDetails(key="run", got=str(error), expected="a run")]
     return []
 
 
@@ -69,14 +69,14 @@ def command_at(fix: str, place: int) -> list[str]:
     return words
 
 
-def fixed(argv: Sequence[str], fault: Fault) -> list[list[str]]:
+def fixed(argv: Sequence[str], error: ErrorDetails) -> list[list[str]]:
     """Return the command line with the fix of an error in place of the wrong words, once for each fix it names."""
-    fix = fault.cure or ""
-    wrong = flag_words(argv, fault.key) or [text for text in argv if is_about(fault.key, text)]
+    fix = error.fix or ""
+    wrong = flag_words(argv, error.key) or [text for text in argv if is_about(error.key, text)]
     rest = [text for text in argv if text not in wrong]
     results = []
     if (spelling := SPELLING.search(fix)) and wrong:
-        results.append([*rest, respelled(wrong[0], spelling[1], fault)])
+        results.append([*rest, respelled(wrong[0], spelling[1], error)])
     if (value := VALUE.search(fix)) and wrong:
         results.append([*rest, f"{wrong[0].partition('=')[0]}={value[1]}"])
     if fix.startswith("Put -m in front"):
@@ -106,13 +106,13 @@ def flag_words(argv: Sequence[str], key: str) -> list[str]:
     return []
 
 
-def respelled(text: str, word: str, fault: Fault) -> str:
+def respelled(text: str, word: str, error: ErrorDetails) -> str:
     """Return an override with another spelling of its key, or of its value."""
     sign = text[: len(text) - len(text.lstrip("+~"))]
     own, _, value = text.lstrip("+~").partition("=")
     if "=" in word:
         return word
-    if not OF_A_KEY.match(fault.got):
+    if not OF_A_KEY.match(error.got):
         return f"{sign}{own}=[{word}]" if value.startswith("[") else f"{sign}{own}={word}"
     if "." in own and "." not in word:  # in `optimiser.lr` the first word is wrong
         word = f"{word}.{own.partition('.')[2]}"

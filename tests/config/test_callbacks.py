@@ -25,9 +25,9 @@ def test_a_replaced_callback_suggests_its_replacement(name: str) -> None:
     command = [*SHORT, "trainer.enable_progress_bar=false", f"+callbacks.mine={{_target_: {CALLBACKS}.{name}}}"]
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose(command))
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1
     assert REFUSED[name] in str(caught.value)
-    assert caught.value.faults[0].key.startswith("callbacks.mine")
+    assert caught.value.errors[0].key.startswith("callbacks.mine")
 
 
 def test_a_progress_bar_of_lightning_replaces_the_default(

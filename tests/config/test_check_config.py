@@ -19,7 +19,7 @@ from exp.cli.check import main as check
 from exp.config.frozen import COMPOSITION
 from exp.config.reading import MAX_NODES, read
 from exp.config.slots import COLLECTIONS, NODES, PHASES
-from exp.errors import ConfigError, Fault, is_installed
+from exp.errors import ConfigError, ErrorDetails, is_installed
 
 CONF = Path(exp.__file__).parent / "conf"
 NEWCOMER = Path(exp.__file__).parents[2] / ".ci" / "newcomer"
@@ -98,7 +98,7 @@ def empty(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_composes_and_passes_the_check(command, empty):
-    assert examine(resolve(compose(command.split()))).faults == ()
+    assert examine(resolve(compose(command.split()))).errors == ()
 
 
 def test_the_schema_has_the_keys_of_train_yaml(empty):
@@ -153,11 +153,11 @@ def test_ones_own_conf_layer_data_and_hook_pass(empty, capsys):
 
 def test_an_allowed_package_on_the_command_line_passes(empty):
     node = "+metrics.mine={_target_: sklearn.linear_model.LogisticRegression}"
-    faults = examine(resolve(compose([node, "security.allow=[sklearn]"]))).faults
+    errors = examine(resolve(compose([node, "security.allow=[sklearn]"]))).errors
     # Allowed, and then refused by its place.
-    assert [fault.key for fault in faults] == ["metrics.mine._target_"]
-    assert "torchmetrics.Metric" in faults[0].expected
-    assert "allowed" not in faults[0].got
+    assert [error.key for error in errors] == ["metrics.mine._target_"]
+    assert "torchmetrics.Metric" in errors[0].expected
+    assert "allowed" not in errors[0].got
 
 
 def test_a_layer_that_cannot_run_without_numbers_is_noted_and_not_refused(empty, capsys):
@@ -186,17 +186,17 @@ def write(path: Path, text: str) -> None:
 
 
 class TestSources:
-    """The file that a fault names is the one that set the key last."""
+    """The file that an error names is the one that set the key last."""
 
-    def fault(self, command: list[str], key: str) -> Fault:
-        return next(fault for fault in examine(resolve(compose(command))).faults if fault.key == key)
+    def error(self, command: list[str], key: str) -> ErrorDetails:
+        return next(error for error in examine(resolve(compose(command))).errors if error.key == key)
 
     def test_the_command_line_over_a_file(self, empty):
-        assert self.fault(["seed=-1"], "seed").source == "command line"
+        assert self.error(["seed=-1"], "seed").source == "command line"
 
     def test_a_file_of_ones_own_over_exps(self, empty):
         write(empty / "conf/experiment/mine.yaml", "# @package _global_\n# Mine\noptimizer: {lr: fast}\n")
-        assert self.fault(["experiment=mine"], "optimizer.lr").source == "conf/experiment/mine.yaml, line 3"
+        assert self.error(["experiment=mine"], "optimizer.lr").source == "conf/experiment/mine.yaml, line 3"
 
     def test_a_parameter_that_is_missing_is_where_its_node_is(self, empty):
         write(empty / "conf/model/mine.yaml", """
@@ -204,8 +204,8 @@ class TestSources:
             _target_: exp.models.containers.SequentialModel
             layers: {hidden: {_target_: torch.nn.Linear}}
             """)  # fmt: skip
-        fault = self.fault(["model=mine"], "model.layers.hidden.out_features")
-        assert (fault.got, fault.source) == ("nothing", "conf/model/mine.yaml, line 3")
+        error = self.error(["model=mine"], "model.layers.hidden.out_features")
+        assert (error.got, error.source) == ("nothing", "conf/model/mine.yaml, line 3")
 
     def test_a_program_has_line_and_column(self, empty):
         write(empty / "conf/model/mine.yaml", """
@@ -216,47 +216,47 @@ class TestSources:
               x = flatten(x)
               return flaten(x)
             """)  # fmt: skip
-        fault = self.fault(["model=mine"], "model.forward")
-        assert fault.source == "conf/model/mine.yaml, line 6, column 10"
-        assert "flaten" in fault.got
-        assert "flatten" in fault.expected
+        error = self.error(["model=mine"], "model.forward")
+        assert error.source == "conf/model/mine.yaml, line 6, column 10"
+        assert "flaten" in error.got
+        assert "flatten" in error.expected
 
 
 class TestReading:
-    def faults(self, content: dict) -> dict[str, Fault]:
-        return {fault.key: fault for fault in read(OmegaConf.create(content))[1]}
+    def errors(self, content: dict) -> dict[str, ErrorDetails]:
+        return {error.key: error for error in read(OmegaConf.create(content))[1]}
 
     def test_an_interpolation_to_nowhere_names_its_holder_and_the_nearest(self):
-        faults = self.faults({"data": {"num_classes": 3}, "head": {"width": "${data.num_clases}"}})
-        assert faults.keys() == {"head.width"}
-        assert faults["head.width"].cure == "Did you mean ${data.num_classes}?"
+        errors = self.errors({"data": {"num_classes": 3}, "head": {"width": "${data.num_clases}"}})
+        assert errors.keys() == {"head.width"}
+        assert errors["head.width"].fix == "Did you mean ${data.num_classes}?"
 
-    def test_an_entry_of_a_list_that_names_nothing_is_a_fault(self, empty):
+    def test_an_entry_of_a_list_that_names_nothing_is_a_error(self, empty):
         with pytest.raises(ConfigError) as caught:
             plan(resolve(compose(["data.input_shape=['${data.dataset.length}']"])))
         assert "data.input_shape" in str(caught.value)
 
-    def test_one_missing_value_is_one_fault_however_many_use_it(self):
-        assert self.faults({"a": "???", "b": "${a}", "c": "x ${a}"}).keys() == {"a"}
+    def test_one_missing_value_is_one_error_however_many_use_it(self):
+        assert self.errors({"a": "???", "b": "${a}", "c": "x ${a}"}).keys() == {"a"}
 
     def test_circles_end(self):
-        assert self.faults({"a": "${b}", "b": "${a}"}).keys() == {"a", "b"}
-        assert self.faults({"a": {"b": "${a}"}}).keys() == {"a.b"}
+        assert self.errors({"a": "${b}", "b": "${a}"}).keys() == {"a", "b"}
+        assert self.errors({"a": {"b": "${a}"}}).keys() == {"a.b"}
 
     def test_an_environment_variable_that_is_not_set(self, monkeypatch):
         monkeypatch.delenv("NOT_SET_AT_ALL", raising=False)
-        fault = self.faults({"a": "${oc.env:NOT_SET_AT_ALL}"})["a"]
-        assert "NOT_SET_AT_ALL" in fault.got
-        assert self.faults({"a": "${oc.env:NOT_SET_AT_ALL,x}"}) == {}
+        error = self.errors({"a": "${oc.env:NOT_SET_AT_ALL}"})["a"]
+        assert "NOT_SET_AT_ALL" in error.got
+        assert self.errors({"a": "${oc.env:NOT_SET_AT_ALL,x}"}) == {}
 
     def test_doubling_interpolations_are_bounded(self):
         content = {"a0": "x"} | {f"a{index}": f"${{a{index - 1}}}${{a{index - 1}}}" for index in range(1, 60)}
-        (fault,) = self.faults(content).values()
-        assert "too large" in fault.got
+        (error,) = self.errors(content).values()
+        assert "too large" in error.got
 
     def test_many_nodes_are_bounded(self):
-        (fault,) = self.faults({"a": list(range(MAX_NODES + 1))}).values()
-        assert "too large" in fault.got
+        (error,) = self.errors({"a": list(range(MAX_NODES + 1))}).values()
+        assert "too large" in error.got
 
 
 @pytest.fixture(scope="module")
@@ -302,18 +302,18 @@ def edited(plain: dict, edit) -> None:
 
 
 @given(st.lists(edits(), min_size=1, max_size=3))
-def test_any_edit_of_a_config_gives_faults_or_none_and_never_raises(valid, changes):
+def test_any_edit_of_a_config_gives_errors_or_none_and_never_raises(valid, changes):
     plain = copy.deepcopy(valid)
     for change in changes:
         edited(plain, change)
     plain.pop(COMPOSITION, None)
     config = OmegaConf.create(plain)
-    for fault in [*first_stage(read(config)), *second_stage(read(config))]:
-        assert fault.key
-        assert len(str(fault)) < 2000
-        assert "\n" not in str(fault)
-    for fault in examine(resolve(config)).faults:
-        assert isinstance(fault, Fault)
+    for error in [*first_stage(read(config)), *second_stage(read(config))]:
+        assert error.key
+        assert len(str(error)) < 2000
+        assert "\n" not in str(error)
+    for error in examine(resolve(config)).errors:
+        assert isinstance(error, ErrorDetails)
 
 
 @pytest.mark.parametrize("empty", [[], pytest.param(None, marks=pytest.mark.slow)])
@@ -322,9 +322,9 @@ def test_empty_nodes_are_reported_and_never_raise(empty):
         compose(["+hooks=[nan_guard,samples,confusion,operators,clip_module]", "strategy=ddp"])
     )
     del whole[COMPOSITION]
-    faults = {name: examine(resolve(OmegaConf.create({**whole, name: empty}))).faults for name in whole}
+    errors = {name: examine(resolve(OmegaConf.create({**whole, name: empty}))).errors for name in whole}
     assert {"model", "data", "optimizer", "scheduler", "strategy", "trainer"} <= {
-        name for name in faults if faults[name]
+        name for name in errors if errors[name]
     }
 
 
@@ -332,7 +332,7 @@ def test_empty_nodes_are_reported_and_never_raise(empty):
 def test_a_part_of_ddp_may_be_null_beside_a_hook_that_asks_for_it(inner):
     whole = OmegaConf.to_container(compose(["+hooks=clip_module", "strategy=ddp", "hooks.clip_module.at=input"]))
     config = {**whole, "strategy": {**whole["strategy"], inner: None}}
-    assert not examine(resolve(OmegaConf.create(config))).faults
+    assert not examine(resolve(OmegaConf.create(config))).errors
 
 
 def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
@@ -341,8 +341,8 @@ def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
     plain["optimizer"]["lr"] = "fast"
     with pytest.raises(ConfigError) as caught:
         validate(OmegaConf.create(plain))
-    (fault,) = caught.value.faults
-    assert (fault.key, fault.source) == ("optimizer.lr", None)
+    (error,) = caught.value.errors
+    assert (error.key, error.source) == ("optimizer.lr", None)
 
 
 def test_the_check_of_a_sweep_reports_all_errors(tmp_path, monkeypatch, capfd):
@@ -365,12 +365,12 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     assert first_stage(read(compose(["model=mlp", command.replace("TIMES", "2")]))) == []
 
 
-def test_a_train_yaml_of_ones_own_that_lacks_most_keys_is_one_fault(tmp_path, monkeypatch):
+def test_a_train_yaml_of_ones_own_that_lacks_most_keys_is_one_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text("# My own\nname: mine\n")
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(exp.compose([]))
-    (fault,) = caught.value.faults
-    assert "none of seed, monitor" in fault.got
-    assert "conf/experiment/NAME.yaml" in fault.cure
+    (error,) = caught.value.errors
+    assert "none of seed, monitor" in error.got
+    assert "conf/experiment/NAME.yaml" in error.fix

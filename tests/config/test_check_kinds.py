@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from exp.check.foreign import BOUNDS as FOREIGN_BOUNDS
 from exp.check.foreign import HIDDEN_NAMES
 from exp.check.kinds import fits, worded, words_of
-from exp.check.parameters import node_faults
+from exp.check.parameters import node_errors
 from exp.check.signature import signature_of
 from exp.config.reading import UNKNOWN
 from exp.construct import construct
@@ -165,29 +165,29 @@ BOUNDS = [
 
 @pytest.mark.parametrize(("name", "value", "expected"), BOUNDS)
 def test_a_value_out_of_bounds_is_reported_at_its_parameter(name, value, expected):
-    [fault] = node_faults("own.node", {"_target_": BOUNDED, name: value}, allow=[PACKAGE])
-    assert str(fault) == f"own.node.{name}: {show(value)}; expected {expected}"
+    [error] = node_errors("own.node", {"_target_": BOUNDED, name: value}, allow=[PACKAGE])
+    assert str(error) == f"own.node.{name}: {show(value)}; expected {expected}"
 
 
 def test_values_within_their_bounds_are_accepted():
     kept = {"decay": 0, "share": 1, "between": 0.5, "above": 1e-9, "steps": 1, "most": None, "odd": 3, "eights": 16}
     kept |= {"some": [0], "each": [], "word": "auto", "inner": {"_target_": BOUNDED}}
-    assert not list(node_faults("own.node", {"_target_": BOUNDED, **kept, "_partial_": True}, allow=[PACKAGE]))
+    assert not list(node_errors("own.node", {"_target_": BOUNDED, **kept, "_partial_": True}, allow=[PACKAGE]))
 
 
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("words", "error"),
     [
         ("last is 1; expected 4 or more. Swap", "hooks.mine.last: 1; expected 4 or more. Swap"),
         ("both are 3; expected two numbers", "hooks.mine: both are 3; expected two numbers"),
         ("no", f"hooks.mine: {__name__}.Mine refused its values (ValueError: no); expected values that it accepts"),
     ],
 )  # fmt: skip
-def test_a_refusal_is_reported_at_the_parameter_it_names(words, fault):
+def test_a_refusal_is_reported_at_the_parameter_it_names(words, error):
     node = {"_target_": f"{__name__}.Mine", "first": 3, "last": 1, "words": words}
     with pytest.raises(ConfigError) as caught:
         construct(node, key="hooks.mine", allow=[PACKAGE])
-    assert [str(found) for found in caught.value.faults] == [fault]
+    assert [str(found) for found in caught.value.errors] == [error]
 
 
 def test_the_overload_of_lstm_is_read():

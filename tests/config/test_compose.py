@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import exp
-from exp.check.examination import config_faults
-from exp.check.stages import early_faults
+from exp.check.examination import config_errors
+from exp.check.stages import early_errors
 from exp.config.compose import composition_of
 from exp.config.freeze import freeze
 from exp.config.frozen import COMPOSITION
 from exp.config.search_path import OWN_CONF, search_places, users_conf
 from exp.config.targets import resolve
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, ErrorDetails
 
 FIXED_DIRECTORY = "hydra.run.dir=outputs/here"
 
@@ -46,8 +46,8 @@ def refused(*overrides: str, **settings_) -> ConfigError:
     return caught.value
 
 
-def refused_values(*overrides: str) -> list[Fault]:
-    return early_faults(exp.compose(list(overrides)))
+def refused_values(*overrides: str) -> list[ErrorDetails]:
+    return early_errors(exp.compose(list(overrides)))
 
 
 def whole(*overrides: str) -> dict:
@@ -103,7 +103,7 @@ WRONG = [
 @pytest.mark.parametrize(("override", "key", "message"), WRONG, ids=lambda value: value[:40] or "empty")
 def test_a_wrong_override_suggests_a_fix(override, key, message):
     error = refused(override)
-    assert key in [fault.key for fault in error.faults]
+    assert key in [error.key for error in error.errors]
     assert message in str(error)
     assert len(str(error).splitlines()) <= 12
     assert len(str(error)) < 1500
@@ -111,9 +111,9 @@ def test_a_wrong_override_suggests_a_fix(override, key, message):
 
 def test_all_errors_are_reported_together():
     error = refused("modl=mlp", "precision=bf61", "hooks=null", "seed=1,2", "optimizer.lrr=3", "name=[")
-    assert [fault.key for fault in error.faults] == ["name", "modl", "precision", "hooks", "seed", "optimizer.lrr"]
+    assert [error.key for error in error.errors] == ["name", "modl", "precision", "hooks", "seed", "optimizer.lrr"]
     error = refused("optimizer.lrr=3", "data.batch_size=-1")
-    assert {fault.key for fault in error.faults} == {"optimizer.lrr", "data.batch_size"}
+    assert {error.key for error in error.errors} == {"optimizer.lrr", "data.batch_size"}
 
 
 def test_an_axis_is_chosen_once_per_command():
@@ -234,9 +234,9 @@ def test_a_choice_that_hydra_ignores_is_an_error():
 def test_an_include_cycle_names_its_last_file(names):
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         write(f"conf/model/{name}.yaml", f"# Round. Select it with model={name}\ndefaults: [{following}, _self_]\n")
-    (fault,) = refused(f"model={names[0]}").faults
-    assert fault.key == "defaults"
-    assert fault.source == f"conf/model/{names[-1]}.yaml"
+    (error,) = refused(f"model={names[0]}").errors
+    assert error.key == "defaults"
+    assert error.source == f"conf/model/{names[-1]}.yaml"
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_a_binary_or_large_file_is_named():
 )
 def test_a_hydra_setting_of_a_file_is_refused(text, key):
     write("conf/experiment/e.yaml", f"# @package _global_\n{text}\n")
-    fault = refused("experiment=e").faults[0]
-    assert fault.key == key
-    assert (fault.source or "conf/experiment/e.yaml") == "conf/experiment/e.yaml"
+    error = refused("experiment=e").errors[0]
+    assert error.key == key
+    assert (error.source or "conf/experiment/e.yaml") == "conf/experiment/e.yaml"
 
 
 def test_a_file_may_set_directories_and_sweeps():
@@ -299,7 +299,7 @@ def test_a_file_may_set_directories_and_sweeps():
     write("conf/train.yaml", text.replace("override hydra/launcher: exp", "override hydra/launcher: basic"))
     exp.compose([])
     write("conf/train.yaml", text.replace("override hydra/job_logging: none", "override hydra/job_logging: default"))
-    assert refused().faults[0].source == "conf/train.yaml"
+    assert refused().errors[0].source == "conf/train.yaml"
 
 
 def test_references_to_hydra_have_hydras_values():
@@ -317,8 +317,8 @@ def test_references_to_hydra_have_hydras_values():
         assert kept.paths == {"output_dir": str(Path(place).absolute()), "work_dir": str(Path.cwd())}
         assert [*kept.tags, kept.vars.a] == ["train", "experiment=e,seed=3", "train", f"{Path(place).absolute()}/a"]
     write("conf/experiment/f.yaml", "# @package _global_\n\nname: '${hydra.job.num}'\n")
-    (fault,) = [one for one in refused("experiment=f", FIXED_DIRECTORY).faults if one.key == "name"]
-    assert (fault.expected, fault.source) == ("a value that is known before the run", "conf/experiment/f.yaml, line 3")
+    (error,) = [one for one in refused("experiment=f", FIXED_DIRECTORY).errors if one.key == "name"]
+    assert (error.expected, error.source) == ("a value that is known before the run", "conf/experiment/f.yaml, line 3")
 
 
 def test_a_mapping_and_a_list_replace_each_other():
@@ -327,18 +327,18 @@ def test_a_mapping_and_a_list_replace_each_other():
     both = {"a": {"w": 6}, "b": [7], "c": {"d": [8]}, "e": {"f": [9]}}
     assert exp.compose(["experiment=e", *typed]).vars == both
     write("conf/experiment/f.yaml", "# @package _global_\ndefaults: [e]\nvars: {a: {x: 1}}\n")
-    (fault,) = refused("experiment=f").faults
-    assert (fault.source, fault.expected) == ("experiment/f.yaml", "the same kind in both")
+    (error,) = refused("experiment=f").errors
+    assert (error.source, error.expected) == ("experiment/f.yaml", "the same kind in both")
     csv = ["data=csv", "data.dataset.path=x.csv", "data.dataset.target=y"]
     assert exp.compose([*csv, "data.dataset.dates={when:'%d.%m.%Y'}"]).data.dataset.dates == {"when": "%d.%m.%Y"}
-    (fault,) = refused_values("trainer=[1]")
-    assert (fault.key, fault.source) == ("trainer", "command line")
+    (error,) = refused_values("trainer=[1]")
+    assert (error.key, error.source) == ("trainer", "command line")
 
 
 def test_one_missing_value_is_one_error():
     text = "vars: {a: '${vars.b}', b: '${vars.no}', c: ['${vars.no}', '${vars.b}'], x: '${vars.y}', y: '${vars.x}'}\n"
     write("conf/experiment/e.yaml", f"# @package _global_\n{text}")
-    found = {fault.key: fault.got for fault in refused_values("experiment=e")}
+    found = {error.key: error.got for error in refused_values("experiment=e")}
     assert found == {"vars.b": "${vars.no}, also at vars.c.0", "vars.x": "${vars.y}", "vars.y": "${vars.x}"}
 
 
@@ -348,8 +348,8 @@ REFERENCE = "# @package _global_\nvars: {teacher: '${model}', l: {a: {b: 1}}, k:
 @pytest.mark.parametrize(("key", "other"), [("vars.teacher.width", "model.width"), ("vars.k.a.b", "vars.l.a.b")])
 def test_no_override_changes_the_node_of_a_reference(key, other):
     write("conf/experiment/kd.yaml", REFERENCE)
-    (fault,) = refused("experiment=kd", "+model.width=1", f"{key}=3").faults
-    assert (fault.key, fault.got) == (key, "there is no such key")
+    (error,) = refused("experiment=kd", "+model.width=1", f"{key}=3").errors
+    assert (error.key, error.got) == (key, "there is no such key")
     config = exp.compose(["experiment=kd", "+model.width=1", f"+{key}=3"])
     assert (OmegaConf.select(config, key), OmegaConf.select(config, other)) == (3, 1)
 
@@ -365,13 +365,13 @@ def test_no_override_changes_the_node_of_a_reference(key, other):
 def test_an_error_of_a_choice_has_a_source(overrides, words):
     for option in ("mine/a", "mine/b", "model/small"):
         write(f"conf/{option}.yaml", "x: 1\n")
-    fault = refused(*overrides).faults[0]
-    assert (fault.source, words in str(fault)) == ("command line", True)
+    error = refused(*overrides).errors[0]
+    assert (error.source, words in str(error)) == ("command line", True)
 
 
 def test_an_unresolvable_run_directory_is_an_error():
     assert "nowhere" in str(refused("name=${nowhere}"))
-    assert "hydra.run.dir" in [fault.key for fault in refused("name=???").faults]
+    assert "hydra.run.dir" in [error.key for error in refused("name=???").errors]
 
 
 def test_outputs_may_be_a_link_to_another_disk(tmp_path):
@@ -382,7 +382,7 @@ def test_outputs_may_be_a_link_to_another_disk(tmp_path):
 
 
 def test_a_missing_primary_config_is_an_error():
-    assert refused(config_name="absent").faults[0].key == "--config-name"
+    assert refused(config_name="absent").errors[0].key == "--config-name"
 
 
 def test_the_values_of_a_sweep_are_checked():
@@ -409,12 +409,12 @@ def test_the_values_of_a_sweep_are_checked():
     ],
 )
 def test_odd_overrides_compose_or_are_errors(overrides):
-    faults = []
+    errors = []
     try:
-        composition_of(overrides, check=config_faults)
+        composition_of(overrides, check=config_errors)
     except ConfigError as error:
-        faults = error.faults
-    assert all(fault.key for fault in faults)
+        errors = error.errors
+    assert all(error.key for error in errors)
 
 
 PIECES = st.sampled_from([
@@ -455,8 +455,8 @@ def test_entries_named_by_numbers_are_overridden(overrides, unfreeze):
 
 def test_a_missing_number_lists_the_numbers():
     write("conf/experiment/numbers.yaml", NUMBERS)
-    (fault,) = refused("experiment=numbers", "freeze.unfreeze.7=[stem]").faults
-    assert (fault.key, fault.got, fault.expected) == ("freeze.unfreeze.7", "there is no such key", "one of 0, 30")
+    (error,) = refused("experiment=numbers", "freeze.unfreeze.7=[stem]").errors
+    assert (error.key, error.got, error.expected) == ("freeze.unfreeze.7", "there is no such key", "one of 0, 30")
     assert exp.compose(["+freeze.unfreeze.5=[stem]"]).freeze.unfreeze == {5: ["stem"]}
 
 

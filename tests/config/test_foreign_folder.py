@@ -106,10 +106,10 @@ def frozen(tmp_path, monkeypatch):
 def test_a_worker_ignores_the_allow_list(frozen, tmp_path, allow):
     with pytest.raises(ConfigError) as raised:
         work(ALONE, directory=frozen, resume=None, allow=allow)
-    (fault,) = raised.value.faults
-    assert fault.key == "security.allow"
-    assert fault.source == str(frozen / "config.yaml")
-    assert "--allow tracer_of_worker" in fault.cure
+    (error,) = raised.value.errors
+    assert error.key == "security.allow"
+    assert error.source == str(frozen / "config.yaml")
+    assert "--allow tracer_of_worker" in error.fix
     assert not (tmp_path / "ran").exists()
 
 

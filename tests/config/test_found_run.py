@@ -200,9 +200,9 @@ def test_a_removed_value_that_changes_the_run_is_an_error(value):
     content["strategy"]["local_sgd"]["within_node"] = value
     (run / "config.yaml").write_text(yaml.safe_dump(content))
     (run / "overrides.yaml").write_text(f"- strategy=ddp\n- +strategy.local_sgd.within_node={str(value).lower()}\n")
-    faults = examine(resolve(compose([f"from_run={run}"]))).faults
-    assert [fault.key for fault in faults] == ["strategy.local_sgd.within_node"] * value
-    assert all("Leave strategy.local_sgd.within_node out" in str(fault) for fault in faults)
+    errors = examine(resolve(compose([f"from_run={run}"]))).errors
+    assert [error.key for error in errors] == ["strategy.local_sgd.within_node"] * value
+    assert all("Leave strategy.local_sgd.within_node out" in str(error) for error in errors)
 
 
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from exp import compose
-from exp.check.stages import early_faults
+from exp.check.stages import early_errors
 from exp.config.freeze import freeze, make_exclusively, provenance, shared_origin, take_directory
 from exp.config.frozen import frozen_yaml, read_frozen, read_overrides
 from exp.config.yaml_files import parse_yaml, yaml_text
@@ -52,11 +52,11 @@ def test_a_config_of_an_earlier_version_passes_the_check(tmp_path, monkeypatch):
     content["runtime"] |= {"warm": "auto", "cuda_graph": False}
     del content["runtime"]["compile_mode"]
     path.write_text(yaml_text(content))
-    assert early_faults(read_frozen(directory)) == []
+    assert early_errors(read_frozen(directory)) == []
     # A config that was cut lacks older keys.
     del content["launch"]
     path.write_text(yaml_text(content))
-    assert [fault.key for fault in early_faults(read_frozen(directory))] == ["launch"]
+    assert [error.key for error in early_errors(read_frozen(directory))] == ["launch"]
 
 
 @pytest.mark.parametrize("blocked", ["overrides.yaml", "provenance.json"])

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.examination import plan
-from exp.check.parameters import node_faults
+from exp.check.parameters import node_errors
 from exp.check.resolution import resolve as resolve_config
 from exp.config.targets import TargetError, resolve
 from exp.construct import construct
@@ -199,8 +199,8 @@ def test_functions_pass_the_check_in_all_slots(home):
 
 @pytest.mark.parametrize("node", ["makers.Lit", "makers.lit"])
 def test_a_lightning_module_as_model_is_refused(node):
-    cure = r"'module={_target_: makers\.Lit}'; or name the class of the network"
-    with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*{cure}"):
+    fix = r"'module={_target_: makers\.Lit}'; or name the class of the network"
+    with pytest.raises(ConfigError, match=f"model._target_: {node}, a LightningModule.*{fix}"):
         checked(f"model={{_target_: {node}}}")
 
 
@@ -225,16 +225,16 @@ def test_a_typed_node_replaces_the_chosen_option(home):
     assert config.optimizer._target_ == "torch.optim.AdamW"
 
 
-def faults(node, key="model.layers.x"):
-    return [f"{fault.key}: {fault.got}; expected {fault.expected}" for fault in node_faults(key, node, allow=())]
+def errors(node, key="model.layers.x"):
+    return [f"{error.key}: {error.got}; expected {error.expected}" for error in node_errors(key, node, allow=())]
 
 
 def test_a_wrapped_constructor_takes_any_name():
-    assert faults({"_target_": "makers.Wrapped", "num_labels": 3}) == []
+    assert errors({"_target_": "makers.Wrapped", "num_labels": 3}) == []
     made = construct({"_target_": "makers.Wrapped", "num_labels": 3}, key="model", allow=())
     assert made.more == {"num_labels": 3}
     # Wrappers of libraries have the parameters of the wrapped class.
-    assert faults({"_target_": "lightning.pytorch.Trainer", "max_epoch": 3}, key="trainer") != []
+    assert errors({"_target_": "lightning.pytorch.Trainer", "max_epoch": 3}, key="trainer") != []
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_wrapped_constructor_takes_any_name():
 )
 def test_values_become_tensors_and_dtypes_by_annotation(given, name, expected):
     node = {"_target_": "makers.Typed", **given}
-    assert faults(node) == []
+    assert errors(node) == []
     found = getattr(construct(node, key="model", allow=()), name)
     assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
     assert not isinstance(expected, torch.Tensor) or found.dtype == expected.dtype
@@ -264,8 +264,8 @@ def test_values_become_tensors_and_dtypes_by_annotation(given, name, expected):
     ],
 )
 def test_a_wrong_tensor_or_dtype_is_an_error(given, said):
-    (fault,) = faults({"_target_": "makers.Typed", **given})
-    assert said in fault
+    (error,) = errors({"_target_": "makers.Typed", **given})
+    assert said in error
 
 
 def test_a_loss_of_torch_gets_a_tensor():

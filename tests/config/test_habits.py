@@ -34,12 +34,12 @@ def line_that_runs(typed):
     """Apply the fix of each error until no error is left."""
     argv = shlex.split(typed)
     for _ in range(MOST_ROUNDS):
-        faults = answer(argv)
-        if not faults:
+        errors = answer(argv)
+        if not errors:
             return argv
-        for fault in faults:
-            argv = next(iter(fixed(argv, fault)), argv)
-    raise AssertionError(f"{typed}: {shlex.join(argv)} is refused: {[str(fault) for fault in answer(argv)]}")
+        for error in errors:
+            argv = next(iter(fixed(argv, error)), argv)
+    raise AssertionError(f"{typed}: {shlex.join(argv)} is refused: {[str(error) for error in answer(argv)]}")
 
 
 @pytest.mark.parametrize("typed", TYPED)

@@ -11,7 +11,7 @@ import exp
 from exp.check.examination import examine, plan
 from exp.check.plan import frozen
 from exp.check.resolution import resolve
-from exp.check.stages import early_faults
+from exp.check.stages import early_errors
 from exp.cli.check import main as check
 from exp.config.freeze import freeze
 from exp.sweeps.sweep import compose_sweep
@@ -71,11 +71,11 @@ def place(tmp_path, monkeypatch):
 def refused(*overrides):
     try:
         config = exp.compose(list(overrides))
-        faults = early_faults(config) or examine(resolve(config)).faults
+        errors = early_errors(config) or examine(resolve(config)).errors
     except exp.ConfigError as error:
-        faults = error.faults
-    assert faults, overrides
-    return {fault.key: fault for fault in faults}
+        errors = error.errors
+    assert errors, overrides
+    return {error.key: error for error in errors}
 
 
 def width(*overrides):
@@ -87,12 +87,12 @@ def test_values_below_vars_are_interpolated(place):
     assert width("experiment=own", "vars.width=100") == 50
     assert width("+vars.width=32", "model.layers.hidden.out_features=${vars.width}") == 32
     found = refused("vars.width=32")["vars.width"]
-    assert found.cure == "To add it, write +vars.width=32"
+    assert found.fix == "To add it, write +vars.width=32"
     # A node is checked when something refers to it.
     assert check(["+vars.layer={_target_: torch.nn.Nope}"]) == 0
     assert "Did you mean" in refused("+vars.layer={_target_: torch.nn.Tanhh}", "model.layers.activation=${vars.layer}")[
         "model.layers.activation._target_"
-    ].cure  # fmt: skip
+    ].fix  # fmt: skip
 
 
 def test_a_user_group_owns_its_node(place):
@@ -109,12 +109,12 @@ def test_a_user_group_owns_its_node(place):
 
 def test_a_user_key_at_the_top_is_refused(place):
     Path("conf/experiment/more.yaml").write_text("# @package _global_\naddress: {port: 80}\n")
-    assert refused("experiment=more")["address"].cure == "Put it below vars, and refer to it as ${vars.address}"
-    assert refused("+address.port=80")["address.port"].cure == "A value of your own is +vars.address.port=80"
+    assert refused("experiment=more")["address"].fix == "Put it below vars, and refer to it as ${vars.address}"
+    assert refused("+address.port=80")["address.port"].fix == "A value of your own is +vars.address.port=80"
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "cure"),
+    ("override", "key", "fix"),
     [
         ("paths=default", "paths", "Write +paths=default"),
         ("+paths=defalt", "paths", "Did you mean default?"),
@@ -122,8 +122,8 @@ def test_a_user_key_at_the_top_is_refused(place):
         ("experiment=own +paths=cluster", "paths", "Write paths=NAME, without the +"),
     ],
 )
-def test_a_misspelled_user_group_suggests_a_fix(place, override, key, cure):
-    assert refused(*override.split())[key].cure == cure
+def test_a_misspelled_user_group_suggests_a_fix(place, override, key, fix):
+    assert refused(*override.split())[key].fix == fix
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_resolver_belongs_to_its_config(place):
     assert sys.modules["mine"].ran == [48]
     # Another config does not know it.
     assert "half" in refused("model.layers.hidden.out_features=${half:64}")["model.layers.hidden.out_features"].expected
-    assert refused("+resolvers.now=mine.half")["resolvers.now"].cure == "Write resolvers.my_now"
+    assert refused("+resolvers.now=mine.half")["resolvers.now"].fix == "Write resolvers.my_now"
     assert "no such number" in refused("+resolvers.x=mine.fails", "seed=${x:3}")["seed"].expected
     # A file may not allow the package of a resolver.
     Path("conf/experiment/opens.yaml").write_text(
@@ -184,7 +184,7 @@ def test_an_interpolated_accelerator_is_checked(place, monkeypatch):
     assert "mine" not in sys.modules
     monkeypatch.setenv("KIND", "gpu")
     config = exp.compose(["launch.accelerator=${oc.env:KIND}"])
-    assert early_faults(config) == []
+    assert early_errors(config) == []
     assert resolve(config).config.launch.accelerator == exp.compose(["launch.accelerator=gpu"]).launch.accelerator
 
 
@@ -198,7 +198,7 @@ def test_an_interpolated_accelerator_is_checked(place, monkeypatch):
 def test_a_sweep_reports_errors_before_its_jobs(place, override, key):
     with pytest.raises(exp.ConfigError) as caught:
         compose_sweep([*override.split("; "), "optimizer.lr=0.1,0.2"])
-    assert [fault.key for fault in caught.value.faults] == [key]
+    assert [error.key for error in caught.value.errors] == [key]
 
 
 def test_a_flat_option_is_named_by_its_file(place):
@@ -210,26 +210,26 @@ def test_a_flat_option_is_named_by_its_file(place):
     assert refused("+callbacks=early", "~callbacks.early", "+callbacks.early={_target_: mine.Nope}")
     Path("conf/hooks").mkdir()
     Path("conf/hooks/bye.yaml").write_text("# Flat\n_target_: exp.hooks.memory.Memory\nevery_n_step: 3\n")
-    fault = refused("+hooks=bye")["hooks.bye.every_n_step"]
-    assert fault.source == "conf/hooks/bye.yaml, line 3"
+    error = refused("+hooks=bye")["hooks.bye.every_n_step"]
+    assert error.source == "conf/hooks/bye.yaml, line 3"
 
 
 def test_an_option_can_be_placed_elsewhere(place):
     config = exp.compose(["+model@vars.teacher=mlp", "model=lenet"])
     assert config.vars.teacher.layers.stem.out_features == config.vars.teacher.constants.width
     assert check(["+model@model.layers.extra=mlp"]) == 0
-    assert refused("+model@teacher=mlp")["model@teacher"].cure.startswith("Write +model@vars.teacher=mlp, ")
-    assert refused("model@vars.teacher=mlp")["model@vars.teacher"].cure == "Write +model@vars.teacher=mlp"
-    assert refused("model@model=mlp")["model@model"].cure == "Write model=mlp"
+    assert refused("+model@teacher=mlp")["model@teacher"].fix.startswith("Write +model@vars.teacher=mlp, ")
+    assert refused("model@vars.teacher=mlp")["model@vars.teacher"].fix == "Write +model@vars.teacher=mlp"
+    assert refused("model@model=mlp")["model@model"].fix == "Write model=mlp"
     assert "data.extra" in refused("+data@data.extra=wine")
 
 
 def test_an_objective_in_data_suggests_a_fix(place):
     Path("conf/data").mkdir()
     Path("conf/data/mine.yaml").write_text("# Mine\ndefaults:\n  - digits\n  - override /objective: [mse]\n")
-    (fault,) = refused("data=mine").values()
-    assert "`# @package _global_`" in fault.cure
-    assert fault.source.endswith("data/mine.yaml")
+    (error,) = refused("data=mine").values()
+    assert "`# @package _global_`" in error.fix
+    assert error.source.endswith("data/mine.yaml")
     own = "# Mine\n# @package _global_\ndefaults:\n  - /data/digits@data\n  - override /objective: [cross_entropy]\n"
     Path("conf/data/mine.yaml").write_text(f"{own}  - _self_\ndata: {{batch_size: 8}}\n")
     assert exp.compose(["data=mine"]).data.batch_size == 8
@@ -256,6 +256,6 @@ def test_parameters_of_a_user_class_are_accepted(place):
         Path("conf", f"{name}.yaml").write_text(text)
     config = exp.compose(["model=mynet", "data=mydm", "data.train_val_test_split=0.2", "model.pretrained=true"])
     assert (config.data.train_val_test_split, config.model.pretrained) == (0.2, True)
-    assert "Write 'data.parts=" in refused("data.train_val_test_split=0.2")["data.train_val_test_split"].cure
-    assert refused("model=mynet", "model.lr=0.2")["model.lr"].cure == "Write optimizer.lr=0.2"
+    assert "Write 'data.parts=" in refused("data.train_val_test_split=0.2")["data.train_val_test_split"].fix
+    assert refused("model=mynet", "model.lr=0.2")["model.lr"].fix == "Write optimizer.lr=0.2"
     sys.modules.pop("keeping", None)

@@ -14,7 +14,7 @@ from torch import nn
 
 import exp
 from exp.build import build
-from exp.check.examination import config_faults, examine, plan
+from exp.check.examination import config_errors, examine, plan
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import adopt, frozen
 from exp.check.resolution import resolve
@@ -109,7 +109,7 @@ def counting(tmp_path, monkeypatch):
 def test_the_check_does_not_change_a_config(overrides: list[str]) -> None:
     config = exp.compose(overrides)
     before = copy.deepcopy(config)
-    found = [examine(resolve(config)).faults for _ in range(2)]
+    found = [examine(resolve(config)).errors for _ in range(2)]
     assert OmegaConf.to_yaml(config) == OmegaConf.to_yaml(before)
     assert found[0] == found[1]
     assert bool(found[0]) == (overrides is FAULTY)
@@ -129,8 +129,8 @@ def test_data_without_targets_have_neither_classes_nor_outputs(tmp_path, monkeyp
     data = ["data=tensors", "data.dataset.path=faces.pt", "data.dataset.target=null", "metrics=[]"]
     decided = plan(resolve(exp.compose([*data, "experiment=gan", "launch.accelerator=cpu"])))
     assert (decided.spec.input_shape, decided.spec.num_classes, decided.spec.num_outputs) == ((1, 8, 8), None, None)
-    (fault,) = config_faults(exp.compose(data))
-    assert "${data.num_outputs}, which is null" in str(fault)
+    (error,) = config_errors(exp.compose(data))
+    assert "${data.num_outputs}, which is null" in str(error)
 
 
 def test_a_rank_plans_what_its_parent_planned() -> None:

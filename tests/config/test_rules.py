@@ -31,7 +31,7 @@ def refusal(capsys, command: str) -> str:
 ])  # fmt: skip
 def test_a_combination_that_lightning_refuses_is_an_error(capsys, command, key):
     text = refusal(capsys, command)
-    assert text.startswith("1 fault")
+    assert text.startswith("1 error")
     assert f"  {key}: " in text
 
 
@@ -47,7 +47,7 @@ def test_a_valid_combination_passes(command):
 
 def test_an_open_size_adds_no_error(capsys):
     text = refusal(capsys, "experiment=gpt;trainer.max_time={x: 1}")
-    assert text.startswith("1 fault")
+    assert text.startswith("1 error")
     assert "trainer.max_time" in text
 
 
@@ -68,6 +68,6 @@ def test_a_data_module_needs_a_module(capsys, monkeypatch, tmp_path):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     text = refusal(capsys, "data={_target_: own_loaders.Own};security.allow=[own_loaders]")
-    assert text.startswith("1 fault")
+    assert text.startswith("1 error")
     assert "data._target_: own_loaders.Own, a LightningDataModule" in text
     assert "data.dataset: nothing" not in text

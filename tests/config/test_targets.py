@@ -49,7 +49,7 @@ def test_an_attack_is_refused_without_an_import():
             try:
                 resolve(name)
             except TargetError as error:
-                assert name in error.faults[0].got
+                assert name in error.errors[0].got
                 continue
             raise SystemExit(f"{name} passed")
         new = set(sys.modules) - before

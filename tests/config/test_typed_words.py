@@ -30,11 +30,11 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def faults(*overrides, multirun=False):
+def errors(*overrides, multirun=False):
     try:
         composition_of(overrides, multirun=multirun)
     except exp.ConfigError as error:
-        return {fault.key: fault for fault in error.faults}
+        return {error.key: error for error in error.errors}
     return {}
 
 
@@ -45,7 +45,7 @@ def test_results_go_where_the_command_line_says(place, typed):
     config = exp.compose([f"hydra.run.dir={typed.format(place=place)}"])
     assert Path(config[COMPOSITION].directory).is_relative_to(place / "disk")
     assert freeze(plan(resolve(config)).resolved.config).is_relative_to(place / "disk")
-    assert not faults(f"hydra.sweep.dir={typed.format(place=place)}", "seed=1,2", multirun=True)
+    assert not errors(f"hydra.sweep.dir={typed.format(place=place)}", "seed=1,2", multirun=True)
 
 
 @pytest.mark.parametrize("typed", [
@@ -55,7 +55,7 @@ def test_results_go_where_the_command_line_says(place, typed):
 def test_results_go_to_no_place_that_a_file_leads_them_to_nor_into_the_place_itself(place, typed):
     Path("conf/local").mkdir(parents=True)
     Path("conf/local/default.yaml").write_text(f"# @package _global_\ndata_dir: ../../{'../' * 9}etc\n")
-    assert "hydra.run.dir" in faults(f"hydra.run.dir={typed.format(place=place)}")
+    assert "hydra.run.dir" in errors(f"hydra.run.dir={typed.format(place=place)}")
 
 
 def test_a_file_and_a_recorded_command_lead_results_nowhere_else(place):
@@ -66,8 +66,8 @@ def test_a_file_and_a_recorded_command_lead_results_nowhere_else(place):
     assert Path(config[COMPOSITION].directory).is_relative_to(place / "work")
     Path("conf/local").mkdir(parents=True)
     Path("conf/local/default.yaml").write_text("# @package _global_\nhydra: {run: {dir: ../disk/x}}\n")
-    assert faults()["hydra.run.dir"].cure.startswith("Write hydra.run.dir=../disk/x on the command line")
-    assert not faults("hydra.run.dir=../disk/x")
+    assert errors()["hydra.run.dir"].fix.startswith("Write hydra.run.dir=../disk/x on the command line")
+    assert not errors("hydra.run.dir=../disk/x")
 
 
 def test_the_mode_of_hydra_is_the_flag():
@@ -127,7 +127,7 @@ for words in sys.argv[1:]:
         found = composition_of(["hydra/sweeper=like_optuna", *words.split()], multirun=True)
         print(found.config.hydra.sweeper.direction)
     except ConfigError as error:
-        print(error.faults[0].key, error.faults[0].cure)
+        print(error.errors[0].key, error.errors[0].fix)
 """
 
 
@@ -189,6 +189,6 @@ def test_what_is_wrong_with_a_package_is_told_once_with_the_keys(capsys):
     layers = ",".join(f"{name}:{{_target_:timm.layers.{name.upper()}}}" for name in "abcdef")
     assert check([f"+model.layers.more={{{layers}}}", "model.layers.activation._target_=torch.nn.Gelu"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("2 faults")
+    assert told.startswith("2 errors")
     assert told.count("timm") <= 4
     assert "security.allow=[timm]" in told

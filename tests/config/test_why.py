@@ -125,7 +125,7 @@ def test_a_default_of_the_class_is_named(why):
 
 
 @pytest.mark.parametrize(
-    ("key", "cure"),
+    ("key", "fix"),
     [
         ("optimizer.lrr", "Did you mean optimizer.lr?"),
         ("lr", "Did you mean optimizer.lr?"),
@@ -133,8 +133,8 @@ def test_a_default_of_the_class_is_named(why):
         ("hydra.run.dir", "--cfg hydra"),
     ],
 )
-def test_a_wrong_key_suggests_the_nearest(why, key, cure):
-    assert cure in why(key, status=2)[1]
+def test_a_wrong_key_suggests_the_nearest(why, key, fix):
+    assert fix in why(key, status=2)[1]
 
 
 def test_a_wrong_command_is_reported(why):

@@ -47,14 +47,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def assert_fixes_work(argv, faults, *, rounds=3):
+def assert_fixes_work(argv, errors, *, rounds=3):
     """Apply each fix: its error is gone, and errors that appear instead have fixes that work."""
-    assert rounds or not faults, (argv, [str(fault) for fault in faults])
-    known = {(fault.key, fault.got) for fault in faults}
-    for fault in faults:
-        for command in fixed(argv, fault):
+    assert rounds or not errors, (argv, [str(error) for error in errors])
+    known = {(error.key, error.got) for error in errors}
+    for error in errors:
+        for command in fixed(argv, error):
             left = answer(command)
-            assert (fault.key, fault.got) not in {(one.key, one.got) for one in left}, (argv, fault.cure, command)
+            assert (error.key, error.got) not in {(one.key, one.got) for one in left}, (argv, error.fix, command)
             assert_fixes_work(command, [one for one in left if (one.key, one.got) not in known], rounds=rounds - 1)
 
 
@@ -62,12 +62,12 @@ def assert_fixes_work(argv, faults, *, rounds=3):
 def test_a_wrong_input_is_answered_with_a_fix_that_works(first, place):
     for typed, key, *parts in FAST[first : first + IN_A_TEST]:
         argv = shlex.split(typed)
-        faults = answer(argv)
-        text = next((str(fault) for fault in faults if fault.key == key), None)
-        assert text is not None, (typed, [str(fault) for fault in faults])
+        errors = answer(argv)
+        text = next((str(error) for error in errors if error.key == key), None)
+        assert text is not None, (typed, [str(error) for error in errors])
         assert [part for part in parts if part not in text] == [], (typed, text)
-        assert len(str(ConfigError(faults)).splitlines()) <= MAX_LINES, typed
-        assert_fixes_work(argv, faults)
+        assert len(str(ConfigError(errors)).splitlines()) <= MAX_LINES, typed
+        assert_fixes_work(argv, errors)
     assert not (place / "outputs").exists()
 
 
@@ -91,7 +91,7 @@ def test_other_wrong_inputs_are_refused(share, tmp_path, monkeypatch, capfd):
     ("typed", "parts"),
     [
         ("precison=bf16", ["precison", "Did you mean precision?"]),
-        ("trainer.max_epochs=0 seed=-3", ["2 faults", "trainer.max_epochs", "  seed: "]),
+        ("trainer.max_epochs=0 seed=-3", ["2 errors", "trainer.max_epochs", "  seed: "]),
         ("model=unknown_layer", ["model.forward", "conf/model/unknown_layer.yaml, line 8"]),
         ("metrics.accuracy.top_k=20", ["metrics.accuracy", "top_k"]),
         ("-m optimizer.lrr=1e-3,1e-2", ["optimizer.lrr", "optimizer.lr"]),
@@ -128,11 +128,11 @@ def test_the_check_reports_every_error_at_once(place, capfd):
     command = "optimizer.lr=fast trainer.max_epochs=0 seed=-3 monitor=los/val model.layers.head.out_features=wide"
     assert train(command.split()) == 2
     early = capfd.readouterr().err
-    assert early.startswith("4 faults in the config; nothing was started.")
+    assert early.startswith("4 errors in the config; nothing was started.")
     assert early.rstrip().endswith("python -m exp.check looks at everything at once.")
     assert check(command.split()) == 2
     text = capfd.readouterr().err
-    assert text.startswith("5 faults in the config; nothing was started.")
+    assert text.startswith("5 errors in the config; nothing was started.")
     for key in ("optimizer.lr", "trainer.max_epochs", "seed", "monitor", "model.layers.head.out_features"):
         assert f"  {key}: " in text
 
@@ -154,9 +154,9 @@ def test_values_at_a_bound_are_accepted(typed, place):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_reported(place):
-    (fault,) = answer(["strategy=ddp", "launch.devices=8", "launch.accelerator=cuda"])
-    assert (fault.key, fault.got) == ("launch.accelerator", "cuda")
-    assert "cpu" in str(fault)
+    (error,) = answer(["strategy=ddp", "launch.devices=8", "launch.accelerator=cuda"])
+    assert (error.key, error.got) == ("launch.accelerator", "cuda")
+    assert "cpu" in str(error)
 
 
 def test_more_devices_than_gpus_are_refused():

@@ -13,7 +13,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 @pytest.mark.parametrize(
-    ("text", "cure"),
+    ("text", "fix"),
     [
         ("yes", "Write true, or 'yes' in quotes"),
         ("No", "Write false, or 'No' in quotes"),
@@ -27,20 +27,20 @@ CONF = Path(__file__).parents[2] / "conf"
         ("190:20:30.15", "'190:20:30.15' in quotes"),
     ],
 )
-def test_ambiguous_scalars_are_refused_with_a_spelling(text, cure):
+def test_ambiguous_scalars_are_refused_with_a_spelling(text, fix):
     for written in (f"first: 1\nkey: {text}\n", f"first: 1\nkey: [a, {text}]\n", f"first: 1\n{text}: a\n"):
         with pytest.raises(ConfigError) as refused:
             parse_yaml(written, name="x.yaml")
-        (fault,) = refused.value.faults
-        assert fault.source == "x.yaml, line 2"
-        assert fault.got.startswith(f"{text}, which YAML 1.1 reads as ")
-        assert cure in fault.cure
+        (error,) = refused.value.errors
+        assert error.source == "x.yaml, line 2"
+        assert error.got.startswith(f"{text}, which YAML 1.1 reads as ")
+        assert fix in error.fix
 
 
 def test_every_ambiguous_scalar_of_a_file_is_reported():
     with pytest.raises(ConfigError) as refused:
         parse_yaml("seed: 012\nsweep: {timeout: 1:30}\nvars:\n  - off\n", name="x.yaml")
-    assert [(fault.key, fault.source) for fault in refused.value.faults] == [
+    assert [(error.key, error.source) for error in refused.value.errors] == [
         ("seed", "x.yaml, line 1"),
         ("sweep.timeout", "x.yaml, line 2"),
         ("vars.0", "x.yaml, line 4"),

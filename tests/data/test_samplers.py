@@ -169,7 +169,7 @@ TOO_FEW = functools.partial(WeightedSampler, class_weights=[0, 1, 1], replacemen
 def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
     with pytest.raises(ConfigError) as caught:
         data(sampler, **settings)
-    assert any(fault.key == f"data.{key}" and told in str(fault) for fault in caught.value.faults), caught.value
+    assert any(error.key == f"data.{key}" and told in str(error) for error in caught.value.errors), caught.value
 
 
 def test_epochs_of_different_lengths_are_reported():
@@ -272,7 +272,7 @@ class WordStream(IterableDataset):
 def test_errors_of_batch_samplers_name_their_key(batch_sampler, settings, key, told):
     with pytest.raises(ConfigError) as caught:
         batched(batch_sampler, **settings)
-    assert any(fault.key == f"data.{key}" and told in str(fault) for fault in caught.value.faults), caught.value
+    assert any(error.key == f"data.{key}" and told in str(error) for error in caught.value.errors), caught.value
 
 
 def test_padding_equals_that_of_torch():
@@ -309,8 +309,8 @@ def test_padding_equals_that_of_torch():
 def test_errors_of_padding_name_their_key(pad, key, told):
     with pytest.raises((ConfigError, RunError), match=told) as caught:
         list(batched(num_classes=5, collate=pad).loader("train"))
-    faults = [caught.value.fault] if isinstance(caught.value, RunError) else caught.value.faults
-    assert [fault.key for fault in faults] == [key]
+    errors = [caught.value.error] if isinstance(caught.value, RunError) else caught.value.errors
+    assert [error.key for error in errors] == [key]
 
 
 def test_unequal_samples_need_padding():
@@ -353,7 +353,7 @@ inputs:
 def test_the_check_refuses_wrong_samplers(place, sampler, key, told):
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([f"data.sampler={sampler}"]))
-    assert any(fault.key == key and told in str(fault) for fault in caught.value.faults), caught.value
+    assert any(error.key == key and told in str(error) for error in caught.value.errors), caught.value
 
 
 RUN = ("hooks=[]", "metrics=[]", "precision=fp64", "optimizer=sgd", "optimizer.lr=0.1", "trainer.max_epochs=2")
@@ -379,4 +379,4 @@ def test_ranks_and_resumed_runs_end_with_the_same_weights(place, ranks, words, s
 def test_a_pipeline_refuses_batch_samplers(place):
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([*TOKENS, *RUN, "strategy=pipeline", "launch.devices=2"]))
-    assert any(fault.key == "data.batch_sampler" for fault in caught.value.faults)
+    assert any(error.key == "data.batch_sampler" for error in caught.value.errors)

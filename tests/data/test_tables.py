@@ -258,13 +258,13 @@ def test_all_bad_columns_are_found_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.csv").write_text("id,colour,when,size,kind\nA1,red,3.5.24,,x\nA2,blue,4.5.24,2,y\n")
     table = ["data=csv", "data.dataset={path: x.csv, target: kind, dates: [when]}"]
-    faults = examine(resolve(exp.compose(table))).faults
-    assert [(fault.key, fault.subject) for fault in faults] == [
+    errors = examine(resolve(exp.compose(table))).errors
+    assert [(error.key, error.subject) for error in errors] == [
         ("data.dataset.path", name) for name in ("id", "colour", "when", "size")
     ]
     wrong = ["data.dataset.ignore=[idd,colours]", "data.dataset.target=knd"]
-    faults = examine(resolve(exp.compose([*table, *wrong]))).faults
-    assert sorted(fault.subject for fault in faults) == ["colours", "idd", "knd"]
+    errors = examine(resolve(exp.compose([*table, *wrong]))).errors
+    assert sorted(error.subject for error in errors) == ["colours", "idd", "knd"]
 
 
 ABC = "a,b,c\n"

@@ -9,7 +9,7 @@ import torch
 
 import exp
 from exp.data.data import Data
-from exp.data.faults import SampleError
+from exp.data.data_errors import SampleError
 from exp.data.token_file import TokenFile
 from exp.data.tokens import Tokens
 from exp.errors import ConfigError

@@ -141,7 +141,7 @@ def test_the_check_refuses_metrics_of_mixed_targets(words, key, told, tmp_path, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([MIXED, *words]))
-    assert any(fault.key.startswith(key) and told in str(fault) for fault in caught.value.faults), caught.value
+    assert any(error.key.startswith(key) and told in str(error) for error in caught.value.errors), caught.value
 
 
 MIXED = "data.train_batch_transforms={mix: {_target_: exp.data.batch_transforms.Mixup, num_classes: 10}}"

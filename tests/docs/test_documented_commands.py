@@ -110,9 +110,9 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
         return
     assert status == 2, printed
     assert reasons, f"{page}: {printed}"
-    faults = [fault for fault in printed.splitlines() if re.match(r" {2}\S", fault)]
-    assert faults
-    others = [fault for fault in faults if not any(reason in fault for reason in reasons)]
+    errors = [error for error in printed.splitlines() if re.match(r" {2}\S", error)]
+    assert errors
+    others = [error for error in errors if not any(reason in error for reason in reasons)]
     assert not others, f"{page}: {others}"
 
 

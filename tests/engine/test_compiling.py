@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 import exp
-from exp.check.runtime_switches import compile_faults
+from exp.check.runtime_switches import compile_errors
 from exp.engine.compilation import compile_network, is_compiled
 from exp.engine.forward import needing
 from exp.models.containers import SequentialModel
@@ -107,23 +107,23 @@ def test_two_compiled_ranks_train_as_one(ranks: Any) -> None:
 
 
 def test_a_model_that_torch_never_compiles_is_refused() -> None:
-    (fault,) = compile_faults(nn.Flatten(), backend="eager", accelerator="cpu")
-    assert "a model that is a Flatten of torch itself, which torch never compiles" in str(fault)
+    (error,) = compile_errors(nn.Flatten(), backend="eager", accelerator="cpu")
+    assert "a model that is a Flatten of torch itself, which torch never compiles" in str(error)
 
 
 def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    (fault,) = compile_faults(small(), backend="inductor", accelerator="cpu")
-    assert fault.got == "inductor on a machine without a C++ compiler"
-    assert not list(compile_faults(small(), backend="inductor", accelerator="cuda"))
-    assert not list(compile_faults(small(), backend="aot_eager", accelerator="cpu"))
+    (error,) = compile_errors(small(), backend="inductor", accelerator="cpu")
+    assert error.got == "inductor on a machine without a C++ compiler"
+    assert not list(compile_errors(small(), backend="inductor", accelerator="cuda"))
+    assert not list(compile_errors(small(), backend="aot_eager", accelerator="cpu"))
 
 
 def test_a_compile_mode_needs_inductor_on_cuda() -> None:
-    (fault,) = compile_faults(small(), backend="aot_eager", mode="reduce-overhead", accelerator="cuda")
-    assert fault.got == "reduce-overhead with aot_eager on cuda"
-    assert not list(compile_faults(small(), backend="inductor", mode="reduce-overhead", accelerator="cuda"))
+    (error,) = compile_errors(small(), backend="aot_eager", mode="reduce-overhead", accelerator="cuda")
+    assert error.got == "reduce-overhead with aot_eager on cuda"
+    assert not list(compile_errors(small(), backend="inductor", mode="reduce-overhead", accelerator="cuda"))
 
 
 @pytest.mark.slow

@@ -90,6 +90,6 @@ def test_a_gan_resumes_with_the_same_phases_only(tmp_path: Path, monkeypatch: py
     report = exp.fit(exp.compose([*command, "hydra.run.dir=first", "trainer.enable_progress_bar=false"]))
     assert {"loss/val/discriminator", "loss/val/generator", "optimizer/lr/generator"} <= report.metrics.keys()
     resumed = [*command, "resume=first/checkpoints/last.ckpt"]
-    assert examine(resolve(compose(resumed))).faults == ()
-    (fault,) = examine(resolve(compose([*resumed, "phases.generator.optimizer.lr=1"]))).faults
-    assert "phases.generator.optimizer.lr was 0.001 and is 1" in str(fault)
+    assert examine(resolve(compose(resumed))).errors == ()
+    (error,) = examine(resolve(compose([*resumed, "phases.generator.optimizer.lr=1"]))).errors
+    assert "phases.generator.optimizer.lr was 0.001 and is 1" in str(error)

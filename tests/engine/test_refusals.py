@@ -23,6 +23,6 @@ def test_all_errors_of_a_config_are_reported(
     common = GAN if case.get("model") == "gan" else []
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose([*common, *case["overrides"]]))
-    found = {fault.key: str(fault) for fault in caught.value.faults}
+    found = {error.key: str(error) for error in caught.value.errors}
     for key, words in case["errors"].items():
         assert words in found.get(key, f"no error of {key}: {found}"), key

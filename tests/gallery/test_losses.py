@@ -300,7 +300,7 @@ def test_jacobian(gallery: Any) -> None:
 
 
 def test_label_out_of_range(gallery: Any, hand: Any) -> None:
-    """Without the cure the run ends with exit status 2 and the label -100, which is no class of 10; with it three
+    """Without the fix the run ends with exit status 2 and the label -100, which is no class of 10; with it three
     steps are those of a loop over the samples that have a class, to 1e-9.
     """
     import exp

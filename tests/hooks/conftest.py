@@ -111,6 +111,6 @@ def refused(in_tmp: Path) -> Callable[..., list[str]]:
     def errors(*overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             exp.validate(exp.compose(list(overrides)))
-        return [str(fault) for fault in caught.value.faults]
+        return [str(error) for error in caught.value.errors]
 
     return errors

@@ -101,8 +101,8 @@ def test_all_hooks_change_no_bit_of_other_runs(fit, more: list[str]) -> None:
 
 def compatible(*run: str) -> list[str]:
     """Return the observing hooks that the check accepts in a run."""
-    faults = examine(resolve(exp.compose([*run, "launch.accelerator=cpu", *with_hooks(OBSERVING)]))).faults
-    refused = {name for fault in faults for name in re.findall(r"hooks\.(\w+)", str(fault))}
+    errors = examine(resolve(exp.compose([*run, "launch.accelerator=cpu", *with_hooks(OBSERVING)]))).errors
+    refused = {name for error in errors for name in re.findall(r"hooks\.(\w+)", str(error))}
     return [name for name in OBSERVING if name not in refused]
 
 

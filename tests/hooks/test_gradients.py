@@ -205,7 +205,7 @@ def test_stage_3_of_deepspeed_refuses_gradient_values():
         config=plain_config(config),
         traits=frozenset({"owns_step", "shards_parameters"}),
     )
-    keys = [fault.key.removeprefix("hooks.gradients.") for fault in Gradients(clipped="total").faults(planned)]
+    keys = [error.key.removeprefix("hooks.gradients.") for error in Gradients(clipped="total").errors(planned)]
     assert keys == ["histogram_every_n_steps", "update_ratio_every_n_steps", "clipped"]
 
 

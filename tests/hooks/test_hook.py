@@ -209,7 +209,7 @@ def test_a_pattern_without_a_module_names_the_modules():
     with pytest.raises(ConfigError) as caught:
         Names(modules=["encoder.*", "0", "decoder"]).attach(network(), name="mine")
     message = str(caught.value)
-    assert [fault.key for fault in caught.value.faults] == ["hooks.mine.modules"] * 2
+    assert [error.key for error in caught.value.errors] == ["hooks.mine.modules"] * 2
     assert "'encoder.*'" in message
     assert "'decoder'" in message
     assert "there are 0, 1, 2, 2.0, 2.1" in message

@@ -60,7 +60,7 @@ def refused_hooks(*overrides: str) -> set[tuple[str, str]]:
     except ConfigError as error:
         if "no module exp.extras" in str(error):
             pytest.skip("needs a folder of src/exp/extras that was removed")
-        found = ((fault.key, fault.expected) for fault in error.faults)
+        found = ((error.key, error.expected) for error in error.errors)
         return {(key, reason) for key, reason in found if key.startswith("hooks.") and "a run without it" in reason}
     return set()
 

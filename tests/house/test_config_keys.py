@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import exp
 from exp.check.signature import signature_of
-from exp.config.habits import cure_of_key
+from exp.config.habits import fix_of_key
 from exp.config.targets import resolve
 
 SNAPSHOT = Path(__file__).with_name("config_keys.txt")
@@ -48,6 +48,6 @@ def test_every_key_can_be_set_without_a_plus(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torchs_own = ["optimizer.weight_decay", "optimizer.betas", "metrics.accuracy.top_k", "trainer.min_epochs"]
     # Some keys are set by another word: trainer.profiler is debug=profiler.
-    dotted = [key for key in SNAPSHOT.read_text().split() if "." in key and cure_of_key(key, "12") is None]
+    dotted = [key for key in SNAPSHOT.read_text().split() if "." in key and fix_of_key(key, "12") is None]
     config = exp.compose([f"{key}=12" for key in [*dotted, *torchs_own]])
     assert [key for key in [*dotted, *torchs_own] if OmegaConf.select(config, key) != 12] == []

@@ -25,7 +25,7 @@ RANKS = {
 ENTRY_RANK = 6
 
 PUBLIC = [
-    "ConfigError", "ExpError", "Fault", "Interrupted", "MissingExtraError", "RankError", "Report", "RunError",
+    "ConfigError", "ExpError", "ErrorDetails", "Interrupted", "MissingExtraError", "RankError", "Report", "RunError",
     "compose", "fit", "load", "validate",
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from exp.strategies.placement import Machine, placement
 HEAD = """
 import json, os, pathlib, signal, sys, time
 from exp.launch.lifecycle import live
-from exp.errors import ConfigError, Fault, Interrupted, RunError
+from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError
 directory = pathlib.Path(sys.argv[1])
 
 def note(rank, value):

@@ -109,8 +109,8 @@ def test_a_rank_that_never_joins_is_named(failing):
 
 def test_a_config_error_of_a_rank_is_raised_whole(launched):
     with pytest.raises(ConfigError) as caught:
-        launched('raise ConfigError([Fault(key="data.path", got="a", expected="b", cure="c")])')
-    assert [(fault.key, fault.got, fault.cure) for fault in caught.value.faults] == [("data.path", "a", "c")]
+        launched('raise ConfigError([ErrorDetails(key="data.path", got="a", expected="b", fix="c")])')
+    assert [(error.key, error.got, error.fix) for error in caught.value.errors] == [("data.path", "a", "c")]
     assert caught.value.exit_status == 2
 
 

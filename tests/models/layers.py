@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exp.check.parameters import target_faults
+from exp.check.parameters import target_errors
 from exp.construct import construct
 from exp.errors import ConfigError
 from exp.models.inference import LAZY_CLASSES
@@ -103,16 +103,16 @@ def _try(row: Any, kind: type[nn.Module], node: dict[str, Any], built: Any, call
     inputs = [f"a{index}" for index in range(len(writer.tensors))]
     config = {"_target_": CONTAINER, "layers": {"module": node}, "forward": text, "inputs": inputs}
     by_hand = _seeded(lambda: kind(*built.args, **built.kwargs).double().train(training))
-    faults = target_faults({"model": config}, allow=())
-    if faults:
-        said = [f"{one.key.removeprefix('model.layers.module.')}: {one.got}, not {one.expected}" for one in faults]
+    errors = target_errors({"model": config}, allow=())
+    if errors:
+        said = [f"{one.key.removeprefix('model.layers.module.')}: {one.got}, not {one.expected}" for one in errors]
         row.refused["; ".join(said)] += 1
         return
     try:
         network = _seeded(lambda: construct(config, key="model", allow=()).double().train(training))
     except (ConfigError, ProgramError) as error:
-        faults = error.faults if isinstance(error, ConfigError) else []
-        row.refused["; ".join(one.got for one in faults) or str(error)] += 1
+        errors = error.errors if isinstance(error, ConfigError) else []
+        row.refused["; ".join(one.got for one in errors) or str(error)] += 1
         return
     except Exception as error:
         row.wrong.append(f"{node}: {error!r}")

@@ -131,7 +131,7 @@ def seen(*, only: Sequence[str] = ()) -> list[Any]:
             try:
                 found = by_exp(name, arguments, start)
             except ConfigError as error:
-                row.refused["; ".join(f"{one.got}; expected {one.expected}" for one in error.faults)] += 1
+                row.refused["; ".join(f"{one.got}; expected {one.expected}" for one in error.errors)] += 1
                 continue
             except Exception as error:
                 row.wrong.append(f"{name}: {error!r}")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from exp.check.parameters import target_faults
-from exp.check.shapes import term_faults
+from exp.check.parameters import target_errors
+from exp.check.shapes import term_errors
 from exp.construct import construct
 from exp.errors import ConfigError, RunError
 from exp.objectives.objective import Objective
@@ -79,7 +79,7 @@ def _try(row: Any, kind: type[nn.Module], node: dict[str, Any], given: Any, valu
     try:
         objective = _objective(node)
     except ConfigError as error:
-        said = [one.got.replace(kind.__name__, "the loss") for one in error.faults]
+        said = [one.got.replace(kind.__name__, "the loss") for one in error.errors]
         row.refused["; ".join(re.sub(r" \(.*?\),", "", one) for one in said)] += 1
         return
     found = operators.run(lambda *fresh: objective(dict(zip(values, fresh, strict=True)))[0], list(values.values()))
@@ -106,11 +106,11 @@ def _try(row: Any, kind: type[nn.Module], node: dict[str, Any], given: Any, valu
 
 def _objective(node: dict[str, Any]) -> Objective:
     """Raises: ConfigError for what the check refuses."""
-    if faults := list(target_faults({"objective": {"it": node}}, allow=())):
-        raise ConfigError(faults)
+    if errors := list(target_errors({"objective": {"it": node}}, allow=())):
+        raise ConfigError(errors)
     objective = Objective({"it": construct(node, key="objective.it", allow=())}).double()
-    if faults := list(term_faults(objective, nn.Identity(), SPEC, word="fp64")):
-        raise ConfigError(faults)
+    if errors := list(term_errors(objective, nn.Identity(), SPEC, word="fp64")):
+        raise ConfigError(errors)
     return objective
 
 

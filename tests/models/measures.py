@@ -22,8 +22,8 @@ import torchmetrics
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from exp.check.metric_faults import call_faults, fit_faults
-from exp.check.parameters import target_faults
+from exp.check.metric_errors import call_errors, fit_errors
+from exp.check.parameters import target_errors
 from exp.check.signature import signature_of
 from exp.construct import build_measures
 from exp.engine.buffer import EpochValues
@@ -165,7 +165,7 @@ def _try(row: Any, kind: type, node: dict[str, Any], values: Mapping[str, Tensor
     try:
         measure = _built(node, values)
     except ConfigError as error:
-        got = error.faults[0].got
+        got = error.errors[0].got
         said = [reason for words, reason in REASONS.items() if words in got]
         if isinstance(by_hand, Exception):
             row.by_torch[f"{type(by_hand).__name__}, told before the run"] += 1
@@ -173,7 +173,7 @@ def _try(row: Any, kind: type, node: dict[str, Any], values: Mapping[str, Tensor
             row.refused[said[0] if said else got] += 1
         return
     if isinstance(by_hand, Exception):
-        row.wrong.append(f"{node}: no fault, by hand {by_hand!r}")
+        row.wrong.append(f"{node}: no error, by hand {by_hand!r}")
         return
     for way in ("whole", "gone on", *(["on one rank"] if dist.is_initialized() else [])):
         try:
@@ -193,18 +193,18 @@ def _try(row: Any, kind: type, node: dict[str, Any], values: Mapping[str, Tensor
 
 def _built(node: dict[str, Any], values: Mapping[str, Tensor]) -> Any:
     """Raises: ConfigError for what the check refuses."""
-    if faults := list(target_faults({"metrics": {"it": node}}, allow=())):
-        raise ConfigError(faults)
+    if errors := list(target_errors({"metrics": {"it": node}}, allow=())):
+        raise ConfigError(errors)
     (measure,) = build_measures({"metrics": {"it": node}, "security": {"allow": []}}).values()
-    if faults := list(call_faults([measure])):
-        raise ConfigError(faults)
+    if errors := list(call_errors([measure])):
+        raise ConfigError(errors)
 
     def drawn(seed: int) -> dict[str, Tensor]:
         draw, output = torch.Generator().manual_seed(seed), values["output"]
         return {**values, "output": 0.05 + 0.9 * torch.rand(output.shape, generator=draw)}
 
-    if faults := list(fit_faults([measure], drawn, "val", {})):
-        raise ConfigError(faults)
+    if errors := list(fit_errors([measure], drawn, "val", {})):
+        raise ConfigError(errors)
     return measure
 
 

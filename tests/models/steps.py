@@ -229,7 +229,7 @@ def _compare(row: Any, optimizer: Any, schedule: Any, start: Any, hand: Any) -> 
     try:
         found = by_exp(optimizer, schedule, start)
     except ConfigError as error:
-        row.refused["; ".join(f"{one.got}; expected {one.expected}" for one in error.faults)] += 1
+        row.refused["; ".join(f"{one.got}; expected {one.expected}" for one in error.errors)] += 1
         return
     except Exception as error:
         row.wrong.append(f"{optimizer} {schedule}: {error!r}")

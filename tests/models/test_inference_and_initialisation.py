@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.check.parameters import target_faults
+from exp.check.parameters import target_errors
 from exp.construct import construct
 from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel, SequentialModel
@@ -51,7 +51,7 @@ def test_a_size_left_out_gives_the_lazy_class(cls: type[nn.Module]) -> None:
     ],
 )
 def test_a_layer_is_held_against_its_own_signature_whoever_gives_its_size(node: dict, is_right: bool) -> None:
-    assert (target_faults({"model": {"layers": {"one": node}}}, allow=()) == []) == is_right
+    assert (target_errors({"model": {"layers": {"one": node}}}, allow=()) == []) == is_right
     if is_right:
         construct(node, key="model.layers.one", allow=())
 

@@ -61,18 +61,18 @@ def test_a_model_that_is_wired_by_hand_is_refused(name: str, word: str) -> None:
     config = exp.compose([*data, f"model={name}", f"model.container={word}"])
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(config)
-    fault = next(fault for fault in caught.value.faults if fault.key == "model.container")
-    assert fault.got.startswith(f"{word} for a ")
-    assert fault.cure == "Leave it out"
+    error = next(error for error in caught.value.errors if error.key == "model.container")
+    assert error.got.startswith(f"{word} for a ")
+    assert error.fix == "Leave it out"
 
 
 def test_a_model_of_ones_own_is_refused() -> None:
     own = ["model._target_=torch.nn.Linear", "~model.layers", "+model.in_features=4", "+model.out_features=3"]
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(exp.compose([*own, "model.container=module_list"]))
-    (fault,) = caught.value.faults
-    assert fault.key == "model.container"
-    assert "no parameter of torch.nn.Linear" in str(fault)
+    (error,) = caught.value.errors
+    assert error.key == "model.container"
+    assert "no parameter of torch.nn.Linear" in str(error)
 
 
 def test_another_word_is_refused() -> None:

@@ -93,10 +93,10 @@ def test_a_module_of_ones_own_offers_its_methods() -> None:
 def test_a_program_needs_a_free_name(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model(programs={name: "return head(body(x))"})
-    assert caught.value.faults[0].key == f"programs.{name}"
+    assert caught.value.errors[0].key == f"programs.{name}"
 
 
-def test_a_fault_says_which_program_and_where() -> None:
+def test_a_error_says_which_program_and_where() -> None:
     with pytest.raises(ProgramError) as caught:
         model(programs={"good": "return head(x)", "bad": "y = body(x)\nreturn hed(y)"})
     error = caught.value

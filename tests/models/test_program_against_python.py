@@ -116,7 +116,7 @@ def test_a_program_is_python(body: str, training: bool) -> None:
         # A program has to be right in both modes: `sum` of no tensors is a number in one of them.
         expected = {mode: plain(text, layers, x, training=mode) for mode in (True, False)}[training]
     except (TypeError, RuntimeError, AttributeError):
-        return  # `0.5 < y` as a constant, a tensor of other rows: a fault of the text, in whatever way it is told
+        return  # `0.5 < y` as a constant, a tensor of other rows: an error of the text, in whatever way it is told
     network = ModuleDictModel(layers=held, forward=text, constants={"width": WIDTH, "names": ["a", "b"]})
     found = network.train(training)(x)
     for name, value in expected.items():
@@ -140,7 +140,7 @@ def test_a_branch_may_ask_whether_the_network_trains() -> None:
     assert torch.equal(exported(X), X)
 
 
-def test_a_fault_in_a_branch_of_evaluation_is_told_before_the_run() -> None:
+def test_a_error_in_a_branch_of_evaluation_is_told_before_the_run() -> None:
     with pytest.raises(ProgramError, match="line 4, column 13: `y` has no value yet"):
         model("if training:\n    x = x + 1\nelse:\n    x = x + y\nif training:\n    y = x\nreturn x")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exp.check.parameters import program_faults, target_faults
+from exp.check.parameters import program_errors, target_errors
 from exp.config.targets import TargetError, resolve_function
 from exp.construct import construct
 from exp.errors import ConfigError
@@ -70,7 +70,7 @@ def node(forward: str, **functions: object) -> dict[str, object]:
 def test_a_program_calls_the_functions_that_the_config_lists(mine: str) -> None:
     forward = "a, b = halves(doubled(x), parts=3)[:2]\nreturn a + b"
     model = node(forward, halves=f"{mine}.halves", doubled=f"{mine}.Doubled")
-    assert target_faults({"model": model}, allow=()) == []
+    assert target_errors({"model": model}, allow=()) == []
     network = construct(model, key="model", allow=())
     x = X.clone().requires_grad_()
     output = network(x)
@@ -98,9 +98,9 @@ def test_a_program_calls_the_functions_that_the_config_lists(mine: str) -> None:
 )
 def test_the_wall_of_targets_stands_before_functions(mine: str, dotted: object, words: str) -> None:
     dotted = dotted.format(mine=mine) if isinstance(dotted, str) else dotted
-    (fault,) = target_faults({"model": node("return f(x)", f=dotted)}, allow=())
-    assert fault.key == "model.functions.f"
-    assert words in f"{fault.got}; expected {fault.expected}"
+    (error,) = target_errors({"model": node("return f(x)", f=dotted)}, allow=())
+    assert error.key == "model.functions.f"
+    assert words in f"{error.got}; expected {error.expected}"
     with pytest.raises(TargetError):
         resolve_function(dotted)
     with pytest.raises(ConfigError):
@@ -141,7 +141,7 @@ def test_the_network_is_copied_pickled_and_drawn_as_a_graph() -> None:
 
 def test_the_first_check_knows_the_names_and_the_audit_shows_them(tmp_path: Path) -> None:
     model = node("return rearrange(x)", rearrange="einops.rearrange")
-    assert program_faults({"model": model}) == []
+    assert program_errors({"model": model}) == []
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.yaml").write_text("# a\nfunctions: {rearrange: einops.rearrange, run: os.system}\n")
     found = {one.what: one.is_outside for one in audit(tmp_path)}

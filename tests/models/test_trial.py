@@ -130,7 +130,7 @@ def test_layers_is_a_list_or_a_dict() -> None:
     assert torch.equal(listed(X), named(X))
 
 
-FAULTS = [
+ERRORS = [
     ("return linears[3](x)", 1, "has 3 elements, and no number 3"),
     ("return linears(x)", 1, "(ModuleList) is called"),
     ("return relu(linears[0])", 1, "is a layer (Linear), not a tensor"),
@@ -159,7 +159,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "words"), FAULTS)
+@pytest.mark.parametrize(("text", "line", "words"), ERRORS)
 def test_what_cannot_be_traced_is_refused_with_its_place(text: str, line: int, words: str) -> None:
     with pytest.raises(ProgramError) as caught:
         ModuleListModel(layers={"linears": [nn.Linear(4, 4) for _ in range(3)]}, forward=text)

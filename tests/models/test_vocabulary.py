@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from exp.check.meta_forward import run_on_meta
-from exp.check.shapes import shape_faults
+from exp.check.shapes import shape_errors
 from exp.models import vocabulary
 from exp.models.containers import ModuleDictModel
 from exp.models.syntax import ProgramError
@@ -142,15 +142,15 @@ def test_an_assertion_about_sizes_holds_or_fails_when_the_network_runs() -> None
     assert torch.equal(torch.export.export(network, (X,)).module()(X), X * 2)
 
 
-def test_an_assertion_that_the_datas_shape_breaks_is_a_fault_of_the_check() -> None:
+def test_an_assertion_that_the_datas_shape_breaks_is_a_error_of_the_check() -> None:
     def network() -> nn.Module:
         return ModuleDictModel(layers={}, forward="assert x.shape[1] == 5, f'{x.shape[1]} columns'\nreturn x")
 
     spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
-    (fault,) = shape_faults(run_on_meta(network_factory=network, spec=spec), spec)
-    assert fault.key == "model.forward"
-    assert fault.got.endswith(": 4 columns")
-    assert fault.expected == "an assertion that holds"
+    (error,) = shape_errors(run_on_meta(network_factory=network, spec=spec), spec)
+    assert error.key == "model.forward"
+    assert error.got.endswith(": 4 columns")
+    assert error.expected == "an assertion that holds"
 
 
 def test_an_assertion_about_constants_is_decided_before_the_run() -> None:
@@ -165,5 +165,5 @@ def test_a_shape_that_depends_on_numbers_is_left_to_the_run() -> None:
     found = run_on_meta(
         network_factory=lambda: ModuleDictModel(layers={}, forward="return masked_select(x, x > 0)"), spec=spec
     )
-    assert shape_faults(found, spec) == []
+    assert shape_errors(found, spec) == []
     assert "the model's shapes were not checked" in found.notes[0]

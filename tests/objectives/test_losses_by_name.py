@@ -97,7 +97,7 @@ def test_ranks_with_uneven_shares_equal_one_process(ranks) -> None:
 def test_the_check_refuses_wrong_names_and_shapes(loss, inputs, key, message) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose([*COMMON, term(f"torch.nn.{loss}", inputs)]))
-    (error,) = raised.value.faults
+    (error,) = raised.value.errors
     assert error.key.startswith(f"objective.it.{key}" if key else "objective.it")
     assert message in str(error)
 
@@ -124,7 +124,7 @@ BESIDE = term("torch.nn.MSELoss", FAMILY["MSELoss"])
 def test_the_check_refuses_unknown_and_ambiguous_values(overrides, key, message) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose(overrides))
-    assert [(error.key, message in str(error)) for error in raised.value.faults] == [(key, True)], raised.value
+    assert [(error.key, message in str(error)) for error in raised.value.errors] == [(key, True)], raised.value
 
 
 def test_inputs_in_any_order_are_passed_by_position() -> None:

@@ -141,7 +141,7 @@ def test_lists_of_float32_go_on_over_two_ranks(ranks) -> None:
 FAIR = f"{{_target_: {T}.BinaryFairness, num_groups: 3, inputs: {{preds: sided, target: side, groups: kind}}}}"
 CONFUSION = f"{{_target_: {T}.MulticlassConfusionMatrix, num_classes: 3, {KINDS}}}"
 CURVE = f"{{_target_: {T}.MulticlassPrecisionRecallCurve, num_classes: 3, {KINDS}}}"
-FAULTS = [
+ERRORS = [
     ("metrics.kind.output=kids", "metrics.kind.output", "Did you mean kinds?"),
     ("+metrics.mean.inputs.weigth=side", "metrics.mean.inputs.weigth", "Did you mean weight?"),
     ("+metrics.x={_target_: torchmetrics.CatMetric, inputs: {value: age}}", "metrics.x", "as many each time"),
@@ -161,11 +161,11 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "key", "words"), FAULTS)
+@pytest.mark.parametrize(("overrides", "key", "words"), ERRORS)
 def test_the_check_refuses_wrong_metrics(overrides, key, words) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose([*COMMON, *ALL, *overrides.split(";")]))
-    (error,) = raised.value.faults
+    (error,) = raised.value.errors
     assert error.key == key
     assert words in str(error)
     assert not Path("outputs").exists()

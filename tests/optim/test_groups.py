@@ -49,10 +49,10 @@ def named(network: nn.Module, groups: list[dict[str, Any]]) -> dict[str, list[st
     return {group["name"]: [names[id(parameter)] for parameter in group["params"]] for group in groups}
 
 
-def faults(network: nn.Module, groups: dict[str, Any], exempt: tuple[str, ...] = ()) -> list[str]:
+def errors(network: nn.Module, groups: dict[str, Any], exempt: tuple[str, ...] = ()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parameter_groups(network, groups=groups, exempt_from_decay=exempt)
-    return [str(fault) for fault in caught.value.faults]
+    return [str(error) for error in caught.value.errors]
 
 
 def test_the_default_group_has_tied_parameters_once() -> None:
@@ -185,7 +185,7 @@ def test_groups_partition_the_trained_parameters(data: st.DataObject, kinds: lis
         node["parameters"] = [pattern for pattern in node["parameters"] if pattern[:-2] in alive]
     exempt = data.draw(st.lists(st.sampled_from(["norms", "biases"]), unique=True))
     if not alive:
-        assert faults(network, groups, tuple(exempt))
+        assert errors(network, groups, tuple(exempt))
         return
     built = parameter_groups(network, groups=groups, exempt_from_decay=exempt)
     split = named(network, built)
@@ -205,7 +205,7 @@ def test_groups_partition_the_trained_parameters(data: st.DataObject, kinds: lis
 
 def test_errors_of_patterns_are_reported_together() -> None:
     network = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    found = faults(
+    found = errors(
         network, {"a": {"parameters": ["body.*", "haed.*"]}, "b": {"parameters": "*.bias"}, "c": {"lr": 1.0}}, ("norm",)
     )
     assert found == [
@@ -225,23 +225,23 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert named(network, parameter_groups(network, groups={}, exempt_from_decay=())) == {
         "default": ["head.weight", "head.bias"]
     }
-    assert "'body.*' matches only frozen parameters" in faults(network, {"slow": {"parameters": "body.*"}})[0]
+    assert "'body.*' matches only frozen parameters" in errors(network, {"slow": {"parameters": "body.*"}})[0]
     network.requires_grad_(False)
-    assert faults(network, {}) == [
+    assert errors(network, {}) == [
         "model: all 4 parameters are frozen; expected at least one parameter to train. Or set train=false"
     ]
-    assert "a model without parameters" in faults(nn.Flatten(), {})[0]
+    assert "a model without parameters" in errors(nn.Flatten(), {})[0]
 
 
 def test_a_group_cannot_be_named_default() -> None:
-    assert "optimizer.groups.default: a group of this name" in faults(Net(), {"default": {"parameters": "*"}})[0]
+    assert "optimizer.groups.default: a group of this name" in errors(Net(), {"default": {"parameters": "*"}})[0]
 
 
 def test_unknown_and_wrong_options_are_errors() -> None:
     network = nn.Linear(2, 2)
     with pytest.raises(ConfigError) as unknown:
         build_optimizer(network, AdamW, groups={"a": {"parameters": "bias", "momentun": 0.1}}, exempt_from_decay=())
-    assert str(unknown.value.faults[0]).startswith(
+    assert str(unknown.value.errors[0]).startswith(
         "optimizer.groups.a.momentun: an option that AdamW does not have; expected one of lr, betas"
     )
     with pytest.raises(ConfigError, match="Rprop has no weight_decay"):

@@ -199,10 +199,10 @@ PARTS = f"[{{_target_: {TORCHS}.LinearLR, total_iters: 3}}, {{_target_: {TORCHS}
 def test_a_schedule_with_functions_is_refused(node) -> None:
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose([f"scheduler={{_target_: {node}}}"]))
-    (fault,) = raised.value.faults
-    assert fault.key == "scheduler._target_"
-    assert "a Python function" in fault.got
-    assert "Derive a class of your own" in fault.cure
+    (error,) = raised.value.errors
+    assert error.key == "scheduler._target_"
+    assert "a Python function" in error.got
+    assert "Derive a class of your own" in error.fix
 
 
 NESTED = f"[{{_target_: {TORCHS}.ChainedScheduler, schedulers: {PARTS}}}, {{_target_: {TORCHS}.ConstantLR}}]"
@@ -224,7 +224,7 @@ def test_errors_of_nested_schedules_name_the_key(schedulers, milestones, key, me
     node = f"{{_target_: {TORCHS}.SequentialLR, schedulers: {schedulers}, milestones: {milestones}}}"
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose([f"scheduler={node}"]))
-    assert raised.value.faults[0].key == f"scheduler.{key}".removesuffix(".")
+    assert raised.value.errors[0].key == f"scheduler.{key}".removesuffix(".")
     assert message in str(raised.value)
 
 

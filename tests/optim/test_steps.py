@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.check.optimizer_steps import step_faults
+from exp.check.optimizer_steps import step_errors
 from exp.optim.optimizer import Optimization
 
 
@@ -71,16 +71,16 @@ def test_a_trial_step_decides_about_an_optimizer(
 ) -> None:
     optimization = Optimization(optimizer_factory=functools.partial(kind, lr=0.1))
     optimizer, _ = optimization.make(network, total_steps=3)
-    faults = list(step_faults(optimization, network, optimizer, key="optimizer"))
-    assert [says in str(fault) for fault in faults] == ([True] if says else [])
+    errors = list(step_errors(optimization, network, optimizer, key="optimizer"))
+    assert [says in str(error) for error in errors] == ([True] if says else [])
 
 
 def test_an_optimizer_of_a_phase_has_no_closure() -> None:
     optimization = Optimization(optimizer_factory=functools.partial(Twice, lr=0.1))
     optimizer, _ = optimization.make(DENSE, total_steps=3)
-    (fault,) = step_faults(optimization, DENSE, optimizer, key="phases.a.optimizer", has_closure=False)
-    assert fault.key == "phases.a.optimizer._target_"
-    assert "closure" in fault.got
+    (error,) = step_errors(optimization, DENSE, optimizer, key="phases.a.optimizer", has_closure=False)
+    assert error.key == "phases.a.optimizer._target_"
+    assert "closure" in error.got
 
 
 @pytest.mark.numeric

@@ -56,17 +56,17 @@ def row(**parameters):
     return tuple(f"+data.dataset.{name}={value}" for name, value in parameters.items())
 
 
-FAULTS = yaml.safe_load(Path(__file__).with_name("first_samples.yaml").read_text())
+ERRORS = yaml.safe_load(Path(__file__).with_name("first_samples.yaml").read_text())
 
 
-@pytest.mark.parametrize(("overrides", "key", "words"), [(first, key, words) for first, key, *words in FAULTS])
+@pytest.mark.parametrize(("overrides", "key", "words"), [(first, key, words) for first, key, *words in ERRORS])
 def test_wrong_first_samples_are_errors_before_the_run(overrides, key, words):
     with pytest.raises(ConfigError) as caught:
         exp.fit(composed(*overrides.split()))
-    (fault,) = caught.value.faults
-    assert str(fault).startswith(key)
+    (error,) = caught.value.errors
+    assert str(error).startswith(key)
     for word in words:
-        assert word in str(fault)
+        assert word in str(error)
     assert not Path("outputs").exists()
 
 

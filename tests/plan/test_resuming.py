@@ -21,10 +21,10 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def faults(*overrides):
+def errors(*overrides):
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(exp.compose(list(overrides)))
-    return {fault.key: str(fault) for fault in caught.value.faults}
+    return {error.key: str(error) for error in caught.value.errors}
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def faults(*overrides):
     ],
 )
 def test_another_config_is_an_error(finished, overrides, key, messages):
-    message = faults(f"resume={finished}", "trainer.max_epochs=4", *overrides)[key]
+    message = errors(f"resume={finished}", "trainer.max_epochs=4", *overrides)[key]
     assert all(words in message for words in messages), message
 
 
 def test_a_damaged_file_is_an_error(tmp_path):
     (tmp_path / "garbage.ckpt").write_text("garbage")
-    assert "garbage.ckpt" in faults("resume=garbage.ckpt")["resume"]
+    assert "garbage.ckpt" in errors("resume=garbage.ckpt")["resume"]
 
 
 def test_evaluation_needs_only_the_model(finished):
@@ -74,7 +74,7 @@ def test_other_batches_need_a_checkpoint_of_an_epochs_end(finished, tmp_path):
     same = ["model=lenet", "hooks=[]", "trainer.max_epochs=4"]
     within = exp.fit(exp.compose([*same, "test=false", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/run"]))
     last = f"{within.directory}/checkpoints/last.ckpt"
-    told = faults(f"resume={last}", *same, "data.batch_size=32")["resume"]
+    told = errors(f"resume={last}", *same, "data.batch_size=32")["resume"]
     assert "a checkpoint within epoch 0, with other batches: data.batch_size was" in told
     exp.validate(exp.compose([f"resume={last}", *same]))
     exp.validate(exp.compose([f"resume={finished}", *same, "data.batch_size=32"]))
@@ -127,7 +127,7 @@ def test_an_edited_checkpoint_is_an_error(finished, edit):
     change, message = EDITS[edit]
     change(held)
     torch.save(held, "edited.ckpt")
-    assert message in faults("resume=edited.ckpt", "model=lenet", "trainer.max_epochs=4")["resume"]
+    assert message in errors("resume=edited.ckpt", "model=lenet", "trainer.max_epochs=4")["resume"]
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_weights_alone_cannot_be_resumed():
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, "weights.ckpt")
     message = "weights.ckpt, which holds state_dict and no pytorch-lightning_version; expected a last.ckpt or best.ckpt"
     for train in ("true", "false"):
-        assert message in faults("resume=weights.ckpt", f"train={train}")["resume"]
+        assert message in errors("resume=weights.ckpt", f"train={train}")["resume"]

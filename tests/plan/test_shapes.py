@@ -1,4 +1,4 @@
-"""Which values, branches and terms the check of shapes covers; its messages are tested by test_shape_faults.py."""
+"""Which values, branches and terms the check of shapes covers; its messages are tested by test_shape_errors.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from exp.check.meta_forward import MetaForward, run_on_meta
-from exp.check.shapes import shape_faults
-from exp.errors import Fault
+from exp.check.shapes import shape_errors
+from exp.errors import ErrorDetails
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.inference import example_inputs, materialise
 from exp.objectives.objective import Objective, Term
@@ -24,7 +24,7 @@ CLASSES = Objective(terms={"cross_entropy": CrossEntropy()})
 
 def examine(
     build: Callable[[], nn.Module], spec: DataSpec = DIGITS, objective: Objective | None = None
-) -> tuple[MetaForward, list[Fault]]:
+) -> tuple[MetaForward, list[ErrorDetails]]:
     def factory() -> nn.Module:
         with torch.device("meta"):
             network = build()
@@ -32,13 +32,13 @@ def examine(
         return network
 
     seen = run_on_meta(network_factory=factory, spec=spec, objective=objective)
-    return seen, shape_faults(seen, spec, objective)
+    return seen, shape_errors(seen, spec, objective)
 
 
 @pytest.mark.parametrize("name", ["sequential", "shared", "parameter_dict", "rnn"])
 def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
-    found, faults = examine(lambda: build_model(name, device="meta"), objective=CLASSES)
-    assert (faults, found.notes) == ([], ())
+    found, errors = examine(lambda: build_model(name, device="meta"), objective=CLASSES)
+    assert (errors, found.notes) == ([], ())
     assert found.parameters == sum(p.numel() for p in build_model(name).parameters())
 
 
@@ -61,8 +61,8 @@ def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
     ],
 )
 def test_the_layer_that_does_not_fit_is_named(model: tuple, message: str, build_model: Callable) -> None:
-    (fault,) = examine(lambda: build_model(*model, device="meta"), objective=CLASSES)[1]
-    assert message in str(fault)
+    (error,) = examine(lambda: build_model(*model, device="meta"), objective=CLASSES)[1]
+    assert message in str(error)
 
 
 def test_each_output_is_checked_by_its_own_term() -> None:
@@ -73,10 +73,10 @@ def test_each_output_is_checked_by_its_own_term() -> None:
     by_name = Objective(terms={"kind": Term(loss=CrossEntropy(), output="kind")})
     assert not examine(build, objective=by_name)[1]
     wrong = Objective(terms={"kind": Term(loss=CrossEntropy(), output="other")})
-    (fault,) = examine(build, objective=wrong)[1]
-    assert fault.key == "model.layers.other.out_features"
-    (fault,) = examine(build, objective=CLASSES)[1]
-    assert "Set objective.cross_entropy.output to one of kind, other" in str(fault)
+    (error,) = examine(build, objective=wrong)[1]
+    assert error.key == "model.layers.other.out_features"
+    (error,) = examine(build, objective=CLASSES)[1]
+    assert "Set objective.cross_entropy.output to one of kind, other" in str(error)
 
 
 def test_a_torch_loss_reads_classes_from_axis_1() -> None:
@@ -110,28 +110,28 @@ class Catches(nn.Module):
 
 
 def test_an_undecided_shape_is_noted() -> None:
-    found, faults = examine(NeedsNumbers, objective=CLASSES)
-    assert faults == []
+    found, errors = examine(NeedsNumbers, objective=CLASSES)
+    assert errors == []
     assert "were not checked" in found.notes[0]
 
 
 def test_an_error_of_a_user_names_its_line() -> None:
-    (fault,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES)[1]
+    (error,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES)[1]
     line = OwnError.forward.__code__.co_firstlineno + 1
-    assert str(fault) == (
+    assert str(error) == (
         f"model.1: OwnError is given [B, 64] float32: only squares, please (test_shapes.py, line {line}); "
         "expected an input that it takes"
     )
-    (fault,) = examine(Catches, objective=CLASSES)[1]
-    assert fault.key == "model.head.out_features"
+    (error,) = examine(Catches, objective=CLASSES)[1]
+    assert error.key == "model.head.out_features"
 
 
-def test_a_network_that_cannot_be_built_is_a_fault() -> None:
+def test_a_network_that_cannot_be_built_is_a_error() -> None:
     def fail() -> nn.Module:
         raise TypeError("no such argument")
 
-    (fault,) = shape_faults(run_on_meta(network_factory=fail, spec=DIGITS), DIGITS)
-    assert (fault.key, fault.got) == ("model", "TypeError: no such argument")
+    (error,) = shape_errors(run_on_meta(network_factory=fail, spec=DIGITS), DIGITS)
+    assert (error.key, error.got) == ("model", "TypeError: no such argument")
 
 
 def test_the_branch_of_evaluation_is_checked() -> None:
@@ -141,9 +141,9 @@ def test_the_branch_of_evaluation_is_checked() -> None:
         layers = {"flat": nn.Flatten(), "hidden": nn.Linear(64, 64), "head": nn.Linear(64, 10)}
         return ModuleDictModel(layers=layers, forward=program)
 
-    (fault,) = examine(build, objective=CLASSES)[1]
-    assert fault.key == "model.layers.hidden"
-    assert "is given [B, 10] float32" in fault.got
+    (error,) = examine(build, objective=CLASSES)[1]
+    assert error.key == "model.layers.hidden"
+    assert "is given [B, 10] float32" in error.got
 
 
 def test_multiply_adds_are_half_of_torchs_flops() -> None:

@@ -14,7 +14,7 @@ import exp
 from exp.build import Parts
 from exp.errors import ConfigError, MissingExtraError
 from exp.precision.conversion import convert_linear
-from exp.precision.words import float8_fault, refuse_without_torchao
+from exp.precision.words import float8_error, refuse_without_torchao
 
 HAS_TORCHAO = find_spec("torchao") is not None
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -23,16 +23,16 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9,
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         exp.validate(exp.compose(["precision=fp8", "launch.accelerator=cpu"]))
-    (fault,) = error.value.faults
+    (error,) = error.value.errors
     expected = "expected a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-    assert str(fault).startswith(f"precision.word: fp8 on cpu; {expected}. Write precision=bf16")
+    assert str(error).startswith(f"precision.word: fp8 on cpu; {expected}. Write precision=bf16")
 
 
 def test_an_old_gpu_is_refused() -> None:
-    fault = float8_fault("cuda", (8, 0))
-    assert fault is not None
-    assert fault.got == "fp8 on cuda, a GPU of compute capability 8.0"
-    assert float8_fault("mps").got == "fp8 on mps"
+    error = float8_error("cuda", (8, 0))
+    assert error is not None
+    assert error.got == "fp8 on cuda, a GPU of compute capability 8.0"
+    assert float8_error("mps").got == "fp8 on mps"
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
@@ -68,7 +68,7 @@ def test_linear_layers_become_float8() -> None:
 
 @pytest.mark.skipif(not (HOPPER and HAS_TORCHAO), reason="needs a GPU of compute capability 9.0 and torchao")
 def test_a_run_in_float8_on_a_gpu(parts: Callable[..., Parts]) -> None:
-    assert float8_fault("cuda") is None
+    assert float8_error("cuda") is None
     run = ("launch.accelerator=cuda", "model=mlp", "trainer.max_steps=20", "data.batch_size=64")
     losses = []
     for word in ("bf16", "fp8"):

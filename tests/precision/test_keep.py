@@ -203,14 +203,14 @@ def test_a_run_keeps_layers_of_a_forward_program(word: str, parts: Callable[...,
     assert all(tensor.isfinite().all() for tensor in network.state_dict().values())
 
 
-def faults(*overrides: str) -> list[str]:
+def errors(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as error:
         exp.validate(exp.compose(["launch.accelerator=cpu", *overrides]))
-    return [str(fault) for fault in error.value.faults]
+    return [str(error) for error in error.value.errors]
 
 
-def test_wrong_patterns_and_dtypes_are_faults() -> None:
-    lines = faults("model=lenet", "precision=bf16", "+precision.keep={haed: fp32, Conv3d: fp32}")
+def test_wrong_patterns_and_dtypes_are_errors() -> None:
+    lines = errors("model=lenet", "precision=bf16", "+precision.keep={haed: fp32, Conv3d: fp32}")
     assert [line.split(";")[0] for line in lines] == [
         "precision.keep.haed: it matches no layer",
         "precision.keep.Conv3d: it matches no layer",
@@ -218,10 +218,10 @@ def test_wrong_patterns_and_dtypes_are_faults() -> None:
     assert "there are conv1, relu1, pool1" in lines[0]
     assert "Did you mean head?" in lines[0]
     assert "Did you mean Conv2d?" in lines[1]
-    (line,) = faults("model=lenet", "precision=bf16", "+precision.keep={head: fp23}")
+    (line,) = errors("model=lenet", "precision=bf16", "+precision.keep={head: fp23}")
     assert line.startswith("precision.keep: ")
     assert "one of fp32, fp64" in line
-    (line,) = faults("precision.keep={head: fp32}")
+    (line,) = errors("precision.keep={head: fp32}")
     assert "Write '+precision.keep={head: fp32}', which adds to the mapping" in line
 
 

@@ -304,5 +304,5 @@ def test_a_skipped_first_step_leaves_no_momentum() -> None:
 
 
 def test_an_optimizer_that_cannot_skip_is_refused() -> None:
-    (fault,) = WORDS["fp16"].optimizer_faults(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
-    assert "LBFGS cannot skip a step" in str(fault)
+    (error,) = WORDS["fp16"].optimizer_errors(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
+    assert "LBFGS cannot skip a step" in str(error)

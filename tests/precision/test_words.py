@@ -271,10 +271,10 @@ def test_a_wrong_fused_optimizer_is_refused() -> None:
 
 def test_an_eps_of_zero_in_float16_is_refused() -> None:
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    (fault,) = WORDS["fp16_true"].optimizer_faults(adam)
-    assert str(fault).startswith("optimizer.eps: 1e-08 with precision=fp16_true; expected 6e-08 or more")
-    assert WORDS["bf16_true"].optimizer_faults(adam) == WORDS["fp16"].optimizer_faults(adam) == []
-    assert WORDS["fp16_true"].optimizer_faults(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) == []
+    (error,) = WORDS["fp16_true"].optimizer_errors(adam)
+    assert str(error).startswith("optimizer.eps: 1e-08 with precision=fp16_true; expected 6e-08 or more")
+    assert WORDS["bf16_true"].optimizer_errors(adam) == WORDS["fp16"].optimizer_errors(adam) == []
+    assert WORDS["fp16_true"].optimizer_errors(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)) == []
 
 
 def test_a_run_restores_the_switches_of_torch(parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture) -> None:
@@ -314,14 +314,14 @@ def test_an_lstm_without_float16_runs_in_float32(
     assert set(built.module.network.state_dict()) == before
 
 
-def test_an_unknown_word_and_a_needless_scaler_are_faults() -> None:
+def test_an_unknown_word_and_a_needless_scaler_are_errors() -> None:
     with pytest.raises(ConfigError) as unknown:
         build_precision("bf61", device_type="cpu")
     words = "fp32, tf32, bf16, fp16, bf16_true, fp16_true, fp64, fp8"
-    assert str(unknown.value.faults[0]) == f"precision.word: bf61; expected one of {words}. Did you mean bf16?"
+    assert str(unknown.value.errors[0]) == f"precision.word: bf61; expected one of {words}. Did you mean bf16?"
     with pytest.raises(ConfigError) as needless:
         build_precision("bf16", device_type="cpu", enabled=True)
-    assert needless.value.faults[0].key == "precision.scaler.enabled"
+    assert needless.value.errors[0].key == "precision.scaler.enabled"
 
 
 def test_the_scaler_has_the_settings_of_the_config() -> None:

@@ -201,7 +201,7 @@ def test_a_test_without_a_suggestion_exits_1(capsys: pytest.CaptureFixture[str])
     assert "suggests no rate" in capsys.readouterr().err
 
 
-FAULTS: Mapping[str, tuple[list[str], str]] = {
+ERRORS: Mapping[str, tuple[list[str], str]] = {
     "a rate of 0": (["--min", "0"], "--min: 0; expected a number above 0"),
     "rates that fall": (["--max", "1e-9"], "--max: 1e-09; expected a rate above --min, 1e-08"),
     "few steps": (["--steps", "5"], "--steps: 5; expected a number above 19"),
@@ -215,11 +215,11 @@ FAULTS: Mapping[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.any_processor
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", ERRORS)
 def test_a_wrong_command_is_refused_before_anything_is_written(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more, said = FAULTS[name]
+    more, said = ERRORS[name]
     if name == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main([*(SHORT if name != "phases" else SHORT[-1:]), *more]) == 2

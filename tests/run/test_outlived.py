@@ -61,7 +61,7 @@ def test_only_a_full_place_is_told_to_make_room() -> None:
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Make room there"
     for code in (errno.EIO, errno.EROFS, errno.ESTALE):
-        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Mend that"
+        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Fix that"
 
 
 def assert_reports_a_full_output(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
@@ -235,7 +235,7 @@ def test_each_unwritable_output_is_reported_once(write: Any) -> None:
     names = {"logger.tensorboard", "logger.csv", "logger.store", "table.csv", "the progress display", operators}
     assert errors.keys() == names
     assert f"{NO_SPACE}. Make room there" in errors["logger.tensorboard"]
-    assert "Is a directory. Mend that" in errors["logger.csv"]
+    assert "Is a directory. Fix that" in errors["logger.csv"]
     assert errors["logger.store"] == os.strerror(errno.ESTALE)
     assert errors[operators].startswith("File exists")
     assert sys.modules["stores"].Store.calls == 1

@@ -255,7 +255,7 @@ def read_scalars(directory):
 def errors_of(*overrides):
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(exp.compose([*QUIET, *overrides]))
-    return {fault.key: f"{fault.got}; expected {fault.expected}. {fault.cure}" for fault in caught.value.faults}
+    return {error.key: f"{error.got}; expected {error.expected}. {error.fix}" for error in caught.value.errors}
 
 
 @pytest.mark.parametrize(

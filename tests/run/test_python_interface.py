@@ -33,7 +33,7 @@ def test_validate_reports_all_errors_together():
     config = exp.compose(["data.batch_size=0", "optimizer.lr=fast"])
     with pytest.raises(exp.ConfigError) as caught:
         exp.validate(config)
-    assert {fault.key for fault in caught.value.faults} >= {"data.batch_size", "optimizer.lr"}
+    assert {error.key for error in caught.value.errors} >= {"data.batch_size", "optimizer.lr"}
 
 
 def test_fit_checks_before_it_writes(tmp_path):

@@ -140,5 +140,5 @@ def test_inputs_are_read_from_the_data_and_frozen():
 def test_inputs_that_do_not_fit_the_network_are_refused(kind, overrides, key, message):
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose(words(kind, "wrong", *overrides)))
-    assert any(fault.key == key and message in str(fault) for fault in caught.value.faults), str(caught.value)
+    assert any(error.key == key and message in str(error) for error in caught.value.errors), str(caught.value)
     assert not Path("outputs").exists()

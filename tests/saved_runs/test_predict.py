@@ -17,7 +17,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
 from exp.cli.predict import main
-from exp.data.faults import SampleError
+from exp.data.data_errors import SampleError
 from exp.data.unlabelled import UnlabelledRecords, UnlabelledSeries
 from exp.errors import ConfigError, RunError
 

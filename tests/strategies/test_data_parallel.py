@@ -35,7 +35,7 @@ def test_replicas_refuse_what_casts_at_edges(word, keep, key):
         network = torch.nn.Linear(1, 1)
         planned = Blueprint(network=network, placement=placed, batch_size=4, precision=word, config=config)
         refused = key if (devices, accelerator) == (2, "cuda") else None
-        assert [fault.key for fault in strategy.faults(planned)] == ([refused] if refused else [])
+        assert [error.key for error in strategy.errors(planned)] == ([refused] if refused else [])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel needs two GPUs")

@@ -34,20 +34,20 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def faults_of(*command):
+def errors_of(*command):
     with pytest.raises(ConfigError) as caught:
         exp.validate(exp.compose(["launch.accelerator=cpu", *command]))
-    return {(fault.key, fault.got.replace("=mine", "=fsdp"), fault.expected) for fault in caught.value.faults}
+    return {(error.key, error.got.replace("=mine", "=fsdp"), error.expected) for error in caught.value.errors}
 
 
 @pytest.mark.parametrize("wish", WISHES)
 def test_another_name_or_author_changes_no_exclusion(wish):
-    expected = faults_of("strategy=fsdp", *WISHES[wish])
+    expected = errors_of("strategy=fsdp", *WISHES[wish])
     assert expected
-    assert faults_of("strategy=fsdp", "strategy.name=mine", *WISHES[wish]) == expected
-    assert faults_of("strategy=mine", *WISHES[wish]) == expected
+    assert errors_of("strategy=fsdp", "strategy.name=mine", *WISHES[wish]) == expected
+    assert errors_of("strategy=mine", *WISHES[wish]) == expected
 
 
-def test_an_unknown_option_of_lightnings_class_is_a_fault():
-    ((key, _, _),) = faults_of("strategy=mine", "+strategy.cpu_ofload=true")
+def test_an_unknown_option_of_lightnings_class_is_a_error():
+    ((key, _, _),) = errors_of("strategy=mine", "+strategy.cpu_ofload=true")
     assert key == "strategy.cpu_ofload"

@@ -48,7 +48,7 @@ def test_the_config_chooses_accelerator_and_order_of_gpus():
 def test_an_impossible_request_names_key_and_fix(machine, request_, key, fix):
     with pytest.raises(ConfigError) as caught:
         placement("ddp", **request_, machine=MACHINES[machine])
-    assert any(fault.key == key and fix in (fault.cure or "") for fault in caught.value.faults)
+    assert any(error.key == key and fix in (error.fix or "") for error in caught.value.errors)
 
 
 def test_the_cores_limit_the_ranks_of_a_cpu():
@@ -57,7 +57,7 @@ def test_the_cores_limit_the_ranks_of_a_cpu():
         assert placement("ddp", devices=most, machine=machine).world_size == most
         with pytest.raises(ConfigError, match=f"at most {most} on this machine, which has {cores} core") as caught:
             placement("ddp", devices=most + 1, machine=machine)
-        assert [fault.key for fault in caught.value.faults] == ["launch.devices"]
+        assert [error.key for error in caught.value.errors] == ["launch.devices"]
     assert placement("ddp", devices=64, machine=Machine(gpus=64, cores=2)).world_size == 64
     # Layers over 64 names of the one CPU are one rank.
     assert placement("layer_split", devices=64, demand=Demand(rest="layers"), machine=Machine(gpus=0, cores=2))
@@ -79,10 +79,10 @@ def test_single_by_any_name_takes_one_device(strategy):
         placement("mine", devices=2, machine=LAPTOP, demand=strategy.demand)
 
 
-def test_all_faults_are_reported_together():
+def test_all_errors_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         placement("ddp", devices=[0, 1], accelerator="mps", backend="nccl", machine=LAPTOP)
-    found = [fault.key for fault in caught.value.faults]
+    found = [error.key for error in caught.value.errors]
     assert found == ["launch.devices", "launch.backend", "launch.accelerator", "launch.accelerator"]
 
 
@@ -104,7 +104,7 @@ def test_any_request_is_placed_or_refused(strategy, devices, nodes, accelerator,
             demand=DEMANDS.get(strategy, DEFAULT_DEMAND),
         )
     except ConfigError as error:
-        keys = {fault.key for fault in error.faults}
+        keys = {error.key for error in error.errors}
         placed = None
     if placed is None:
         assert keys <= {"launch.devices", "launch.nodes", "launch.accelerator", "strategy.name"}

@@ -1,4 +1,4 @@
-"""What a strategy cannot do is a fault before anything is started: the cases of refused.yaml, and code of a user."""
+"""What a strategy cannot do is an error before anything is started: the cases of refused.yaml, and code of a user."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def faults_of(*words):
+def errors_of(*words):
     try:
-        return examine(resolve(exp.compose(list(words)))).faults
+        return examine(resolve(exp.compose(list(words)))).errors
     except ConfigError as error:
-        return error.faults
+        return error.errors
 
 
 @pytest.mark.parametrize(
     ("strategy", "command", "key", "message"),
     [(strategy, *case) for strategy, cases in CASES.items() for case in cases],
 )
-def test_a_fault_names_its_key_and_reason(strategy, command, key, message):
+def test_a_error_names_its_key_and_reason(strategy, command, key, message):
     words = command.split()
     devices = [] if any(word.startswith("launch.devices") for word in words) else ["launch.devices=2"]
-    faults = faults_of(f"strategy={strategy}", "launch.accelerator=cpu", *devices, *words)
-    found = [fault for fault in faults if fault.key == key or fault.key.startswith(f"{key}.")]
-    assert any(message in str(fault) for fault in found), [str(fault) for fault in faults]
+    errors = errors_of(f"strategy={strategy}", "launch.accelerator=cpu", *devices, *words)
+    found = [error for error in errors if error.key == key or error.key.startswith(f"{key}.")]
+    assert any(message in str(error) for error in found), [str(error) for error in errors]
 
 
 NETS = """
@@ -74,14 +74,14 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_powersgd_on_cpu_ranks_is_refused_if_there_is_a_gpu(monkeypatch, has_gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    faults = faults_of("strategy=ddp", "strategy.communication_hook=powersgd", "launch.accelerator=cpu")
-    assert [fault.key for fault in faults] == ["strategy.communication_hook"] * has_gpu
+    errors = errors_of("strategy=ddp", "strategy.communication_hook=powersgd", "launch.accelerator=cpu")
+    assert [error.key for error in errors] == ["strategy.communication_hook"] * has_gpu
 
 
 @pytest.mark.parametrize(("strategy", "refused"), [("single", False), ("ddp", True), ("fsdp", True)])
 def test_a_layer_with_max_norm_is_refused_over_ranks(strategy, refused):
     place = [f"strategy={strategy}", f"launch.devices={1 if strategy == 'single' else 2}", "launch.accelerator=cpu"]
-    found = [str(fault) for fault in faults_of("model=gpt", "data=text", "+model.layers.tokens.max_norm=1.0", *place)]
+    found = [str(error) for error in errors_of("model=gpt", "data=text", "+model.layers.tokens.max_norm=1.0", *place)]
     assert ["strategy: tokens with max_norm" in one for one in found] == [True] * refused
 
 
@@ -91,13 +91,13 @@ def test_a_parameter_without_an_axis_is_refused_where_parameters_are_sharded(tmp
     (tmp_path / "scaled_nets.py").write_text(NETS)
     monkeypatch.syspath_prepend(tmp_path)
     for strategy in ("fsdp", "hybrid strategy.data=shard strategy.tensor=2 launch.devices=4"):
-        faults = faults_of(
+        errors = errors_of(
             "model=scaled", "launch.accelerator=cpu", "launch.devices=2", *f"strategy={strategy}".split()
         )
-        assert any("the parameter scale of shape []" in str(fault) and fault.key == "model" for fault in faults)
+        assert any("the parameter scale of shape []" in str(error) and error.key == "model" for error in errors)
     for strategy in ("strategy=ddp", "strategy=fsdp"):
         devices = "launch.devices=2" if strategy == "strategy=ddp" else "launch.devices=1"
-        assert not faults_of("model=scaled", "launch.accelerator=cpu", strategy, devices)
+        assert not errors_of("model=scaled", "launch.accelerator=cpu", strategy, devices)
 
 
 def test_functional_dropout_of_a_user_is_refused(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from torch import nn
 
 from exp.errors import ConfigError
 from exp.shared_types import DataSpec
-from exp.strategies.tensor_plan import division_faults, make_plan
+from exp.strategies.tensor_plan import division_errors, make_plan
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=65, num_outputs=65)
@@ -43,7 +43,7 @@ def test_a_plan_that_does_not_fit_is_refused(build_model):
     network = build_model("transformer", device="meta")
     with pytest.raises(ConfigError) as caught:
         make_plan(network, {"blocks.*.qury": "column", "norm": "row", "head": "colum"}, **AUTO)
-    messages = {fault.key: str(fault) for fault in caught.value.faults}
+    messages = {error.key: str(error) for error in caught.value.errors}
     assert "matches nothing" in messages["strategy.plan.blocks.*.qury"]
     assert "a Linear of torch.nn" in messages["strategy.plan.norm"]
     assert "Did you mean column?" in messages["strategy.plan.head"]
@@ -56,10 +56,10 @@ def test_a_plan_that_does_not_fit_is_refused(build_model):
 
 def test_three_ranks_do_not_divide_four_heads(build_model):
     network = build_model("transformer", device="meta")
-    (fault,) = division_faults(network, make_plan(network, "auto", **AUTO), ranks=3)
-    assert fault.key == "launch.devices"
-    assert "the outputs of blocks.0.query (64)" in fault.got
-    assert fault.expected.endswith("1, 2, 4")
+    (error,) = division_errors(network, make_plan(network, "auto", **AUTO), ranks=3)
+    assert error.key == "launch.devices"
+    assert "the outputs of blocks.0.query (64)" in error.got
+    assert error.expected.endswith("1, 2, 4")
 
 
 # --- networks in parts ---

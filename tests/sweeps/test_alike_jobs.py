@@ -63,14 +63,14 @@ def test_a_job_has_the_same_errors_after_a_similar_one(shared, own):
     before = None
     for overrides in own:
         config = compose([*shared, *overrides])
-        faults = []
+        errors = []
         for known in (before, None):
             try:
                 checked = check_job(config, known)
-                faults.append(None)
+                errors.append(None)
             except ConfigError as error:
-                faults.append([(fault.key, fault.got, fault.expected) for fault in error.faults])
-        assert faults[0] == faults[1]
+                errors.append([(error.key, error.got, error.expected) for error in error.errors])
+        assert errors[0] == errors[1]
         before = checked
 
 

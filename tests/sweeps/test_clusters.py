@@ -16,7 +16,7 @@ import pytest
 import exp
 from exp.cli.train import fit, validate
 from exp.errors import ConfigError, Interrupted, RunError
-from exp.extras.clusters.launcher_settings import RaySettings, SlurmSettings, launcher_faults
+from exp.extras.clusters.launcher_settings import RaySettings, SlurmSettings, launcher_errors
 from exp.extras.clusters.slurm import SlurmExecutor
 from exp.run_report import Report, read_report, write_report
 from exp.start import prepare
@@ -53,7 +53,7 @@ def slurm(tmp_path, monkeypatch):
 
     def executor(**settings):
         settings = {**asdict(SlurmSettings()), **settings}
-        assert list(launcher_faults(settings)) == []
+        assert list(launcher_errors(settings)) == []
         return SlurmExecutor(settings=settings, processes=processes, prepare=prepare, jobs=3)
 
     return executor
@@ -104,28 +104,28 @@ def test_a_job_that_slurm_does_not_take_has_failed(slurm, tmp_path):
 
 
 def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):
-    def faults(*overrides):
+    def errors(*overrides):
         with pytest.raises(ConfigError) as raised:
             compose_sweep(["seed=0,1", "hydra/launcher=slurm", *overrides])
-        return {fault.key.removeprefix("hydra.launcher."): str(fault) for fault in raised.value.faults}
+        return {error.key.removeprefix("hydra.launcher."): str(error) for error in raised.value.errors}
 
     local = "hydra.launcher.cluster=local"
-    assert "Did you mean hydra.launcher.partition?" in faults(local, "hydra.launcher.partitoin=gpu")["partitoin"]
-    found = faults(local, "hydra.launcher.timeout_min=soon", "hydra.launcher.mem_gb=0", "hydra.launcher.nodes=2")
+    assert "Did you mean hydra.launcher.partition?" in errors(local, "hydra.launcher.partitoin=gpu")["partitoin"]
+    found = errors(local, "hydra.launcher.timeout_min=soon", "hydra.launcher.mem_gb=0", "hydra.launcher.nodes=2")
     assert "'soon'; expected a number above 0" in found["timeout_min"]
     assert "0; expected a number above 0 or null" in found["mem_gb"]
     assert set(found) == {"timeout_min", "mem_gb", "nodes"}
-    found = faults(local, "+hydra.launcher.additional_parameters={signal:USR2,mem-gb:1,reservation:mine}")
+    found = errors(local, "+hydra.launcher.additional_parameters={signal:USR2,mem-gb:1,reservation:mine}")
     assert set(found) == {"additional_parameters.signal", "additional_parameters.mem-gb"}
-    (unknown,) = faults(local, "+hydra.launcher.tasks_per_node=1").values()
+    (unknown,) = errors(local, "+hydra.launcher.tasks_per_node=1").values()
     assert "Key 'tasks_per_node' not in 'SlurmSettings'" in unknown
-    delay = faults(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
+    delay = errors(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
     assert "less than the 60 s of a job" in delay["signal_delay_s"]
     with pytest.raises(ConfigError, match="Write -m in front"):
         exp.compose(["hydra/launcher=slurm", local])
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.setenv("PATH", "")
-    text = " ".join(str(fault) for fault in launcher_faults(asdict(SlurmSettings())))
+    text = " ".join(str(error) for error in launcher_errors(asdict(SlurmSettings())))
     assert "pip install 'exp-framework[slurm]'" in text
     assert "hydra.launcher.cluster=local" in text
 
@@ -147,7 +147,7 @@ def cluster(processes, ends):
             settings, kind = asdict(RaySettings()), RayExecutor
         else:
             settings, kind = {**asdict(SlurmSettings()), "cluster": "local", **settings}, SlurmExecutor
-        assert list(launcher_faults(settings)) == []
+        assert list(launcher_errors(settings)) == []
         return contextlib.closing(kind(settings=settings, processes=processes, prepare=prepare, jobs=2))
 
     return executor

@@ -69,9 +69,9 @@ def test_the_largest_jobs_decide_how_many_fit():
 def test_an_impossible_share_of_the_machine_is_refused(machine, per_job, launch, words):
     with pytest.raises(ConfigError) as raised:
         asked(machine=machine, per_job=per_job, **launch)
-    (fault,) = raised.value.faults
-    assert fault.key == "sweep.devices_per_job"
-    assert words in str(fault)
+    (error,) = raised.value.errors
+    assert error.key == "sweep.devices_per_job"
+    assert words in str(error)
 
 
 def test_each_job_sees_its_own_gpus():

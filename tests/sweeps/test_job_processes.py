@@ -120,12 +120,12 @@ ENDS_OF_CHECKS = {
         pytest.param("exp.train", "constructor", 7, marks=pytest.mark.slow),
     ],
 )
-def test_each_end_of_a_check_is_a_fault(module, at, count, commands):
+def test_each_end_of_a_check_is_a_error(module, at, count, commands):
     hows = [*ENDS_OF_CHECKS][:count]
     layer = ("model=ending", f"model._args_.0.at={at}", f"model._args_.0.how={','.join(hows)}")
     done = commands.run("-m", *layer, "hooks=[]", "callbacks=[]", module=module)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"{count - 1} faults in the config; nothing was started" in done.stderr
+    assert f"{count - 1} errors in the config; nothing was started" in done.stderr
     for number, how in enumerate(hows):
         lines = [line for line in done.stderr.splitlines() if f"[job {number} (" in line]
         assert [ENDS_OF_CHECKS[how] in line for line in lines] == ([] if how == "well" else [True]), lines

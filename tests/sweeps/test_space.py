@@ -74,13 +74,13 @@ def test_values_that_cannot_be_swept_are_refused(value, message):
     pattern = ".*".join(map(re.escape, message.split(".*")))
     with pytest.raises(ConfigError, match=pattern) as refused:
         space(f"optimizer.lr={value}")
-    assert [fault.key for fault in refused.value.faults] == ["optimizer.lr"]
+    assert [error.key for error in refused.value.errors] == ["optimizer.lr"]
 
 
 def test_wrong_values_of_a_file_name_their_key():
     with pytest.raises(ConfigError, match=r"cannot be read: 16\.5 is no whole number") as refused:
         listed("+hydra.sweeper.params={optimizer.lr:'int(16.5)'}")
-    assert [fault.source for fault in refused.value.faults] == ["hydra.sweeper.params"]
+    assert [error.source for error in refused.value.errors] == ["hydra.sweeper.params"]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from exp.check.stages import compose
 from exp.config.compose import composition_of
 from exp.config.frozen import COMPOSITION
 from exp.engine.trial_record import STUDY, opened
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RunError
+from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
 from exp.sweeps.jobs import Jobs, unpacked
@@ -99,7 +99,7 @@ class Runs:
 
 
 def valid(configs):
-    error = ConfigError([Fault(key="seed", got="13", expected="another number", source="command line")])
+    error = ConfigError([ErrorDetails(key="seed", got="13", expected="another number", source="command line")])
     return [error if unpacked(config).seed == 13 else None for config in configs]
 
 
@@ -196,8 +196,8 @@ def test_all_jobs_are_checked_before_the_first_starts():
     with pytest.raises(ConfigError) as caught:
         sweep(compose_sweep(["seed=1,13,2", "optimizer.lr=0.1,0.2"]), executor=runs, check=valid)
     assert runs.configs == []
-    (fault,) = caught.value.faults
-    assert fault.source == "jobs 2, 3, command line"
+    (error,) = caught.value.errors
+    assert error.source == "jobs 2, 3, command line"
     assert is_untouched()
 
 
@@ -241,9 +241,9 @@ def test_a_swept_option_does_not_set_the_sweep(capsys):
     for names, keys in (("slow,plain", [lr]), ("few,slow", [trials, lr]), ("few,plain sweep.trials=2", [lr])):
         with pytest.raises(ConfigError) as caught:
             run_sweep("sweep.sampler=random", *f"experiment={names}".split())
-        assert [fault.key for fault in caught.value.faults] == keys
-    assert caught.value.faults[0].cure == "Start one sweep for each option: -m experiment=few"
-    assert "conf/experiment/slow.yaml, line 2" in caught.value.faults[0].source
+        assert [error.key for error in caught.value.errors] == keys
+    assert caught.value.errors[0].fix == "Start one sweep for each option: -m experiment=few"
+    assert "conf/experiment/slow.yaml, line 2" in caught.value.errors[0].source
     with pytest.raises(ConfigError, match="monitor: 'accuracy/val' in an option that is swept; expected 'loss/val'"):
         run_sweep("sweep.sampler=random", "experiment=best,plain")
     assert len(run_sweep("experiment=best,plain")[1].configs) == 2
@@ -259,8 +259,8 @@ def test_a_key_of_some_swept_options_names_its_fix():
     for sign in ("", "+"):
         with pytest.raises(ConfigError) as caught:
             run_sweep("model=mlp,lenet", f"{sign}model.constants.width=8")
-        (fault,) = caught.value.faults
-        assert fault.cure == "Write ++model.constants.width=8, which sets it or adds it"
+        (error,) = caught.value.errors
+        assert error.fix == "Write ++model.constants.width=8, which sets it or adds it"
     _, runs = run_sweep("model=mlp,lenet", "++model.constants.width=8")
     assert [config.model.constants.width for config in runs.configs] == [8, 8]
 
@@ -334,7 +334,7 @@ def test_a_sweeper_cannot_allow_packages(tmp_path):
     values = ("[json]", "[subprocess]", "[json,os]")
     right, *wrong = [jobs.composed(0, ["seed=0", f"security.allow={value}"]) for value in values]
     assert right.error is None
-    assert [job.error.faults[0].key for job in wrong] == ["security.allow"] * 2
+    assert [job.error.errors[0].key for job in wrong] == ["security.allow"] * 2
 
 
 def test_a_job_without_a_frozen_config_starts_again(table):

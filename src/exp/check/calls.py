@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean
 
 
-def call_fault(
+def call_error(
     function: Callable[..., object],
     *,
     name: str,
@@ -18,7 +18,7 @@ def call_fault(
     node: str | None = None,
     inputs: Iterable[str] | None = None,
     what: str = "loss",
-) -> Fault | None:
+) -> ErrorDetails | None:
     """Return the error of a loss or metric that a step cannot call.
 
     Args:
@@ -46,10 +46,10 @@ def call_fault(
         needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
         expected = f"a {what} that is called with ({', '.join(given)})"
         fix = node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
-        return Fault(key, f"{name}, which takes ({', '.join(known)})", expected, fix)
+        return ErrorDetails(key, f"{name}, which takes ({', '.join(known)})", expected, fix)
     unknown = next((one for one in named if one not in known), None)
     if unknown is None:
         expected = f"a value for each of {', '.join(known)}"
-        return Fault(key=f"{node}.inputs", got=f"{among(named)}: {refusal}", expected=expected)
-    expected, cure = f"one of {', '.join(known)}", did_you_mean(unknown, known)
-    return Fault(key=f"{node}.inputs.{unknown}", got=f"no input of {name}", expected=expected, cure=cure)
+        return ErrorDetails(key=f"{node}.inputs", got=f"{among(named)}: {refusal}", expected=expected)
+    expected, fix = f"one of {', '.join(known)}", did_you_mean(unknown, known)
+    return ErrorDetails(key=f"{node}.inputs.{unknown}", got=f"no input of {name}", expected=expected, fix=fix)

@@ -2,7 +2,7 @@
 
 A hook's needs are its class's and those of its methods (hooks/declarations.py), a strategy's traits its attributes
 (strategies/strategy.py), a callback or an optimizer is judged by its class. Nothing is judged by the text of a name.
-What depends on more than a need and a trait is a method of the part: `Hook.faults`, `Strategy.faults`.
+What depends on more than a need and a trait is a method of the part: `Hook.errors`, `Strategy.errors`.
 docs/make_compatibility.py makes the site's compatibility page from this table.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback, callbacks
 from torch import optim
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
 from exp.models.freezing import held_norms
@@ -191,13 +191,13 @@ class Part(NamedTuple):
     more: str = ""
 
 
-def compatibility_faults(parts: Iterable[Part], planned: Blueprint) -> Iterator[Fault]:
+def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[ErrorDetails]:
     """Yield an error for each part of a run and each trait or switch of the run that excludes one of its needs."""
     present = conditions(planned)
     for part in parts:
         for word in sorted(set(part.needs) - NEEDS.keys()):
             got, expected = f"{part.named} that needs {word!r}", f"words among {', '.join(HOOK_NEEDS)}"
-            yield Fault(key=part.key, got=got, expected=expected, cure=did_you_mean(word, HOOK_NEEDS))
+            yield ErrorDetails(key=part.key, got=got, expected=expected, fix=did_you_mean(word, HOOK_NEEDS))
         excluding: dict[str, tuple[str, str]] = {}
         for need in (need for need in EXCLUDED if need in part.needs):
             for trait in EXCLUDED[need]:
@@ -205,11 +205,11 @@ def compatibility_faults(parts: Iterable[Part], planned: Blueprint) -> Iterator[
                     excluding.setdefault(present[trait], (need, trait))
         for said, (need, trait) in excluding.items():
             wanted = "a run without it" if part.key.startswith("hooks.") else EXPECTED[need]
-            yield Fault(
+            yield ErrorDetails(
                 key=part.key,
                 got=f"{part.named} with {said}",
                 expected=f"{wanted}: {REASONS[trait]}{part.more}",
-                cure=None if part.fix is None else part.fix.format(switch=said.partition("=")[0]),
+                fix=None if part.fix is None else part.fix.format(switch=said.partition("=")[0]),
             )
 
 
@@ -246,9 +246,9 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     return found
 
 
-def callback_faults(
+def callback_errors(
     kinds: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the callbacks that no run supports.
 
     Args:
@@ -261,19 +261,19 @@ def callback_faults(
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
-                yield Fault(key=key, got=f"{kind.__name__}, {why}", expected="a callback of one run", cure=fix)
+                yield ErrorDetails(key=key, got=f"{kind.__name__}, {why}", expected="a callback of one run", fix=fix)
         if issubclass(kind, callbacks.ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
             expected = "true: a checkpoint with separate weights and masks does not fit the network that is tested"
-            yield Fault(key=f"{key}.make_pruning_permanent", got="false", expected=expected)
+            yield ErrorDetails(key=f"{key}.make_pruning_permanent", got="false", expected=expected)
         if kind is callbacks.BaseFinetuning:
             expected = "a class of yours that says what it freezes"
-            yield Fault(key=key, got="BaseFinetuning itself", expected=expected, cure="Or write freeze.unfreeze")
+            yield ErrorDetails(key=key, got="BaseFinetuning itself", expected=expected, fix="Or write freeze.unfreeze")
         if name in bars and (not shows_bar or name != bars[0]):
             got = (
                 f"{kind.__name__} with trainer.enable_progress_bar=false" if not shows_bar else "a second progress bar"
             )
             expected = "one progress bar, with trainer.enable_progress_bar=true"
-            yield Fault(key=key, got=got, expected=expected, cure=f"Leave it out with ~{key}")
+            yield ErrorDetails(key=key, got=got, expected=expected, fix=f"Leave it out with ~{key}")
 
 
 def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:

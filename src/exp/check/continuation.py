@@ -24,7 +24,7 @@ from exp.config.plain_tree import are_same
 from exp.config.versions import as_before
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, show
 
 # Which of several kernels computes the same step is not part of the state.
@@ -89,7 +89,7 @@ BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 class Resuming:
     """The result of a comparison with a checkpoint. notes: what may change the steps after the resume."""
 
-    faults: tuple[Fault, ...] = ()
+    errors: tuple[ErrorDetails, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -120,7 +120,7 @@ def examine_resume(
     checkpoint = read_checkpoint(path)
     if LIGHTNING not in checkpoint:
         got = f"{path}, which holds {among(checkpoint)} and no {LIGHTNING}"
-        return Resuming(faults=(Fault("resume", got, "a last.ckpt or best.ckpt of exp"),))
+        return Resuming(errors=(ErrorDetails("resume", got, "a last.ckpt or best.ckpt of exp"),))
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
     saved = _saved_config(checkpoint[CONFIG])
@@ -128,23 +128,23 @@ def examine_resume(
     if wrong or saved is None:
         key = wrong[0] if wrong else CONFIG
         got = f"{path}, whose {key} is {show(checkpoint.get(key))}"
-        return Resuming(faults=(Fault("resume", got, "a last.ckpt or best.ckpt of exp, as it was written"),))
+        return Resuming(errors=(ErrorDetails("resume", got, "a last.ckpt or best.ckpt of exp, as it was written"),))
     # A checkpoint of an earlier version lacks these nodes.
     before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
     compared = ["model", "module", *(["scheduler", *NOTHING] if now["train"] else [])]
-    faults = [fault for node in compared for fault in _other_values(before, now, node, path)]
+    errors = [error for node in compared for error in _other_values(before, now, node, path)]
     if now["train"]:
-        faults += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
-        faults += _other_positions(before, now, checkpoint[POSITION])
+        errors += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
+        errors += _other_positions(before, now, checkpoint[POSITION])
         written, own = checkpoint[LIGHTNING], lightning.__version__
         if _release(written) > _release(own):
             got, fix = f"{path}, written with Lightning {written}", f"Install lightning=={written}"
-            faults.append(Fault("resume", got, f"one of Lightning {own}, which is installed, or older", fix))
-    if network is not None and not faults:
-        faults += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
+            errors.append(ErrorDetails("resume", got, f"one of Lightning {own}, which is installed, or older", fix))
+    if network is not None and not errors:
+        errors += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
     notes = (f"{path}: {told}. The run resumes from the same place; its losses may be others from there",)
-    return Resuming(faults=tuple(dict.fromkeys(faults)), notes=notes if told else ())
+    return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def _other_weights(
     *,
     build: Callable[[], nn.Module] | None,
     prefix: str,
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the error of weights that the checkpoint lacks, or has in another shape."""
     own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
     other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
@@ -184,12 +184,12 @@ def _other_weights(
         has = f"{list(weights[name].shape)}" if name in weights else "not there"
         got = f"{path}, where {name} is {has}" + (f", and {len(other) - 1} more are other" if other[1:] else "")
         expected = f"weights of this network, which has {list(own[name].shape)} there"
-        yield Fault("resume", got, expected, "Its class was changed since, or the file was")
+        yield ErrorDetails("resume", got, expected, "Its class was changed since, or the file was")
 
 
 def _other_values(
     before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path, *, below: Sequence[str] | None = None
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the error of a node that changed. below: the parts of the node that may not change; None for all."""
     told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
     if told:
@@ -197,7 +197,7 @@ def _other_values(
         if (directory / "overrides.yaml").is_file():
             fix = f"That run was started with: {' '.join(read_overrides(directory)) or '(no overrides)'}"
         expected = f"the {node} that it was trained with, whose state it holds"
-        yield Fault("resume", f"a checkpoint of another {node}: {told}", expected, fix)
+        yield ErrorDetails("resume", f"a checkpoint of another {node}: {told}", expected, fix)
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
@@ -211,12 +211,14 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
 
 def _other_positions(
     before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the errors of too few epochs, and of other batches in an epoch that has begun."""
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
         fix = f"It counts the whole run: trainer.max_epochs={done + most} does {most} more"
-        yield Fault("trainer.max_epochs", str(most), f"at least the {done} epochs that the checkpoint has done", fix)
+        yield ErrorDetails(
+            "trainer.max_epochs", str(most), f"at least the {done} epochs that the checkpoint has done", fix
+        )
     if not position["batch"]:
         return
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
@@ -226,7 +228,7 @@ def _other_positions(
     if told:
         got = f"a checkpoint within epoch {done}, with other batches: {told}"
         fix = "A checkpoint of an epoch's end goes on with other batches"
-        yield Fault("resume", got, "the batches that the epoch began with", fix)
+        yield ErrorDetails("resume", got, "the batches that the epoch began with", fix)
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.compatibility import callback_faults, compatibility_faults, hook_parts, other_parts
+from exp.check.compatibility import callback_errors, compatibility_errors, hook_parts, other_parts
 from exp.check.continuation import Resuming, examine_resume
 from exp.check.first_samples import compare_with_data
-from exp.check.metric_faults import call_faults
-from exp.check.module_faults import module_faults, module_notes
-from exp.check.optimizer_steps import rate_faults, step_faults
-from exp.check.parameters import target_faults
-from exp.check.phases import phase_faults
+from exp.check.metric_errors import call_errors
+from exp.check.module_errors import module_errors, module_notes
+from exp.check.optimizer_steps import rate_errors, step_errors
+from exp.check.parameters import target_errors
+from exp.check.phases import phase_errors
 from exp.check.plan import Plan, Resolved
 from exp.check.resolution import resolve
-from exp.check.runtime_switches import switch_faults
-from exp.check.shapes import double_backward_faults, objectives_by_forward, shape_faults, term_faults
+from exp.check.runtime_switches import switch_errors
+from exp.check.shapes import double_backward_errors, objectives_by_forward, shape_errors, term_errors
 from exp.check.stages import allowed, located, once, touched
 from exp.check.training_notes import training_notes
 from exp.config.frozen import COMPOSITION
@@ -38,12 +38,12 @@ from exp.config.reading import UNKNOWN
 from exp.config.targets import resolve as resolve_target
 from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
 from exp.engine.progress import Limits, refuse_late_validation, total_steps
-from exp.engine.unfreezing import unfreezing_faults
+from exp.engine.unfreezing import unfreezing_errors
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, ConfigError, ExpError, Fault, MissingExtraError, RunError, raise_faults
+from exp.errors import LIBRARIES, ConfigError, ErrorDetails, ExpError, MissingExtraError, RunError, raise_errors
 from exp.models.matching import matching
 from exp.models.weights import Matching, match_weights
-from exp.precision.keep import keep_faults
+from exp.precision.keep import keep_errors
 from exp.precision.words import WORDS
 from exp.strategies.strategy import Blueprint, Strategy, traits_of
 
@@ -80,7 +80,7 @@ class Check:
 
     Attributes:
         plan: The plan. Without an error, all of it is decided.
-        faults: The errors found so far.
+        errors: The errors found so far.
         passed: The names of the stages that found no error, and `model` or `module`, which the config trains.
         matching: The result of the stage weights.
         resuming: The result of the stage resume.
@@ -88,8 +88,8 @@ class Check:
 
     def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
         self.plan, self.plain = plan, plan.plain
-        self.faults = list(plan.resolved.faults)
-        self.hidden = tuple(self.faults)
+        self.errors = list(plan.resolved.errors)
+        self.hidden = tuple(self.errors)
         self.passed = {"module" if has_module(dict(plan.plain)) else "model", *passed}
         self.matching: Matching | None = None
         self.resuming = Resuming()
@@ -99,17 +99,17 @@ class Check:
         for stage in stages:
             if not self.passed.issuperset(stage.needs) or not self.knows(stage.keys):
                 continue
-            found: list[Fault] = []
+            found: list[ErrorDetails] = []
             try:
                 result = stage.run(self)
                 found += result or ()
                 if result is not None and not found:
                     self.passed.add(stage.name)
             except ConfigError as error:
-                found += error.faults
-            self.faults += found
+                found += error.errors
+            self.errors += found
             if found and stage.hides:
-                self.hidden = tuple(self.faults)
+                self.hidden = tuple(self.errors)
 
     def knows(self, keys: Sequence[str]) -> bool:
         """Return whether these nodes have no error, and no value that an error hides."""
@@ -169,149 +169,149 @@ class Stage:
     """
 
     name: str
-    run: Callable[[Check], Iterable[Fault] | None]
+    run: Callable[[Check], Iterable[ErrorDetails] | None]
     keys: Sequence[str] = ()
     needs: Sequence[str] = ()
     hides: bool = False
 
 
-def _placement(check: Check) -> Iterable[Fault] | None:
+def _placement(check: Check) -> Iterable[ErrorDetails] | None:
     return () if check.plan.placement else None
 
 
-def _precision(check: Check) -> Iterator[Fault]:
+def _precision(check: Check) -> Iterator[ErrorDetails]:
     precision = check.plain["precision"]
     word = WORDS[precision["word"]]
-    yield from word.device_faults(check.plan.placement.accelerator)
-    yield from word.scaler_faults(precision["scaler"])
+    yield from word.device_errors(check.plan.placement.accelerator)
+    yield from word.scaler_errors(precision["scaler"])
 
 
-def _objective(check: Check) -> Iterator[Fault]:
+def _objective(check: Check) -> Iterator[ErrorDetails]:
     for part in ("objective", "metrics"):
         try:
             getattr(check.plan, part)
         except ConfigError as error:
-            yield from error.faults
+            yield from error.errors
 
 
-def _network(check: Check) -> Iterable[Fault] | None:
+def _network(check: Check) -> Iterable[ErrorDetails] | None:
     """Return the errors of the network on the meta device, or of the data if the config is wrong about the data."""
     plan = check.plan
     if check.plain["phases"] and not check.knows(OPTIMIZATION_KEYS):
         return None  # phases may use the optimizer and the schedule at the top
-    found = shape_faults(plan.shapes, plan.spec, plan.objective, plan.phases)
+    found = shape_errors(plan.shapes, plan.spec, plan.objective, plan.phases)
     if not found:
         return None if plan.network is None else ()
     # Losses and metrics refuse the outputs of a wrong network, except for the names that a refused term looks for.
-    names = [f"{fault.key}.{name}" for fault in found for name in ("output", "target", "inputs")]
-    declared = [fault for fault in compare_with_data(plan)[0] if fault.key.startswith(("data.", *names))]
+    names = [f"{error.key}.{name}" for error in found for name in ("output", "target", "inputs")]
+    declared = [error for error in compare_with_data(plan)[0] if error.key.startswith(("data.", *names))]
     return declared or found
 
 
-def _module(check: Check) -> Iterable[Fault] | None:
+def _module(check: Check) -> Iterable[ErrorDetails] | None:
     return () if check.plan.own is not None and check.plan.own.network is not None else None
 
 
-def _loaders(check: Check) -> Iterator[Fault]:
+def _loaders(check: Check) -> Iterator[ErrorDetails]:
     assert check.plan.own is not None
     try:
         check.plan.data_module  # noqa: B018  (its constructor may refuse its values)
     except ConfigError as error:
-        yield from error.faults
-    yield from module_faults(check.plan.own)
+        yield from error.errors
+    yield from module_errors(check.plan.own)
 
 
-def _freezing(check: Check) -> Iterable[Fault]:
-    return unfreezing_faults(check.network, build_freezing(check.network, check.plain))
+def _freezing(check: Check) -> Iterable[ErrorDetails]:
+    return unfreezing_errors(check.network, build_freezing(check.network, check.plain))
 
 
-def _optimizers(check: Check) -> Iterator[Fault]:
+def _optimizers(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of optimizer and schedule, and patterns that match no parameter."""
     plan, plain, network = check.plan, check.plain, check.network
     made: list[Optimizer] = []
     # Only the data knows the steps of an epoch. It is asked if a schedule may end too soon.
     steps, epochs = (_limit(plain["trainer"][name]) for name in ("max_steps", "max_epochs"))
     if plan.phases:
-        yield from phase_faults(plan.phases, network, steps=steps, epochs=epochs, made=made)
+        yield from phase_errors(plan.phases, network, steps=steps, epochs=epochs, made=made)
     else:
         optimization = build_optimization(plain)
         optimizer, _ = optimization.make(network, total_steps=steps, total_epochs=epochs)
         made.append(optimizer)
-        yield from step_faults(optimization, network, optimizer, key="optimizer")
-        yield from rate_faults(optimization, optimizer, key="scheduler", steps=lambda: _steps(check), epochs=epochs)
+        yield from step_errors(optimization, network, optimizer, key="optimizer")
+        yield from rate_errors(optimization, optimizer, key="scheduler", steps=lambda: _steps(check), epochs=epochs)
     if check.knows(("precision",)):
         word = WORDS[plain["precision"]["word"]]
-        yield from (fault for one in made for fault in word.optimizer_faults(one))
+        yield from (error for one in made for error in word.optimizer_errors(one))
 
 
-def _terms(check: Check) -> Iterator[Fault]:
+def _terms(check: Check) -> Iterator[ErrorDetails]:
     plan, precision, network = check.plan, check.plain["precision"], check.network
-    yield from keep_faults(network, precision["keep"], otherwise=WORDS[precision["word"]].parameters)
-    yield from term_faults(plan.objective, network, plan.spec, word=precision["word"])
+    yield from keep_errors(network, precision["keep"], otherwise=WORDS[precision["word"]].parameters)
+    yield from term_errors(plan.objective, network, plan.spec, word=precision["word"])
 
 
-def _calls(check: Check) -> Iterator[Fault]:
+def _calls(check: Check) -> Iterator[ErrorDetails]:
     plan = check.plan
-    yield from call_faults(plan.metrics.values())
+    yield from call_errors(plan.metrics.values())
     for forward, part in objectives_by_forward(plan.phases, plan.objective).items():
         if forward in plan.shapes.traces:
-            yield from double_backward_faults(plan.shapes.traces[forward], part)
+            yield from double_backward_errors(plan.shapes.traces[forward], part)
 
 
-def _callbacks(check: Check) -> Iterator[Fault]:
+def _callbacks(check: Check) -> Iterator[ErrorDetails]:
     """Yield callbacks that no run supports, and what libraries' callbacks refuse. The run constructs the user's own."""
     nodes, allow = check.plain["callbacks"], check.plain["security"]["allow"]
     kinds = check.classes_of(nodes)
     if check.knows(("trainer",)):
         shows_bar = bool(check.plain["trainer"]["enable_progress_bar"])
-        yield from callback_faults(kinds, nodes=nodes, shows_bar=shows_bar)
+        yield from callback_errors(kinds, nodes=nodes, shows_bar=shows_bar)
     for name, kind in kinds.items():
         if kind.__module__.partition(".")[0] in LIBRARIES:
             try:
                 construct(nodes[name], key=f"callbacks.{name}", allow=allow)
             except ConfigError as error:
-                yield from error.faults
+                yield from error.errors
 
 
-def _hooks(check: Check) -> Iterator[Fault]:
+def _hooks(check: Check) -> Iterator[ErrorDetails]:
     if "precision" not in check.passed or not check.knows(KEYS_OF_HOOKS):
         for name, hook in build_entries(check.plain, "hooks").items():
             matching(check.network, hook.modules, key=f"hooks.{name}.modules")
         return
     own, hooks = check.plan.own, check.plan.hooks
     planned = dataclasses.replace(check.blueprint, hooks=hooks)
-    found = list(compatibility_faults(hook_parts(hooks), planned))
+    found = list(compatibility_errors(hook_parts(hooks), planned))
     for name, hook in hooks.items():
         hook.name = name
-        found += hook.faults(planned)
-    for fault in found:
+        found += hook.errors(planned)
+    for error in found:
         # The run matches patterns against layers that the setup of the user's module adds.
-        is_early = own is not None and not own.is_complete and fault.key.endswith(".modules")
+        is_early = own is not None and not own.is_complete and error.key.endswith(".modules")
         if not is_early:
-            yield fault
+            yield error
 
 
-def _strategy(check: Check) -> Iterator[Fault]:
+def _strategy(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of the strategy, and parts that exclude each other."""
     plan, plain = check.plan, check.plain
     if plan.own is None and not is_node(plain.get("optimizer")):
         return
-    found = list(compatibility_faults(other_parts(check.blueprint), check.blueprint))
+    found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
     yield from found
     # A strategy judges exp's models. Its errors do not concern a module that it does not support.
     if isinstance(plan.strategy, Strategy) and not (plan.own is not None and found):
         hooks = plan.hooks if check.knows(("security", *KEYS_OF_HOOKS)) else {}
-        yield from plan.strategy.faults(dataclasses.replace(check.blueprint, hooks=hooks))
+        yield from plan.strategy.errors(dataclasses.replace(check.blueprint, hooks=hooks))
 
 
-def _length(check: Check) -> Iterable[Fault]:
+def _length(check: Check) -> Iterable[ErrorDetails]:
     trainer = check.plain["trainer"]
-    if not check.faults and check.plain["train"] and isinstance(trainer["val_check_interval"], int):
+    if not check.errors and check.plain["train"] and isinstance(trainer["val_check_interval"], int):
         refuse_late_validation(_lengths(check), _batches(check.plan))
     return ()
 
 
-def _weights(check: Check) -> Iterable[Fault]:
+def _weights(check: Check) -> Iterable[ErrorDetails]:
     """Return the errors of the weights that the network starts from."""
     node = check.plain["weights"]
     if node["from"] is None or check.plain["resume"] is not None:
@@ -319,15 +319,19 @@ def _weights(check: Check) -> Iterable[Fault]:
     try:
         weights = read_weights(Path(node["from"]), averaged=node["averaged"])
     except (RunError, MissingExtraError) as error:
-        return [Fault(key="weights.from", got=str(error), expected="weights, as exp, torch or safetensors write them")]
+        return [
+            ErrorDetails(
+                key="weights.from", got=str(error), expected="weights, as exp, torch or safetensors write them"
+            )
+        ]
     check.matching = match_weights(weights, check.network, keys=node["keys"])
-    return check.matching.faults(node["from"], is_strict=node["strict"])
+    return check.matching.errors(node["from"], is_strict=node["strict"])
 
 
-def _resume(check: Check) -> Iterable[Fault]:
+def _resume(check: Check) -> Iterable[ErrorDetails]:
     """Return why a run cannot resume from the checkpoint that it names."""
     plan, plain = check.plan, check.plain
-    if plain["resume"] is None or check.faults:
+    if plain["resume"] is None or check.errors:
         return ()
     try:
         if plan.own is None:
@@ -338,8 +342,8 @@ def _resume(check: Check) -> Iterable[Fault]:
             network = plan.network if plan.own.is_complete else None
             check.resuming = examine_resume(plain, network=network, prefix="")
     except RunError as error:
-        return [Fault(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
-    return check.resuming.faults
+        return [ErrorDetails(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
+    return check.resuming.errors
 
 
 OPTIMIZERS = Stage(name="optimizers", run=_optimizers, keys=OPTIMIZATION_KEYS, needs=("model", "network"))
@@ -356,7 +360,7 @@ STAGES = (
     Stage(name="calls", run=_calls, keys=OPTIMIZATION_KEYS, needs=("model", "network")),
     Stage(
         name="switches",
-        run=lambda check: switch_faults(check.blueprint),
+        run=lambda check: switch_errors(check.blueprint),
         keys=("runtime", "trainer"),
         needs=("model", "network", "precision"),
     ),
@@ -406,13 +410,13 @@ def _steps(check: Check) -> int | None:
 class Examination:
     """The result of a check.
 
-    faults: All errors.
+    errors: All errors.
     decided: The plan, which is not whole if there are errors.
     matching: The weights that the network starts from, compared with the network.
     resuming: The checkpoint that the run resumes from, compared with the config.
     """
 
-    faults: tuple[Fault, ...]
+    errors: tuple[ErrorDetails, ...]
     decided: Plan
     matching: Matching | None = None
     resuming: Resuming = field(default_factory=Resuming)
@@ -423,7 +427,7 @@ class Examination:
         Raises:
             ConfigError: With all errors.
         """
-        raise_faults(self.faults)
+        raise_errors(self.errors)
         return self.decided
 
     @functools.cached_property
@@ -453,7 +457,7 @@ def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examinatio
     check = Check(Plan(resolved=resolved, machine=machine))
     check.run(STAGES)
     return Examination(
-        faults=tuple(located(resolved.config, once(check.faults))),
+        errors=tuple(located(resolved.config, once(check.errors))),
         decided=check.plan,
         matching=check.matching,
         resuming=check.resuming,
@@ -469,9 +473,9 @@ def plan(resolved: Resolved) -> Plan:
     return examine(resolved).plan()
 
 
-def config_faults(config: DictConfig) -> tuple[Fault, ...]:
+def config_errors(config: DictConfig) -> tuple[ErrorDetails, ...]:
     """Return all errors of a composed config, each with the file that it came from."""
-    return examine(resolve(config)).faults
+    return examine(resolve(config)).errors
 
 
 def validate(config: DictConfig) -> None:
@@ -490,8 +494,8 @@ def validated(config: DictConfig) -> Plan:
         ConfigError: With all errors.
     """
     decided = plan(resolve(config))
-    faults, _ = compare_with_data(decided)
-    raise_faults(faults)
+    errors, _ = compare_with_data(decided)
+    raise_errors(errors)
     return decided
 
 
@@ -543,13 +547,13 @@ def _are_numbers(value: Any) -> bool:
 def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checked: Plan) -> None:
     plain = with_changes(checked.plain, changed)
     groups = {path[0] for path in changed} & set(OPTIMIZATION_KEYS)
-    faults = target_faults({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
-    decided = Plan(resolved=Resolved(config=config, plain=plain, faults=tuple(faults)))
+    errors = target_errors({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
+    decided = Plan(resolved=Resolved(config=config, plain=plain, errors=tuple(errors)))
     # None of these follows from the changes.
     vars(decided).update(
         {part: getattr(checked, part) for part in ("spec", "objective", "phases", "metrics", "shapes")}
     )
     check = Check(decided, passed=("network",))
     check.run([OPTIMIZERS])
-    if check.faults:
-        raise ConfigError(located(config, once(check.faults)))
+    if check.errors:
+        raise ConfigError(located(config, once(check.errors)))

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from exp.check.input_faults import described
-from exp.check.metric_faults import fit_faults, mode_faults, monitor_faults
+from exp.check.input_errors import described
+from exp.check.metric_errors import fit_errors, mode_errors, monitor_errors
 from exp.check.rules import monitors
 from exp.check.shapes import objectives_by_forward
 from exp.check.stages import located, once
+from exp.data.data_errors import SampleError
 from exp.data.entries import inputs_in
-from exp.data.faults import SampleError
 from exp.engine.forward import forward_by_name, named_values
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, Fault, RunError, one_line
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import mapped, named_parts, tensors_in
 from exp.objectives.loss_inputs import Values, pick
@@ -47,15 +47,15 @@ DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
 StandIns = Callable[[int | None], Values]
 
 
-def compare_with_data(decided: Plan) -> tuple[list[Fault], tuple[str, ...]]:
+def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...]]:
     """Return the errors of the config about its data, and notes. Data that is not on this machine is not compared."""
     try:
         return [], refuse_other_data(decided)
     except ConfigError as error:
-        faults = [fault for fault in error.faults if not f"{fault.key}.".startswith(DATA_SETS)]
-        if faults:
-            return faults, ()
-        return [], (f"the data was not compared with what the config declares of it: {error.faults[0]}",)
+        errors = [error for error in error.errors if not f"{error.key}.".startswith(DATA_SETS)]
+        if errors:
+            return errors, ()
+        return [], (f"the data was not compared with what the config declares of it: {error.errors[0]}",)
 
 
 def refuse_other_data(decided: Plan) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         Remarks on the first samples that are not errors.
     """
     plain, config = decided.plain, decided.resolved.config
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     notes: list[str] = []
     entries: dict[str, tuple[str, ...]] = {}
     try:
@@ -82,51 +82,51 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
                 "precision=fp64 keeps them, with a network in float64"
             )
         for stage in (stage for stage in data.stages if at_work[stage]):
-            faults += _stage_faults(decided, stage, notes, entries)
+            errors += _stage_errors(decided, stage, notes, entries)
     except ConfigError as error:
-        raise ConfigError(located(config, error.faults)) from error
+        raise ConfigError(located(config, error.errors)) from error
     except SampleError as error:
-        raise ConfigError(located(config, [error.fault])) from error
+        raise ConfigError(located(config, [error.error])) from error
     except RunError:
         return ()  # an exception of the user's code, which the run reports with its place
     tags = monitors(dict(plain)) if plain["train"] else {}
-    faults += monitor_faults(tags, entries, plain["metric_stages"])
-    if "monitor" in tags and not any(fault.key == "monitor" for fault in faults):
-        faults += mode_faults(tags["monitor"], plain["mode"], decided.metrics)
-    if faults:
-        raise ConfigError(located(config, once([*_once_per_name(faults)])))
+    errors += monitor_errors(tags, entries, plain["metric_stages"])
+    if "monitor" in tags and not any(error.key == "monitor" for error in errors):
+        errors += mode_errors(tags["monitor"], plain["mode"], decided.metrics)
+    if errors:
+        raise ConfigError(located(config, once([*_once_per_name(errors)])))
     return (*data.notes, *notes)
 
 
-def _once_per_name(faults: Iterable[Fault]) -> Iterator[Fault]:
+def _once_per_name(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
     """Yield the errors, with one for all keys that read the same wrong name."""
-    groups: dict[object, list[Fault]] = {}
-    for fault in faults:
-        groups.setdefault((fault.subject, fault.got) if fault.subject else fault, []).append(fault)
+    groups: dict[object, list[ErrorDetails]] = {}
+    for error in errors:
+        groups.setdefault((error.subject, error.got) if error.subject else error, []).append(error)
     for first, *others in groups.values():
-        keys = dict.fromkeys(fault.key for fault in (first, *others))
+        keys = dict.fromkeys(error.key for error in (first, *others))
         yield first if len(keys) == 1 else replace(first, got=f"{first.got}, read by {among(keys)}")
 
 
-def _stage_faults(
+def _stage_errors(
     decided: Plan, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the errors of the first samples of a stage. notes, entries: receive remarks and the entries of metrics."""
     try:
         batch = decided.data.first_samples(stage, seconds=SECONDS)
         if batch is not None:
-            yield from _batch_faults(decided, batch, stage, notes, entries)
+            yield from _batch_errors(decided, batch, stage, notes, entries)
     except SampleError as error:
-        yield error.fault
+        yield error.error
     except ConfigError as error:
-        yield from error.faults
+        yield from error.errors
     except RunError:
         return
 
 
-def _batch_faults(
+def _batch_errors(
     decided: Plan, batch: object, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     spec, plain = decided.spec, decided.plain
     for name, value in inputs_in(batch).items():
         if (place := _not_finite(value)) is not None:
@@ -138,8 +138,8 @@ def _batch_faults(
         trace = decided.shapes.traces.get(forward)
         if trace is None:
             continue
-        unknown = list(name_faults(term_names(part), trace, batch, spec))
-        yield from unknown or _term_faults(part, trace, batch, spec, stage)
+        unknown = list(name_errors(term_names(part), trace, batch, spec))
+        yield from unknown or _term_errors(part, trace, batch, spec, stage)
         if not unknown and plain["trainer"]["accumulate_grad_batches"] > 1:
             part.known_divisors(named_values(batch))
     trace = decided.shapes.traces.get(None)  # metrics read the output of the network's own forward
@@ -147,11 +147,11 @@ def _batch_faults(
         return
     for measure in decided.metrics.values():
         names = {f"{measure.key}.{place}": name for place, name in measure.names.items()}
-        unknown = list(name_faults(names, trace, batch, spec))
+        unknown = list(name_errors(names, trace, batch, spec))
         yield from unknown
         draw = _stand_ins(trace, batch, spec) if not unknown and _is_batched(trace, names.values()) else None
         if draw is not None:
-            yield from fit_faults([measure], draw, stage, entries)
+            yield from fit_errors([measure], draw, stage, entries)
 
 
 def term_names(objective: Objective) -> dict[str, str]:
@@ -163,7 +163,7 @@ def term_names(objective: Objective) -> dict[str, str]:
     }
 
 
-def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[Fault]:
+def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[ErrorDetails]:
     """Yield the errors of names that neither the network nor the batch gives, or both. names: by their keys."""
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     parts = named_parts(trace.output)
@@ -177,7 +177,7 @@ def name_faults(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
         if is_twofold:
             got, expected = f"{show(wanted)}, which both network and batch give", "a name that one of them gives"
             fix = "Give it another name in what the network returns, or in the data set"
-        yield Fault(key, got, expected, fix, subject=wanted)
+        yield ErrorDetails(key, got, expected, fix, subject=wanted)
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
@@ -206,9 +206,9 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
     return values
 
 
-def _term_faults(
+def _term_errors(
     objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec, stage: Stage
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Return the errors of terms that compare an output with a target by a loss of a library."""
     draw = _stand_ins(trace, batch, spec)
     if draw is None:
@@ -229,25 +229,27 @@ def _term_faults(
                 term(values)
             if term.inputs is None:
                 target, output = pick(whole, term.target, "target"), pick(values, term.output, "output")
-                yield from _value_faults(term, key, target, output, stage)
+                yield from _value_errors(term, key, target, output, stage)
         except RunError as error:
-            yield Fault(key=key, got=f"in the first samples of {stage}: {error}", expected=expected)
+            yield ErrorDetails(key=key, got=f"in the first samples of {stage}: {error}", expected=expected)
         except REFUSALS as error:
-            shown, cure = _described(values, term)
+            shown, fix = _described(values, term)
             got = f"{type(term.loss).__name__} refuses the targets of {stage}, {shown}: {one_line(error)}"
-            yield Fault(key=key, got=got, expected=expected, cure=cure)
+            yield ErrorDetails(key=key, got=got, expected=expected, fix=fix)
 
 
-def _value_faults(term: Term, key: str, target: Tensor, output: Tensor, stage: Stage) -> Iterator[Fault]:
+def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: Stage) -> Iterator[ErrorDetails]:
     loss = type(term.loss).__name__
     if target.is_floating_point() and (place := _not_finite(target)) is not None:
         got = f"sample {place} of {stage} has a target that is not finite"
-        yield Fault(key=key, got=got, expected=f"finite targets for {loss}", cure="Correct it, or leave the sample out")
+        yield ErrorDetails(
+            key=key, got=got, expected=f"finite targets for {loss}", fix="Correct it, or leave the sample out"
+        )
     elif isinstance(term.loss, ANSWERS) and (place := _first((target < 0) | (target > 1))) is not None:
         sample = target[place]
         got = f"{loss}, and sample {place} of {stage} has the target {float(sample[(sample < 0) | (sample > 1)][0]):g}"
-        cure = "Answers are 0 for no and 1 for yes, or a probability; for class numbers write objective=[cross_entropy]"
-        yield Fault(key=key, got=got, expected="targets from 0 to 1", cure=cure)
+        fix = "Answers are 0 for no and 1 for yes, or a probability; for class numbers write objective=[cross_entropy]"
+        yield ErrorDetails(key=key, got=got, expected="targets from 0 to 1", fix=fix)
 
 
 def _first(where: Tensor) -> int | None:
@@ -275,9 +277,9 @@ def _described(values: Mapping[str, object], term: Term) -> tuple[str, str | Non
     if term.inputs is not None:
         return ", ".join(f"{one} {described(pick(values, name, one))}" for one, name in term.inputs.items()), None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
-    cure = "Give class numbers as int64" if target.dim() < output.dim() else None
+    fix = "Give class numbers as int64" if target.dim() < output.dim() else None
     if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
-        cure = "Drop the target's last axis of 1"
+        fix = "Drop the target's last axis of 1"
     elif target.shape == output.shape and not target.is_floating_point():
-        cure = "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
-    return f"{described(target)} for outputs {described(output)}", cure
+        fix = "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
+    return f"{described(target)} for outputs {described(output)}", fix

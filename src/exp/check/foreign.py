@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Predicate
 
 from exp.config.annotations import EMPTY
-from exp.errors import LIBRARIES, Fault, is_installed
+from exp.errors import LIBRARIES, ErrorDetails, is_installed
 
 # Classes that take names in **kwargs and pick them out by hand.
 HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
@@ -125,13 +125,13 @@ def bounded(target: type, name: str, annotation: Any, default: Any) -> Any:
     return annotation
 
 
-def missing_package(target: type, *, key: str) -> Fault | None:
-    """The fault of a class whose package is not installed."""
+def missing_package(target: type, *, key: str) -> ErrorDetails | None:
+    """The error of a class whose package is not installed."""
     for base in target.__mro__:
         package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
         if package is not None and not is_installed(package):
             got = f"{target.__name__}, which needs the package {package}"
-            return Fault(key=key, got=got, expected="an installed package", cure=f"pip install {install}")
+            return ErrorDetails(key=key, got=got, expected="an installed package", fix=f"pip install {install}")
     return None
 
 

@@ -161,4 +161,4 @@ def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
     fix = "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a batch "
     fix += "transform adds reach losses and metrics only"
-    raise config_error("data.inputs", got=got, expected=expected, cure=close or fix)
+    raise config_error("data.inputs", got=got, expected=expected, fix=close or fix)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from exp.errors import REFUSALS, ConfigError, Fault, guilty_parameter, said
+from exp.errors import REFUSALS, ConfigError, ErrorDetails, guilty_parameter, said
 from exp.optim.optimizer import Optimization, sparse_parameters
 from exp.optim.schedules import build_schedule, changes_nothing, needs_total
 from exp.spelling import show
@@ -26,9 +26,9 @@ MOST = 2_000
 EXPECTED = "a value with which the schedule lasts through the run and no rate is below 0"
 
 
-def step_faults(
+def step_errors(
     optimization: Optimization, network: nn.Module, optimizer: Optimizer, *, key: str, has_closure: bool = True
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the error of an optimizer that no run can step, or that evaluates other weights than it trains.
 
     Args:
@@ -44,7 +44,7 @@ def step_faults(
         got = f"{kind.__name__}, which keeps two sets of weights and needs calls of train() and eval()"
         expected = "an optimizer that trains the weights that are validated and saved"
         fix = "optimizer=adamw with callbacks=[ema] validates and saves an average, too"
-        yield Fault(place, got, expected, fix)
+        yield ErrorDetails(place, got, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
         return  # which is given the closure that it evaluates again
@@ -60,7 +60,7 @@ def step_faults(
             got = f"{kind.__name__}, which refused a step by this network's {gradients} ({trouble})"
             expected = "an optimizer that steps by the gradients of one forward and one backward"
             fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Such as optimizer=adamw"
-            yield Fault(place, got, expected, fix)
+            yield ErrorDetails(place, got, expected, fix)
             return
 
 
@@ -106,9 +106,9 @@ def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before:
     return weight.detach()
 
 
-def rate_faults(
+def rate_errors(
     optimization: Optimization, optimizer: Optimizer, *, key: str, steps: Callable[[], int | None], epochs: int | None
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the error of a schedule that would fail in the run or make a rate negative, at the guilty parameter.
 
     Args:
@@ -133,7 +133,7 @@ def rate_faults(
         try:
             made = build_schedule(optimizer, changed, interval=optimization.interval, total_steps=length or MOST)
         except ConfigError as error:
-            return str(error.faults[0])
+            return str(error.errors[0])
         return _schedule_trouble(made, optimizer, length=length)
 
     trouble = stepped()
@@ -142,7 +142,7 @@ def rate_faults(
     guilty = guilty_parameter(stepped, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
-    yield Fault(place, f"{value}, with which {trouble}", EXPECTED)
+    yield ErrorDetails(place, f"{value}, with which {trouble}", EXPECTED)
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:

@@ -12,24 +12,24 @@ from exp.check.foreign import missing_package
 from exp.check.keys import VALUES
 from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
-from exp.check.structure import kind_faults, value_fault
+from exp.check.structure import kind_errors, value_error
 from exp.config.annotations import EMPTY
-from exp.config.habits import cure_of_key
+from exp.config.habits import fix_of_key
 from exp.config.reading import UNKNOWN
 from exp.config.slots import (
     DATA_MODULE,
     RESERVED_IN_NODE,
     Slot,
     nodes_in,
-    own_loaders_fault,
-    own_training_fault,
+    own_loaders_error,
+    own_training_error,
     returned_at,
     slot_of,
     trains_itself,
 )
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.config.versions import REMOVED_PARAMETERS, current_target
-from exp.errors import ConfigError, Fault, MissingExtraError
+from exp.errors import ConfigError, ErrorDetails, MissingExtraError
 from exp.spelling import among, nearest, show
 
 # What is wrong with a package, and not with one class of it.
@@ -43,29 +43,29 @@ HYDRAS_OWN = {
 }
 
 
-def target_faults(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[Fault]:
-    """The faults of every node with a `_target_`: the name itself, then its parameters.
+def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:
+    """The errors of every node with a `_target_`: the name itself, then its parameters.
 
     has_module: whether a LightningModule of the user's own takes the batches.
     """
     places: dict[str, str] = {}
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     for key, node in nodes_in(plain):
         # Outermost first: a node within `_args_` has its place by the name that its argument has there.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
-        faults += node_faults(key, node, place=place, allow=allow, has_module=has_module)
+        errors += node_errors(key, node, place=place, allow=allow, has_module=has_module)
         for index, name in enumerate(_positional_names(node, place, allow=allow)):
             places[f"{key}._args_.{index}"] = f"{place}.{name}"
-    return _each_once(faults)
+    return _each_once(errors)
 
 
-def _each_once(faults: Sequence[Fault]) -> list[Fault]:
+def _each_once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the errors, with one for all classes of a package that is not allowed, or that cannot be imported."""
-    first: dict[object, Fault] = {}
-    for fault in faults:
-        is_of_package = OF_PACKAGE.search(fault.got) is not None
-        first.setdefault(NAMED.sub(r"\1", fault.got) if is_of_package else fault, fault)
+    first: dict[object, ErrorDetails] = {}
+    for error in errors:
+        is_of_package = OF_PACKAGE.search(error.got) is not None
+        first.setdefault(NAMED.sub(r"\1", error.got) if is_of_package else error, error)
     return list(first.values())
 
 
@@ -76,12 +76,12 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
         target = resolve(node["_target_"], returns=returned_at(place), allow=allow)
         return signature_of(target).positional[: len(node["_args_"])]
     except (ConfigError, MissingExtraError):
-        return ()  # the node's own fault
+        return ()  # the node's own error
 
 
-def node_faults(
+def node_errors(
     key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str], has_module: bool = False
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the errors of one node, without those of nodes in it. place: the key that names its slot."""
     place = place or key
     slot, name = slot_of(place), node["_target_"]
@@ -90,31 +90,31 @@ def node_faults(
     try:
         target = resolve(name, base=slot.bases or None, returns=returned_at(place), allow=allow)
     except TargetError as error:
-        yield replace(error.faults[0], key=f"{key}._target_")
+        yield replace(error.errors[0], key=f"{key}._target_")
         return
     except MissingExtraError as error:
-        yield Fault(f"{key}._target_", str(error), "an installed package")
+        yield ErrorDetails(f"{key}._target_", str(error), "an installed package")
         return
     except ConfigError as error:
-        yield from error.faults
+        yield from error.errors
         return
     if inspect.isclass(target) and (missing := missing_package(target, key=f"{key}._target_")) is not None:
         yield missing
     elif place == "model" and inspect.isclass(target) and trains_itself(target):
-        yield own_training_fault(name, kind=name)
+        yield own_training_error(name, kind=name)
     elif place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
-        yield own_loaders_fault(name)
+        yield own_loaders_error(name)
     elif _is_made_of_functions(target):
         got, expected = f"{name}, which is made of a Python function", "a class of plain values and an optimizer"
         fix = "Derive a class of your own from it that makes it in its constructor: docs/training.md"
-        yield Fault(f"{key}._target_", got, expected, fix)
+        yield ErrorDetails(f"{key}._target_", got, expected, fix)
     else:
-        yield from _parameter_faults(key, node, target, slot, allow=allow)
+        yield from _parameter_errors(key, node, target, slot, allow=allow)
 
 
-def _parameter_faults(
+def _parameter_errors(
     key: str, node: dict[str, Any], target: Any, slot: Slot, *, allow: Sequence[str]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Yield the errors of the values that a target is given."""
     yield from _reserved(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
@@ -148,16 +148,16 @@ def _takes_functions(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, ProgramModel)
 
 
-def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
+def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
     for name, dotted in named.items():
         if dotted is UNKNOWN:
             continue
         try:
             resolve_function(dotted, allow=allow)
         except TargetError as error:
-            yield replace(error.faults[0], key=f"{key}.{name}")
+            yield replace(error.errors[0], key=f"{key}.{name}")
         except ConfigError as error:
-            yield from error.faults
+            yield from error.errors
 
 
 def _sized_later(target: Any, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
@@ -178,20 +178,22 @@ def _sized_later(target: Any, signature: Signature, given: list[str], node: dict
     return replace(signature, parameters=parameters, positional=tuple(parameters))
 
 
-def _reserved(key: str, node: dict[str, Any]) -> Iterator[Fault]:
+def _reserved(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
     for name, expected in HYDRAS_OWN.items():
         if name in node and not (name == "_args_" and isinstance(node[name], list)):
-            yield Fault(f"{key}.{name}", "a key of Hydra's instantiate", expected, "Leave it out")
+            yield ErrorDetails(f"{key}.{name}", "a key of Hydra's instantiate", expected, "Leave it out")
     if "_partial_" in node and not isinstance(node["_partial_"], bool) and node["_partial_"] is not UNKNOWN:
-        yield value_fault(f"{key}._partial_", node["_partial_"], expected="true or false")
+        yield value_error(f"{key}._partial_", node["_partial_"], expected="true or false")
 
 
-def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+def _unknown(
+    key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot
+) -> Iterator[ErrorDetails]:
     known = [name for name in signature.parameters if name not in slot.filled and name not in slot.refused]
     known += [name for name in slot.reserved if name not in known]
     for name in given:
         if name in slot.refused:
-            yield Fault(f"{key}.{name}", "decided elsewhere", slot.refused[name], f"Leave {key}.{name} out")
+            yield ErrorDetails(f"{key}.{name}", "decided elsewhere", slot.refused[name], f"Leave {key}.{name} out")
         elif name not in known and name not in signature.parameters and not signature.open:
             near, refused = nearest(str(name), known), nearest(str(name), slot.refused)
             fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
@@ -201,14 +203,14 @@ def _unknown(key: str, node: dict[str, Any], given: list[str], signature: Signat
             said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
             if name in REMOVED_PARAMETERS.get(current_target(node["_target_"]), {}):
                 fix = f"Leave {key}.{name} out: this version of exp has no such parameter"
-            fix = cure_of_key(f"{key}.{name}", said) or fix
+            fix = fix_of_key(f"{key}.{name}", said) or fix
             expected = f"one of {among(known, word=str(name))}" if known else "no parameter at all"
-            yield Fault(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)
+            yield ErrorDetails(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)
 
 
 def _absent(
     key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot, target: Any
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
         return
     positional = len(node["_args_"]) if isinstance(node.get("_args_"), list) else 0
@@ -224,7 +226,7 @@ def _absent(
             fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
         is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
         words = "a value" if is_open else worded(parameter.annotation, parameter.default)
-        yield Fault(f"{key}.{name}", "nothing", f"{words}: {node['_target_']} needs it", fix)
+        yield ErrorDetails(f"{key}.{name}", "nothing", f"{words}: {node['_target_']} needs it", fix)
 
 
 def _waits_for(target: Any) -> str | None:
@@ -237,40 +239,42 @@ def _waits_for(target: Any) -> str | None:
     return "params" if issubclass(target, Optimizer) else "optimizer" if issubclass(target, LRScheduler) else None
 
 
-def _arguments(key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot) -> Iterator[Fault]:
+def _arguments(
+    key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot
+) -> Iterator[ErrorDetails]:
     """Yield the errors of `_args_`, whose values are judged by the names that they fill."""
     for index, value in enumerate(node["_args_"] if isinstance(node.get("_args_"), list) else ()):
         where = f"{key}._args_.{index}"
         if index >= len(signature.positional):
             if not signature.rest:
                 names = among(signature.positional) if signature.positional else "none: it takes names alone"
-                yield Fault(where, "one argument too many", f"those of {node['_target_']}: {names}")
+                yield ErrorDetails(where, "one argument too many", f"those of {node['_target_']}: {names}")
             continue
         name = signature.positional[index]
         if name in (*slot.filled, *slot.refused, *slot.reserved):
-            yield Fault(where, f"{name}, which exp gives", "parameters by their names", "Name them")
+            yield ErrorDetails(where, f"{name}, which exp gives", "parameters by their names", "Name them")
         elif name in given:
-            yield Fault(where, f"{name}, given by name, too", "one value", f"Leave {key}._args_ out")
+            yield ErrorDetails(where, f"{name}, given by name, too", "one value", f"Leave {key}._args_ out")
         elif name in signature.parameters:
             yield from _kind(where, value, signature.parameters[name], filled=False)
 
 
-def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[Fault]:
+def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[ErrorDetails]:
     if not (filled and value is None):
-        yield from kind_faults(key, value, parameter.annotation, parameter.default)
+        yield from kind_errors(key, value, parameter.annotation, parameter.default)
 
 
-def program_faults(plain: dict[str, Any]) -> list[Fault]:
-    """The faults of every `forward` and every entry of `programs` that stands beside `layers`."""
-    return [fault for key, node in nodes_in(plain.get("model"), "model") for fault in _faults(key, node)]
+def program_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
+    """The errors of every `forward` and every entry of `programs` that stands beside `layers`."""
+    return [error for key, node in nodes_in(plain.get("model"), "model") for error in _errors(key, node)]
 
 
-def program_fault(key: str, error: Any) -> Fault:
-    """A ProgramError of the program at a key as a fault of the config."""
-    return Fault(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
+def program_error(key: str, error: Any) -> ErrorDetails:
+    """A ProgramError of the program at a key as an error of the config."""
+    return ErrorDetails(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
 
 
-def _faults(key: str, node: dict[str, Any]) -> Iterator[Fault]:
+def _errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
     layers, programs = node.get("layers"), node.get("programs")
     if not isinstance(layers, dict):
         return
@@ -288,16 +292,16 @@ def _faults(key: str, node: dict[str, Any]) -> Iterator[Fault]:
             offers[offer] = [str(name) for name in node[offer]]
     if isinstance(node.get("forward"), str):
         used = layers_used(texts.values(), names)
-        yield from _fault(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
+        yield from _error(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
     for name, text in texts.items():
-        yield from _fault(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
+        yield from _error(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
 
 
-def _fault(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[Fault]:
+def _error(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[ErrorDetails]:
     from exp.models.program import parse
     from exp.models.syntax import ProgramError
 
     try:
         parse(text, layers, **offers)
     except ProgramError as error:
-        yield from (program_fault(key, one) for one in (error, *error.others))
+        yield from (program_error(key, one) for one in (error, *error.others))

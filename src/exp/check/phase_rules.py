@@ -12,9 +12,9 @@ from annotated_types import MinLen
 
 from exp.check.keys import Count, Node, Positive, Repeats, Text
 from exp.check.kinds import worded
-from exp.check.structure import kind_faults
+from exp.check.structure import kind_errors
 from exp.config.reading import UNKNOWN, Values
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean, nearest, show
 
 _NODE = Annotated[Node | None, "a node with a _target_, or null for the one at the top"]
@@ -47,39 +47,39 @@ DEFAULTS: dict[str, Any] = {
 SHARED = ("every_n_steps", "repeats", "forward")
 
 
-def phases_are_readable(values: Values) -> Iterator[Fault]:
+def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
     """Each phase is a mapping of the keys of PHASE."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
             fix = "An empty one is phases=[]" if phases is None else None
-            yield Fault("phases", show(phases), "a mapping of named phases", fix)
+            yield ErrorDetails("phases", show(phases), "a mapping of named phases", fix)
         return
     for name, phase in phases.items():
         key = f"phases.{name}"
         if isinstance(phase, dict):
             yield from _keys(key, phase)
             if any(letter in str(name) for letter in "/*?["):
-                yield Fault(key, "a name with one of / * ? [", "a name that can be a part of a tag")
+                yield ErrorDetails(key, "a name with one of / * ? [", "a name that can be a part of a tag")
         elif phase is not UNKNOWN:
             fix = f"To leave it out, write '~{key}'" if phase is None else None
-            yield Fault(key, show(phase), f"a mapping of {among(PHASE, count=10)}", fix)
+            yield ErrorDetails(key, show(phase), f"a mapping of {among(PHASE, count=10)}", fix)
 
 
-def _keys(key: str, phase: dict[str, Any]) -> Iterator[Fault]:
+def _keys(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
     for name in phase:
         if name not in PHASE:
             near = nearest(str(name), PHASE)
             fix = f"Did you mean {key}.{near[0]}?" if near else None
-            yield Fault(f"{key}.{name}", "no key of a phase", f"one of {among(PHASE, count=10)}", fix)
+            yield ErrorDetails(f"{key}.{name}", "no key of a phase", f"one of {among(PHASE, count=10)}", fix)
     for name, rule in PHASE.items():
         if name in phase:
-            yield from kind_faults(f"{key}.{name}", phase[name], rule)
+            yield from kind_errors(f"{key}.{name}", phase[name], rule)
         elif name not in DEFAULTS:
-            yield Fault(f"{key}.{name}", "no such key", worded(rule))
+            yield ErrorDetails(f"{key}.{name}", "no such key", worded(rule))
 
 
-def phases_share_the_objective(values: Values) -> Iterator[Fault]:
+def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
     """Each term is trained in a phase, and the terms of each phase exist."""
     terms, phases = values["objective"], readable(values)
     if not isinstance(terms, dict) or not phases:
@@ -89,16 +89,18 @@ def phases_share_the_objective(values: Values) -> Iterator[Fault]:
         for term in (term for term in phase["terms"] if term not in terms):
             expected = f"terms of the objective: {among(map(str, terms))}"
             fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
-            yield Fault(f"phases.{name}.terms", f"{term!r}, which is no term of the objective", expected, fix)
+            yield ErrorDetails(f"phases.{name}.terms", f"{term!r}, which is no term of the objective", expected, fix)
     # A phase with an error may have the term.
     for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
             got = f"in the terms of no phase; there are the phases {among(phases)}"
             fix = f"Add it to the terms of one, or leave it out: '~objective.{term}'"
-            yield Fault(f"objective.{term}", got, "each term in a phase, because it trains nothing otherwise", fix)
+            yield ErrorDetails(
+                f"objective.{term}", got, "each term in a phase, because it trains nothing otherwise", fix
+            )
 
 
-def phases_go_with_the_trainer(values: Values) -> Iterator[Fault]:
+def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
     """Each phase clips its own gradients, and each step runs a phase."""
     phases, clip = readable(values), values["trainer.gradient_clip_val"]
     if not phases:
@@ -106,20 +108,20 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[Fault]:
     if clip not in (None, UNKNOWN):
         fix = f"Write phases.{next(iter(phases))}.gradient_clip_val"
         got = f"{show(clip)}, with phases"
-        yield Fault("trainer.gradient_clip_val", got, "null: each phase clips its own gradients", fix)
+        yield ErrorDetails("trainer.gradient_clip_val", got, "null: each phase clips its own gradients", fix)
     if len(phases) == len(values["phases"]) and all(phase["every_n_steps"] > 1 for phase in phases.values()):
         name, phase = min(phases.items(), key=lambda pair: pair[1]["every_n_steps"])
         expected = "1 for at least one phase: a step in which no phase runs changes nothing"
         got = f"{phase['every_n_steps']}, and no phase runs at every step"
-        yield Fault(f"phases.{name}.every_n_steps", got, expected)
+        yield ErrorDetails(f"phases.{name}.every_n_steps", got, expected)
     stages = values["metric_stages"]
     of_training = isinstance(stages, list) and "train" in stages and bool(values["metrics"])
     if of_training and all(phase["forward"] is not None or phase["every_n_steps"] > 1 for phase in phases.values()):
         got = "train, and no phase that runs at every step gives the network's own output"
-        yield Fault("metric_stages", got, "val and test: metrics compare what the network's own forward gives")
+        yield ErrorDetails("metric_stages", got, "val and test: metrics compare what the network's own forward gives")
 
 
-def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
+def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails]:
     """A simultaneous phase shares the forward of the one before it."""
     phases = readable(values)
     if not isinstance(values["phases"], dict) or len(phases) < len(values["phases"]):
@@ -128,11 +130,11 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[Fault]:
         key = f"phases.{name}"
         if phase["simultaneous"] and before is None:
             expected = "false: the first phase has none before it"
-            yield Fault(f"{key}.simultaneous", "true", expected, "Write it at the second one")
+            yield ErrorDetails(f"{key}.simultaneous", "true", expected, "Write it at the second one")
         elif phase["simultaneous"] and before is not None:
             for word in (word for word in SHARED if phase[word] != before[word]):
                 expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
-                yield Fault(f"{key}.{word}", show(phase[word]), expected, f"Or write {key}.simultaneous=false")
+                yield ErrorDetails(f"{key}.{word}", show(phase[word]), expected, f"Or write {key}.simultaneous=false")
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:

@@ -7,37 +7,37 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from exp.check.optimizer_steps import rate_faults, step_faults
-from exp.errors import ConfigError, Fault
+from exp.check.optimizer_steps import rate_errors, step_errors
+from exp.errors import ConfigError, ErrorDetails
 from exp.models.containers import ProgramModel, forward_names
-from exp.optim.parameter_groups import pattern_faults, trained_parameters, unmatched_parameters
+from exp.optim.parameter_groups import pattern_errors, trained_parameters, unmatched_parameters
 from exp.optim.phase import Phase, turns_of
 from exp.spelling import among, did_you_mean
 
 SHOWN = 4
 
 
-def phase_faults(
+def phase_errors(
     phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
-) -> list[Fault]:
-    """The faults between phases and network: patterns, forwards, parameters that none trains, optimizers.
+) -> list[ErrorDetails]:
+    """The errors between phases and network: patterns, forwards, parameters that none trains, optimizers.
 
     network: on the meta device, every layer sized. steps, epochs: of the run, for schedules. made: takes the
-        optimizers that have no fault here.
+        optimizers that have no error here.
     """
-    faults = [fault for phase in phases for fault in forward_faults(phase, network)]
+    errors = [error for phase in phases for error in forward_errors(phase, network)]
     patterns = [
-        fault
+        error
         for phase in phases
-        for fault in pattern_faults(network, phase.parameters, key=f"phases.{phase.name}.parameters")
+        for error in pattern_errors(network, phase.parameters, key=f"phases.{phase.name}.parameters")
     ]
     if patterns:
-        return [*faults, *patterns]
-    faults += _claimed_twice(phases, network)
-    return [*faults, *_untrained(phases, network), *_optimizer_faults(phases, network, steps, epochs, made)]
+        return [*errors, *patterns]
+    errors += _claimed_twice(phases, network)
+    return [*errors, *_untrained(phases, network), *_optimizer_errors(phases, network, steps, epochs, made)]
 
 
-def forward_faults(phase: Phase, network: nn.Module) -> Iterator[Fault]:
+def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
     """A forward that the network does not have."""
     if phase.forward is None or phase.forward in forward_names(network):
         return
@@ -46,19 +46,21 @@ def forward_faults(phase: Phase, network: nn.Module) -> Iterator[Fault]:
     got, expected = f"{phase.forward!r}, which the network does not have", f"null, or one of the {kind}: "
     fix = None if names else "Write the program below model.programs, or null for the network's own forward"
     fix = did_you_mean(phase.forward, names) or fix
-    yield Fault(f"phases.{phase.name}.forward", got, expected + among(names, word=phase.forward), fix)
+    yield ErrorDetails(f"phases.{phase.name}.forward", got, expected + among(names, word=phase.forward), fix)
 
 
-def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
+def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
     """Parameters that learn nothing are a mistake, unless the model says that they are frozen."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
-        yield Fault("phases", f"no phase trains {', '.join(names[:SHOWN])}{more}", "each parameter in a phase", fix)
+        yield ErrorDetails(
+            "phases", f"no phase trains {', '.join(names[:SHOWN])}{more}", "each parameter in a phase", fix
+        )
 
 
-def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Fault]:
+def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
     """A parameter has one gradient at a time, which two simultaneous phases would add up."""
     for _, group in turns_of(phases):
         owners: dict[int, str] = {}
@@ -70,25 +72,25 @@ def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Faul
                 got = f"{names[id(both)]}, which phases.{owners[id(both)]} trains at the same time"
                 expected = "other parameters in each of the phases that are simultaneous"
                 fix = f"Or write phases.{phase.name}.simultaneous=false"
-                yield Fault(f"phases.{phase.name}.parameters", got, expected, fix)
+                yield ErrorDetails(f"phases.{phase.name}.parameters", got, expected, fix)
             owners |= {id(one): phase.name for one in own}
 
 
-def _optimizer_faults(
+def _optimizer_errors(
     phases: Sequence[Phase], network: nn.Module, steps: int, epochs: int, made: list[Optimizer]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     for phase in phases:
         try:
             optimizer, _ = phase.make(network, total_steps=steps, total_epochs=epochs)
         except ConfigError as error:
-            yield from error.faults
+            yield from error.errors
             continue
         own = f"phases.{phase.name}.optimizer" if phase.owns_optimizer else "optimizer"
-        yield from step_faults(phase.optimization, network, optimizer, key=own, has_closure=False)
+        yield from step_errors(phase.optimization, network, optimizer, key=own, has_closure=False)
         key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
-        yield from rate_faults(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
+        yield from rate_errors(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
             expected = "an optimizer that steps once: a phase has its gradients by then"
-            yield Fault(own, "LBFGS, which runs the forward several times in a step", expected)
+            yield ErrorDetails(own, "LBFGS, which runs the forward several times in a step", expected)
         else:
             made.append(optimizer)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from exp.check.meta_forward import MetaForward, run_on_meta
 from exp.config.frozen import frozen_yaml, read_frozen
-from exp.errors import Fault, RunError
+from exp.errors import ErrorDetails, RunError
 from exp.shared_types import DataSpec
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ class Resolved:
 
     config: A copy of the given config with the data's shape, dtype, outputs and classes. This config is frozen.
     plain: Its values as dicts and lists, with interpolations resolved. UNKNOWN stands for a value with an error.
-    faults: The errors of values, keys, rules, targets, parameters and forward programs.
+    errors: The errors of values, keys, rules, targets, parameters and forward programs.
     notes: Remarks on the checkpoint that was searched for.
     """
 
     config: DictConfig
     plain: Mapping[str, Any]
-    faults: tuple[Fault, ...] = ()
+    errors: tuple[ErrorDetails, ...] = ()
     notes: tuple[str, ...] = ()
 
     @functools.cached_property

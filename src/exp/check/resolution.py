@@ -16,8 +16,8 @@ from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
 from exp.config.resolvers import use_resolvers
-from exp.data.faults import SampleError
-from exp.errors import ConfigError, Fault
+from exp.data.data_errors import SampleError
+from exp.errors import ConfigError, ErrorDetails
 
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
@@ -32,8 +32,8 @@ def resolve(config: DictConfig) -> Resolved:
         OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
     first = first_stage(reading)
     asked = _beginnings(config, first)
-    faults: list[Fault] = []
-    start_faults, notes = _find_start(config) if not touched(first, START_KEYS) else ([], ())
+    errors: list[ErrorDetails] = []
+    start_errors, notes = _find_start(config) if not touched(first, START_KEYS) else ([], ())
     if not touched(first, ("weights",)):
         _find_weights(config)
     held = not touched(first, ("data", "trainer")) and _hold_batches(config)
@@ -41,20 +41,20 @@ def resolve(config: DictConfig) -> Resolved:
         reading = read(config)
         first = first_stage(reading)
     if not touched(first, DATA_KEYS):  # else told with the first stage
-        faults = second_stage(reading, only="data")
-        if not faults:
+        errors = second_stage(reading, only="data")
+        if not errors:
             try:
                 if _fill_in(config):
                     # Other nodes interpolate the shape and the classes.
                     reading = read(config, is_data_read=True)
                     first = first_stage(reading)
             except ConfigError as error:
-                faults += error.faults
+                errors += error.errors
             except SampleError as error:
-                faults.append(error.fault)
-    faults += [*first, *start_faults, *second_stage(reading)]
+                errors.append(error.error)
+    errors += [*first, *start_errors, *second_stage(reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
-    return Resolved(config=config, plain=plain, faults=tuple(faults), notes=notes)
+    return Resolved(config=config, plain=plain, errors=tuple(errors), notes=notes)
 
 
 def _allowed(config: DictConfig) -> list[str]:
@@ -62,14 +62,14 @@ def _allowed(config: DictConfig) -> list[str]:
     return [str(name) for name in config[COMPOSITION][ALLOWED]] if COMPOSITION in config else []
 
 
-def _beginnings(config: DictConfig, known: Iterable[Fault]) -> tuple[object, object]:
+def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[object, object]:
     """Return `resume` and `weights.from`, which `_find_start` and `_find_weights` may change; None for a faulty one."""
     resume = None if touched(known, ("resume",)) else config.resume
     return resume, None if touched(known, ("weights",)) else config.weights["from"]
 
 
-def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
-    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: the faults, and what there is to say."""
+def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]]:
+    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: the errors, and what there is to say."""
     if config.resume != "auto" and config.runtime.autoresume is not True:
         return [], ()  # without an import of torch
     from exp.check.starting_point import find_start
@@ -77,7 +77,7 @@ def _find_start(config: DictConfig) -> tuple[list[Fault], tuple[str, ...]]:
     try:
         found = find_start(config)
     except ConfigError as error:
-        return list(error.faults), ()
+        return list(error.errors), ()
     config.resume = None if found.path is None else str(found.path)
     return [], found.notes
 
@@ -121,7 +121,7 @@ def _fill_in(config: DictConfig) -> bool:
         return False
     # Resolved separately, because other nodes may interpolate what is filled in here.
     given = {"seed": config.seed, **{name: plain_config(config[name]) for name in ("data", "security")}}
-    # These may have faults: each is read raw, and UNKNOWN stands for a missing key.
+    # These may have errors: each is read raw, and UNKNOWN stands for a missing key.
     values = Values(raw)
     others = {name: values[name] for name in ("objective", "metrics", "resume")}
     precision = {"word": values["precision.word"]}

@@ -19,14 +19,14 @@ from exp.check.phase_rules import (
     readable,
 )
 from exp.config.frozen import ALLOWED, COMPOSITION
-from exp.config.habits import cure_of_value
+from exp.config.habits import fix_of_value
 from exp.config.module_key import brings_data, has_module, module_stands_alone
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in
 from exp.config.targets import resolve
-from exp.data.faults import share_faults
-from exp.errors import ConfigError, Fault
+from exp.data.data_errors import share_errors
+from exp.errors import ConfigError, ErrorDetails
 from exp.shared_types import EPOCH_LOSS, STAGES, Mode, searched_tags
 from exp.spelling import among, did_you_mean, show
 
@@ -65,17 +65,17 @@ EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
 )  # fmt: skip
 
 
-def rule_faults(plain: dict[str, Any]) -> list[Fault]:
+def rule_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
     """Return the errors of all rules."""
     values = Values(plain)
     rules = RULES_OF_A_MODULE if has_module(plain) else RULES
-    return [fault for rule in rules for fault in rule(values)]
+    return [error for rule in rules for error in rule(values)]
 
 
-def something_to_do(values: Values) -> Iterator[Fault]:
+def something_to_do(values: Values) -> Iterator[ErrorDetails]:
     """A run trains, or evaluates a checkpoint."""
     if all(values[key] is False for key in ("train", *AFTER)):
-        yield Fault("train", f"false, and so are {', '.join(AFTER)}", "one of them to be true")
+        yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "one of them to be true")
     elif values["train"] is True:
         fixes = {
             "validate": "Leave it out: each epoch validates, and report.json has the values of the best",
@@ -83,43 +83,43 @@ def something_to_do(values: Values) -> Iterator[Fault]:
         }
         for key, fix in fixes.items():
             if values[key] is True:
-                yield Fault(key, "true with train=true", "false, but with train=false", fix)
+                yield ErrorDetails(key, "true with train=true", "false, but with train=false", fix)
     elif values["train"] is False and values["resume"] is None and values["weights.from"] is None:
-        yield Fault("resume", "null with train=false", "the checkpoint to evaluate", "Add resume=PATH")
+        yield ErrorDetails("resume", "null with train=false", "the checkpoint to evaluate", "Add resume=PATH")
 
 
-def files_are_there(values: Values) -> Iterator[Fault]:
+def files_are_there(values: Values) -> Iterator[ErrorDetails]:
     """The checkpoint of resume and the weights of weights.from are on this machine."""
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
-        yield Fault("resume", show(path), "a file on this machine", "Download it first")
+        yield ErrorDetails("resume", show(path), "a file on this machine", "Download it first")
     # Path.is_file raises an exception for a name that is too long.
     elif isinstance(path, str) and path not in ("", "auto") and not os.path.isfile(path):
-        fix = "Write resume=null" if path.lower() == "none" else cure_of_value("resume", path) or _near_file(path)
-        yield Fault("resume", show(path), "a checkpoint file that is there", fix)
+        fix = "Write resume=null" if path.lower() == "none" else fix_of_value("resume", path) or _near_file(path)
+        yield ErrorDetails("resume", show(path), "a checkpoint file that is there", fix)
     if not isinstance(weights, str) or weights == "" or path is not None:
         return
     if _is_url(weights):
-        yield Fault("weights.from", show(weights), "a file on this machine", "Download it first")
+        yield ErrorDetails("weights.from", show(weights), "a file on this machine", "Download it first")
     elif not os.path.exists(weights):
         expected = "a run directory, a checkpoint, a state dict or a safetensors file that is there"
-        yield Fault("weights.from", show(weights), expected, _near_file(weights))
+        yield ErrorDetails("weights.from", show(weights), expected, _near_file(weights))
     elif os.path.isdir(weights) and weights_of_run(Path(weights)) is None:
         expected = f"a run directory, with {among(CHECKPOINTS)}"
-        yield Fault("weights.from", f"{weights}, a directory without weights", expected)
+        yield ErrorDetails("weights.from", f"{weights}, a directory without weights", expected)
 
 
 def _is_url(path: object) -> bool:
     return isinstance(path, str) and "://" in path
 
 
-def lora_freezes_the_rest(values: Values) -> Iterator[Fault]:
+def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
     """LoRA freezes all parameters except its own and those of lora.trained."""
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
             expected, fix = "nothing: LoRA freezes all other parameters", "Name layers that learn whole in lora.trained"
-            yield Fault(key, f"{show(values[key])} with lora.layers", expected, fix)
+            yield ErrorDetails(key, f"{show(values[key])} with lora.layers", expected, fix)
 
 
 def weights_of_run(directory: Path) -> Path | None:
@@ -127,18 +127,18 @@ def weights_of_run(directory: Path) -> Path | None:
     return next((directory / name for name in CHECKPOINTS if (directory / name).is_file()), None)
 
 
-def the_run_ends(values: Values) -> Iterator[Fault]:
+def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
     """Training has a limit."""
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
         got = f"{show(highest)}, with no max_steps and no max_time"
-        yield Fault("trainer.max_epochs", got, "a limit: max_epochs, max_steps or max_time")
+        yield ErrorDetails("trainer.max_epochs", got, "a limit: max_epochs, max_steps or max_time")
     if isinstance(lowest, int) and isinstance(highest, int) and 0 < highest < lowest:
-        yield Fault("trainer.min_epochs", show(lowest), f"at most max_epochs, {highest}")
+        yield ErrorDetails("trainer.min_epochs", show(lowest), f"at most max_epochs, {highest}")
 
 
-def limits_leave_batches(values: Values) -> Iterator[Fault]:
+def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
     """A limit of 0 batches would train, validate or test nothing, and exit with 0."""
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
@@ -150,13 +150,13 @@ def limits_leave_batches(values: Values) -> Iterator[Fault]:
         key = f"trainer.limit_{stage}_batches"
         limit = values[key]
         if is_used and limit is not UNKNOWN and limit is not None and limit == 0:
-            yield Fault(key, show(limit), "null for all, or more than 0", fix)
+            yield ErrorDetails(key, show(limit), "null for all, or more than 0", fix)
         elif isinstance(limit, float) and 1 < limit < math.inf:
             expected = "an integer number of batches, or a share between 0.0 and 1.0"
-            yield Fault(key, show(limit), expected, f"Write {round(limit)}")
+            yield ErrorDetails(key, show(limit), expected, f"Write {round(limit)}")
 
 
-def objective_is_not_empty(values: Values) -> Iterator[Fault]:
+def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
     """There is a term to train."""
     if values["objective"] == {}:
         overrides = values[f"{COMPOSITION}.overrides"]
@@ -165,10 +165,10 @@ def objective_is_not_empty(values: Values) -> Iterator[Fault]:
         got, fix = "no term", "Add objective=[cross_entropy]"
         if removals:
             got, fix = f"its only term is removed by {removals[-1]}", f"Leave {removals[-1]} out of the command"
-        yield Fault("objective", got, "at least one", fix)
+        yield ErrorDetails("objective", got, "at least one", fix)
 
 
-def names_make_distinct_tags(values: Values) -> Iterator[Fault]:
+def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
     """A metric's tags are `<metric>/<stage>`, a term's `loss/<stage>/<term>`; a hook's often begin with its name."""
     hooks = values["hooks"] if isinstance(values["hooks"], dict) else {}
     for group in ("objective", "metrics"):
@@ -182,10 +182,10 @@ def names_make_distinct_tags(values: Values) -> Iterator[Fault]:
                 ),
             }
             for got in [reason for reason, is_so in reasons.items() if is_so][:1]:
-                yield Fault(f"{group}.{name}", got, "a tag of its own", "Give it another name")
+                yield ErrorDetails(f"{group}.{name}", got, "a tag of its own", "Give it another name")
 
 
-def mixed_targets_are_no_classes(values: Values) -> Iterator[Fault]:
+def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
     """Mixup and CutMix turn the class numbers of a training batch into probabilities, which no metric compares."""
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
@@ -194,12 +194,12 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[Fault]:
         if node["_target_"] in MIXING and node.get("num_classes") is not None:
             name = str(node["_target_"]).rpartition(".")[2]
             got = f"{show(stages)}, and {name} makes probabilities of the classes of training batches"
-            yield Fault("metric_stages", got, "stages without train", "Write [val, test]")
+            yield ErrorDetails("metric_stages", got, "stages without train", "Write [val, test]")
 
 
-def monitors_are_logged(values: Values) -> Iterator[Fault]:
+def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
     """A monitor of a checkpoint, a callback or a schedule is a tag that the run logs before it ends."""
-    yield from _monitor_faults(values, "monitor", values["monitor"])
+    yield from _monitor_errors(values, "monitor", values["monitor"])
     # Hooks and callbacks of the user may log other tags.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
@@ -207,11 +207,11 @@ def monitors_are_logged(values: Values) -> Iterator[Fault]:
     without = _no_validation(values)
     for key, monitor in _monitored(values).items():
         if key != "monitor":
-            yield from _monitor_faults(values, key, monitor, without=without)
-    yield from _searched_faults(values, without=without)
+            yield from _monitor_errors(values, key, monitor, without=without)
+    yield from _searched_errors(values, without=without)
 
 
-def _searched_faults(values: Values, *, without: str | None) -> Iterator[Fault]:
+def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDetails]:
     """Yield the errors of the tags that a search reads after its jobs ended, those of hooks and the test among them."""
     callbacks, hooks = (
         [str(node.get("_target_")) for node in values.entries(kind).values()] for kind in ("callbacks", "hooks")
@@ -225,11 +225,11 @@ def _searched_faults(values: Values, *, without: str | None) -> Iterator[Fault]:
         name, _, rest = tag.partition("/")
         if name == "loss" and mode == "max":
             expected, fix = f"min: {tag} is a loss, lower is better", f"Write 'sweep.monitor={{{tag}: min}}'"
-            yield Fault("sweep.monitor", f"{tag}: max", expected, fix)
+            yield ErrorDetails("sweep.monitor", f"{tag}: max", expected, fix)
         is_metric = name == "loss" or name in metrics
         is_tested = is_metric and values["test"] is True and (name == "loss" or "test" in stages)
         if not (rest.partition("/")[0] == "test" if is_tested else name in measured and rest and not is_metric):
-            yield from _monitor_faults(values, "sweep.monitor", tag, without=without)
+            yield from _monitor_errors(values, "sweep.monitor", tag, without=without)
 
 
 def _monitored(values: Values) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _no_validation(values: Values) -> str | None:
     return "data.parts.val=0" if isinstance(parts, dict) and parts.get("val", 0) == 0 and not has_val else None
 
 
-def _monitor_faults(values: Values, key: str, monitor: Any, *, without: str | None = None) -> Iterator[Fault]:
+def _monitor_errors(values: Values, key: str, monitor: Any, *, without: str | None = None) -> Iterator[ErrorDetails]:
     """Yield the error of a tag that the run does not log. without: why the run does not validate."""
     stages = values["metric_stages"]
     if not isinstance(monitor, str) or not isinstance(stages, list) or values["train"] is not True:
@@ -279,7 +279,7 @@ def _monitor_faults(values: Values, key: str, monitor: Any, *, without: str | No
         fix = f"Write loss/val/{stage}" if len(terms) > 1 else f"It is the only term: write {name}"
     elif f"{monitor}/val" in tags:
         fix = f"Did you mean {monitor}/val?"
-    yield Fault(key, show(monitor), f"a tag of this run: {among(tags, word=monitor)}", fix)
+    yield ErrorDetails(key, show(monitor), f"a tag of this run: {among(tags, word=monitor)}", fix)
 
 
 def monitors(plain: dict[str, Any]) -> dict[str, str]:
@@ -287,14 +287,14 @@ def monitors(plain: dict[str, Any]) -> dict[str, str]:
     return {key: tag for key, tag in _monitored(Values(plain)).items() if isinstance(tag, str)}
 
 
-def mode_fits_a_loss(values: Values) -> Iterator[Fault]:
+def mode_fits_a_loss(values: Values) -> Iterator[ErrorDetails]:
     """A lower loss is better."""
     monitor = values["monitor"]
     if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
-        yield Fault("mode", "'max'", f"min: {monitor} is a loss, lower is better")
+        yield ErrorDetails("mode", "'max'", f"min: {monitor} is a loss, lower is better")
 
 
-def plateau_is_watched(values: Values) -> Iterator[Fault]:
+def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
     """A schedule on plateau reads a tag, once an epoch."""
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
@@ -303,13 +303,13 @@ def plateau_is_watched(values: Values) -> Iterator[Fault]:
             continue
         given = {**SCHEDULER_DEFAULTS, **node}
         if given["monitor"] is None:
-            yield Fault(f"{key}.monitor", "null", "the tag to watch", f"Write {key}.monitor='${{monitor}}'")
+            yield ErrorDetails(f"{key}.monitor", "null", "the tag to watch", f"Write {key}.monitor='${{monitor}}'")
         if given["interval"] == "step":
             expected = "epoch: the watched value is measured once a validation"
-            yield Fault(f"{key}.interval", "'step'", expected)
+            yield ErrorDetails(f"{key}.interval", "'step'", expected)
 
 
-def validation_comes_in_time(values: Values) -> Iterator[Fault]:
+def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
     """Lightning raises an exception for these as training begins, or at the end of the first epoch."""
     every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
     target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
@@ -320,18 +320,18 @@ def validation_comes_in_time(values: Values) -> Iterator[Fault]:
         expected = f"an integer: the schedule reads {monitor} at the end of an epoch"
         fix = "Write trainer.check_val_every_n_epoch=1"
         key = "trainer.check_val_every_n_epoch"
-        yield Fault(key, "null: validation does not follow the epochs", expected, fix)
+        yield ErrorDetails(key, "null: validation does not follow the epochs", expected, fix)
     if every is None and isinstance(interval, float):
         got = f"{show(interval)}, a share of an epoch, with trainer.check_val_every_n_epoch=null"
-        yield Fault("trainer.val_check_interval", got, "an integer number of batches, counted over all epochs")
+        yield ErrorDetails("trainer.val_check_interval", got, "an integer number of batches, counted over all epochs")
     counts = all(isinstance(value, int) and not isinstance(value, bool) for value in (interval, limit))
     if every not in (None, UNKNOWN) and counts and 0 < limit < interval:
         got = f"{interval}, more than the {limit} batches of an epoch that trainer.limit_train_batches leaves"
         fix = "Add trainer.check_val_every_n_epoch=null to count the batches over all epochs"
-        yield Fault("trainer.val_check_interval", got, f"at most {limit}", fix)
+        yield ErrorDetails("trainer.val_check_interval", got, f"at most {limit}", fix)
 
 
-def stages_at_work_have_data(values: Values) -> Iterator[Fault]:
+def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
     """Training needs a train split, and a monitor of val a val split."""
     parts, data, monitor = values["data.parts"], values["data"], values["monitor"]
     if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
@@ -343,10 +343,10 @@ def stages_at_work_have_data(values: Values) -> Iterator[Fault]:
         size = parts.get(stage, 0)
         is_left_out = isinstance(size, int | float) and not isinstance(size, bool) and size == 0
         if is_left_out and data.get(stage) is None and data.get("dataset") is not None:
-            yield Fault(f"data.parts.{stage}", f"{show(size)}, and {asked}", f"more than 0: {why}", fix)
+            yield ErrorDetails(f"data.parts.{stage}", f"{show(size)}, and {asked}", f"more than 0: {why}", fix)
 
 
-def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
+def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
     """A downloaded config may not allow its own code."""
     typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
     if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
@@ -355,10 +355,10 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[Fault]:
     if others:
         expected = "[] in files: packages are allowed on the command line alone"
         fix = f"If you trust it, add 'security.allow=[{','.join(map(str, allowed))}]' to the command"
-        yield Fault("security.allow", f"[{','.join(others)}] in a file", expected, fix)
+        yield ErrorDetails("security.allow", f"[{','.join(others)}] in a file", expected, fix)
 
 
-def data_names_its_sets(values: Values) -> Iterator[Fault]:
+def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
     """There is one data set to split, or one for each split; each is a node."""
     data, target = values["data"], values["data._target_"]
     # A class that is not exp's may be a LightningDataModule, which is reported when it is imported.
@@ -368,20 +368,20 @@ def data_names_its_sets(values: Values) -> Iterator[Fault]:
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:
         expected = "a data set here, or one each in data.train, data.val, data.test"
-        yield Fault("data.dataset", "nothing", expected)
+        yield ErrorDetails("data.dataset", "nothing", expected)
     for name, node in sets.items():
         if node is not UNKNOWN and not is_node(node):
-            yield Fault(f"data.{name}", show(node), "a data set: a node with a _target_")
+            yield ErrorDetails(f"data.{name}", show(node), "a data set: a node with a _target_")
 
 
-def parts_are_shares(values: Values) -> Iterator[Fault]:
+def parts_are_shares(values: Values) -> Iterator[ErrorDetails]:
     """Splits are fractions, or numbers of samples."""
     parts = values["data.parts"]
     if isinstance(parts, dict):
-        yield from share_faults({name: size for name, size in parts.items() if size is not UNKNOWN})
+        yield from share_errors({name: size for name, size in parts.items() if size is not UNKNOWN})
 
 
-def task_fits_data(values: Values) -> Iterator[Fault]:
+def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
     """Losses and metrics of classes need class numbers as targets, others need numbers.
 
     The first samples are compared with terms and metrics that read another target than the data's own.
@@ -401,15 +401,15 @@ def task_fits_data(values: Values) -> Iterator[Fault]:
         if is_regression and (last in CLASS_LOSSES or target.startswith(CLASS_METRICS)):
             fix = "Write metrics=[mae]" if kind == "metric" else "Write objective=[mse]"
             why = "the targets of this data set are numbers, because data.num_classes is null"
-            yield Fault(f"{key}._target_", target, f"a {kind} of numbers: {why}", fix)
+            yield ErrorDetails(f"{key}._target_", target, f"a {kind} of numbers: {why}", fix)
         elif is_classification and (last in NUMBER_LOSSES or target.startswith(REGRESSION)):
             fix = "Write metrics=[accuracy]" if kind == "metric" else "Write objective=[cross_entropy]"
             expected = f"a {kind} of {classes} classes: the targets of this data set are class numbers"
-            yield Fault(f"{key}._target_", target, expected, fix)
+            yield ErrorDetails(f"{key}._target_", target, expected, fix)
         elif kind == "metric" and is_classification and node.get("num_classes", classes) != classes:
             got, expected = show(node["num_classes"]), f"{classes}, data.num_classes"
             if isinstance(node["num_classes"], int):
-                yield Fault(f"{key}.num_classes", got, expected, "Write num_classes: ${data.num_classes}")
+                yield ErrorDetails(f"{key}.num_classes", got, expected, "Write num_classes: ${data.num_classes}")
 
 
 def _reads_target(node: Mapping[str, Any]) -> bool:
@@ -418,29 +418,29 @@ def _reads_target(node: Mapping[str, Any]) -> bool:
     return "target" in inputs.values() if isinstance(inputs, dict) else node.get("target", "target") == "target"
 
 
-def the_test_has_weights(values: Values) -> Iterator[Fault]:
+def the_test_has_weights(values: Values) -> Iterator[ErrorDetails]:
     """The test loads the best checkpoint, or the last."""
     if values["checkpoint.save_best"] is False and values["checkpoint.save_last"] is False and values["test"] is True:
         got = "false, and save_last is false, too"
-        yield Fault("checkpoint.save_best", got, "a checkpoint for the test to load", "Or write test=false")
+        yield ErrorDetails("checkpoint.save_best", got, "a checkpoint for the test to load", "Or write test=false")
 
 
-def switches_agree(values: Values) -> Iterator[Fault]:
+def switches_agree(values: Values) -> Iterator[ErrorDetails]:
     """No switch takes away what another asks for."""
     for key, value, other, excluded, expected, fix in EXCLUSIVE:
         if values[key] == value and values[other] == excluded:
-            yield Fault(key, f"{show(value)} with {other}={show(excluded)}", expected, fix)
+            yield ErrorDetails(key, f"{show(value)} with {other}={show(excluded)}", expected, fix)
     mode, keep = values["runtime.compile_mode"], values["checkpoint.keep"]
     if isinstance(mode, str) and values["runtime.compile"] is False:
         fix = f"Write runtime.compile=true runtime.compile_mode={mode}"
         got = f"{mode} without runtime.compile=true"
-        yield Fault("runtime.compile_mode", got, "null, or a network that is compiled", fix)
+        yield ErrorDetails("runtime.compile_mode", got, "null, or a network that is compiled", fix)
     if values["checkpoint.save_best"] is False and isinstance(keep, int) and keep > 1:
         got = f"{keep} with checkpoint.save_best=false, which keeps none of the best"
-        yield Fault("checkpoint.keep", got, "1, or checkpoint.save_best=true", "Leave one of the two out")
+        yield ErrorDetails("checkpoint.keep", got, "1, or checkpoint.save_best=true", "Leave one of the two out")
 
 
-def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fault]:
+def direction_errors(plain: dict[str, Any], *, allow: Sequence[str]) -> list[ErrorDetails]:
     """Return the errors of modes by which the worst value would be the best, as far as losses and metrics say it."""
     monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
     if mode not in ("min", "max"):
@@ -457,7 +457,7 @@ def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fau
     for key, node in nodes.items():
         if isinstance(node, dict) and node.get("mode") in ("min", "max"):
             wanted[f"{key}.mode"] = {str(node.get("monitor")): node["mode"]}
-    faults = []
+    errors = []
     for key, tags in wanted.items():
         for tag, direction in tags.items():
             better = better_mode(plain, tag, allow=allow)
@@ -466,8 +466,8 @@ def direction_faults(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Fau
                 got, fix = repr(direction), f"Add {key}={better}"
                 if key == "sweep.monitor":
                     got, fix = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
-                faults.append(Fault(key, got, f"{better}: a {side} {tag} is better", fix))
-    return faults
+                errors.append(ErrorDetails(key, got, f"{better}: a {side} {tag} is better", fix))
+    return errors
 
 
 def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[str]) -> Mode | None:
@@ -491,7 +491,7 @@ def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[st
     return better[is_higher] if isinstance(is_higher, bool) else None
 
 
-RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[Fault]], ...] = (
+RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     module_stands_alone,
     something_to_do,
     files_are_there,
@@ -505,7 +505,7 @@ RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     switches_agree,
 )
 # A module may bring whatever the other rules are about.
-RULES: tuple[Callable[[Values], Iterator[Fault]], ...] = (
+RULES: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     *RULES_OF_A_MODULE[1:],
     lora_freezes_the_rest,
     objective_is_not_empty,

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from exp.check.calls import call_fault
-from exp.check.input_faults import described, layer_fault, operation_fault
+from exp.check.calls import call_error
+from exp.check.input_errors import described, layer_error, operation_error
 from exp.check.meta_forward import Failure, MetaForward
-from exp.check.parameters import program_fault
-from exp.errors import ConfigError, Fault
+from exp.check.parameters import program_error
+from exp.errors import ConfigError, ErrorDetails
 from exp.models.containers import ProgramModel, config_key, forward_name, path_of
 from exp.models.forward_trace import Call, ForwardTrace, Recorder, Refused
 from exp.models.syntax import ProgramError
@@ -32,9 +32,9 @@ CLASSES_ON_AXIS_1 = (nn.CrossEntropyLoss, nn.NLLLoss)
 WIDTHS = ("out_features", "out_channels")
 
 
-def shape_faults(
+def shape_errors(
     seen: MetaForward, spec: DataSpec, objective: Objective | None = None, phases: Sequence[Phase] = ()
-) -> list[Fault]:
+) -> list[ErrorDetails]:
     """Return the errors that the forwards on the meta device show, each at the key of the layer that fails.
 
     Args:
@@ -44,16 +44,16 @@ def shape_faults(
         phases: Their forwards are compared with their own terms.
     """
     if seen.failure is not None:
-        return list(_failure_faults(seen.failure, spec))
+        return list(_failure_errors(seen.failure, spec))
     terms: Mapping[str | None, Objective | None] = {None: None}
     terms = terms if objective is None else objectives_by_forward(phases, objective)
-    faults = (
-        fault
+    errors = (
+        error
         for name, trace in seen.traces.items()
         if name in terms
-        for fault in output_faults(trace.network, trace.output, trace.calls, spec, terms[name])
+        for error in output_errors(trace.network, trace.output, trace.calls, spec, terms[name])
     )
-    return list(dict.fromkeys(faults))
+    return list(dict.fromkeys(errors))
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
@@ -71,34 +71,34 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _failure_faults(failure: Failure, spec: DataSpec) -> Iterator[Fault]:
+def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
     error, network, recorder = failure.error, failure.network, failure.recorder
     call = recorder.inside
     if isinstance(error, ConfigError):
-        yield from error.faults
+        yield from error.errors
     elif isinstance(error, ProgramError):
         for one in (error, *error.others):
-            yield program_fault(error.key or "model.forward", one)
+            yield program_error(error.key or "model.forward", one)
     elif call is not None and network is not None and not has_forward(call.module):
         key = config_key(network, recorder.path_of(network, call.module))
         got, fix = f"{type(call.module).__name__}, which has no forward", "Call its layers one by one in model.forward"
-        yield Fault(key, got, "a layer that computes something", fix)
+        yield ErrorDetails(key, got, "a layer that computes something", fix)
     elif failure.is_undecidable:
         return
     elif call is None or network is None:
-        yield Fault("model", failure.message, "a model that can be built")
+        yield ErrorDetails("model", failure.message, "a model that can be built")
     else:
         key = config_key(network, recorder.path_of(network, call.module))
         refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
-        fault = _double_fault(spec, refused, key, call) or operation_fault(error, key, refused)
-        fault = fault or layer_fault(error, key, call, refused)
+        detail = _double_error(spec, refused, key, call) or operation_error(error, key, refused)
+        detail = detail or layer_error(error, key, call, refused)
         name = forward_name(network)
-        if name is not None and fault.key == "model.forward":
-            fault = replace(fault, key=f"model.programs.{name}")
-        yield fault
+        if name is not None and detail.key == "model.forward":
+            detail = replace(detail, key=f"model.programs.{name}")
+        yield detail
 
 
-def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> Fault | None:
+def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> ErrorDetails | None:
     """Return the error of a float64 input of the data that reaches a layer of float32."""
     has_double = any(one.dtype == "float64" for one in spec.inputs.values())
     found = set() if refused is None else {one.dtype for one in refused.sources}
@@ -106,12 +106,14 @@ def _double_fault(spec: DataSpec, refused: Refused | None, key: str, call: Call)
         return None
     place = "data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs"
     got = f"float64, and {key}, {type(call.module).__name__}, computes in float32"
-    return Fault(place, got, "float32", "Give float32 in the data set or in data.transforms, or write precision=fp64")
+    return ErrorDetails(
+        place, got, "float32", "Give float32 in the data set or in data.transforms, or write precision=fp64"
+    )
 
 
-def output_faults(
+def output_errors(
     network: nn.Module, output: object, calls: Sequence[Call], spec: DataSpec, objective: Objective | None
-) -> list[Fault]:
+) -> list[ErrorDetails]:
     """Return the errors of the network's output: a container that a term compares, a head that does not fit the data.
 
     Args:
@@ -123,7 +125,7 @@ def output_faults(
     """
     parts = named_parts(output)
     named = {"output": output, **parts}
-    faults = []
+    errors = []
     for name, loss, wanted in _terms(objective):
         if wanted not in named:
             continue  # it may be an entry of the batch
@@ -136,14 +138,14 @@ def output_faults(
                 if parts
                 else "Return the tensor in it, or derive its class from torch.Tensor"
             )
-            faults.append(Fault(f"objective.{name}", got, "one tensor to compare", fix, origins=origins))
+            errors.append(ErrorDetails(f"objective.{name}", got, "one tensor to compare", fix, origins=origins))
         elif is_known and not (value.is_floating_point() or value.is_complex()):
             got = f"{got}, and objective.{name} is a {type(loss).__name__}"
             fix = "Return the scores, not what is made of them by argmax or a comparison"
-            faults.append(Fault("model", got, "floats", fix, origins=origins))
-        elif (fault := _width_fault(network, value, calls, spec, loss)) is not None:
-            faults.append(fault)
-    return list(dict.fromkeys(faults))
+            errors.append(ErrorDetails("model", got, "floats", fix, origins=origins))
+        elif (error := _width_error(network, value, calls, spec, loss)) is not None:
+            errors.append(error)
+    return list(dict.fromkeys(errors))
 
 
 def _returning(network: nn.Module) -> tuple[str, ...]:
@@ -163,24 +165,24 @@ def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str
     ]
 
 
-def _width_fault(
+def _width_error(
     network: nn.Module, value: Tensor, calls: Sequence[Call], spec: DataSpec, loss: nn.Module | None
-) -> Fault | None:
+) -> ErrorDetails | None:
     wanted, what = _wanted(spec, loss)
     if wanted is None or (value.dim() == 1 and wanted == 1 and spec.num_classes is None):
         return None
     got, origins = f"the network returns {described(value)}", _returning(network)
     if value.dim() < 2:
-        return Fault(config_key(network, ""), got, f"{what}: [B, ..., {wanted}]", origins=origins)
+        return ErrorDetails(config_key(network, ""), got, f"{what}: [B, ..., {wanted}]", origins=origins)
     width = value.shape[1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1]
     if width == wanted:
         return None
     expected, head = f"{wanted}: {what}", _head(value, calls, width)
     if head is None:
-        return Fault("model", f"{got}, {width} wide", expected, origins=origins)
+        return ErrorDetails("model", f"{got}, {width} wide", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
-    return Fault(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
+    return ErrorDetails(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
 
 
 def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
@@ -205,7 +207,7 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
     return next(((call.module, name) for call, name in reversed(exact or sized)), None)
 
 
-def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[Fault]:
+def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[ErrorDetails]:
     """Return the errors of terms: unknown parts of the network, gradients of whole numbers, parameters of losses.
 
     word: precision.word of the config.
@@ -213,8 +215,8 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
         key, of_loss = f"objective.{name}", isinstance(term, Term)
-        if (fault := _call_fault(name, term, objective)) is not None:
-            yield fault
+        if (error := _call_error(name, term, objective)) is not None:
+            yield error
         learning = [parameter for parameter, value in term.named_parameters() if value.requires_grad]
         if learning:
             kind = type(term.loss if isinstance(term, Term) else term).__name__
@@ -222,34 +224,34 @@ def term_faults(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
             got = f"{kind} with parameters of its own ({parts}), which no optimizer would train"
             fix = "Let the network hold them and return them, or what is made of them, by a name that inputs gives to "
             place = objective.loss_keys[name] if of_loss else key
-            yield Fault(place, got, "a loss without parameters that learn", f"{fix}the loss")
+            yield ErrorDetails(place, got, "a loss without parameters that learn", f"{fix}the loss")
         for part in (part for part in term.parts if part and part not in known):
             expected = f"one of {among(known, word=part)}, or '' for the whole"
             got = f"the part {part!r} of the network, which is not there"
-            yield Fault(key, got, expected, did_you_mean(part, known))
+            yield ErrorDetails(key, got, expected, did_you_mean(part, known))
         own = spec.inputs.get(term.input) if isinstance(term, R1 | JacobianNorm) else None
         if own is not None and "int" in own.dtype:
             got = f"{term.input}, which is {own.dtype}: whole numbers have no gradient"
             fix = "Let the network return its embedding by a name, and write that name"
-            yield Fault(f"{key}.input", got, "a value of floating numbers", fix)
+            yield ErrorDetails(f"{key}.input", got, "a value of floating numbers", fix)
         if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
             got = f"full with precision={word}, whose parameters are of half precision themselves"
             fix = f"Write precision={WORDS[word].mixed_word.name}"
-            yield Fault(f"{key}.precision", got, "step, or a precision with float32 parameters", fix)
+            yield ErrorDetails(f"{key}.precision", got, "step, or a precision with float32 parameters", fix)
 
 
-def _call_fault(name: str, term: AbstractTerm, objective: Objective) -> Fault | None:
+def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDetails | None:
     """Return the error of a loss, or of a user's term, that cannot be called as the step calls it."""
     node = f"objective.{name}"
     passes = ["passes"] if objective.needs_of(name) else []
     if not isinstance(term, Term):
-        return call_fault(term.forward, name=type(term).__name__, given=["values", "batch", *passes], key=node)
+        return call_error(term.forward, name=type(term).__name__, given=["values", "batch", *passes], key=node)
     given = ["output", "target", *passes] if term.inputs is None else passes
     kind, key = type(term.loss).__name__, objective.loss_keys[name]
-    return call_fault(term.loss.forward, name=kind, given=given, key=key, node=node, inputs=term.inputs)
+    return call_error(term.loss.forward, name=kind, given=given, key=key, node=node, inputs=term.inputs)
 
 
-def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterator[Fault]:
+def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterator[ErrorDetails]:
     """Return the error of a layer whose backward cannot be differentiated, if a term differentiates it."""
     terms = objective.differentiated_twice
     if not terms or not _is_once_differentiable(trace, trace.output):
@@ -260,7 +262,7 @@ def double_backward_faults(trace: ForwardTrace, objective: Objective) -> Iterato
     got = f"{type(call.module).__name__}, whose backward is marked once_differentiable, under objective.{terms[0]}"
     expected = "a backward that can be differentiated: this term's value is a gradient"
     fix = f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out"
-    yield Fault(config_key(trace.network, path), got, expected, fix)
+    yield ErrorDetails(config_key(trace.network, path), got, expected, fix)
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:

@@ -1,4 +1,4 @@
-"""The check of a composed config: every fault at once, without building anything.
+"""The check of a composed config: every error at once, without building anything.
 
 The first stage imports no torch: values and interpolations (reading), keys, kinds and bounds (structure), rules between
 keys (rules). The second imports what the targets name: signatures (parameters), forward programs (programs).
@@ -12,17 +12,17 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.rules import allow_is_from_the_command_line, direction_faults, rule_faults
-from exp.check.structure import node_faults, own_groups, structure_faults
+from exp.check.rules import allow_is_from_the_command_line, direction_errors, rule_errors
+from exp.check.structure import node_errors, own_groups, structure_errors
 from exp.config.compose import composition_of, job_config
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
 from exp.config.plain_tree import leaves
 from exp.config.reading import UNKNOWN, Reading, Values, read
-from exp.config.resolvers import resolver_faults
+from exp.config.resolvers import resolver_errors
 from exp.config.sources import is_set, position_of, source_of
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 NOTE = "What needs torch was not looked at yet: python -m exp.check looks at everything at once."
 
@@ -39,29 +39,29 @@ def compose(
     config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
     The reserved node `_composition_` says where it came from: overrides, directory, layers.
     may_sweep: as of exp.config.compose.composition_of.
-    Raises: ConfigError with every fault of the overrides; where there are any, with those of the rest, too.
+    Raises: ConfigError with every error of the overrides; where there are any, with those of the rest, too.
     """
     return job_config(
         composition_of(
-            overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=early_faults
+            overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=early_errors
         )
     )
 
 
-def early_faults(config: DictConfig, *, reading: Reading | None = None) -> list[Fault]:
-    """The faults that are there whatever the data set says of itself, found without importing torch.
+def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[ErrorDetails]:
+    """The errors that are there whatever the data set says of itself, found without importing torch.
 
     reading: of the config, where it is known already.
     """
     found = first_stage(read(config) if reading is None else reading)
     # A value that follows the data's is there when the data have said it.
-    return [fault for fault in located(config, found) if not _follows_the_data(config, fault.key)]
+    return [error for error in located(config, found) if not _follows_the_data(config, error.key)]
 
 
 def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
-    """Raise ConfigError on faults that need no torch, so that a mistyped word is told within a second."""
-    faults = early_faults(config, reading=reading)
-    raise_faults(faults, note=NOTE)
+    """Raise ConfigError on errors that need no torch, so that a mistyped word is told within a second."""
+    errors = early_errors(config, reading=reading)
+    raise_errors(errors, note=NOTE)
 
 
 def _follows_the_data(config: DictConfig, key: str) -> bool:
@@ -80,28 +80,28 @@ def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
     Also where one of them has no value because a resolver of the user's own is refused.
     """
     plain, unread = read(config)
-    faults = [fault for fault in unread if fault.key.partition(".")[0] in names]
-    faults += [fault for name in names for fault in node_faults(name, plain)]
+    errors = [error for error in unread if error.key.partition(".")[0] in names]
+    errors += [error for name in names for error in node_errors(name, plain)]
     if any(value is UNKNOWN for name in names for _, value in leaves({name: plain.get(name)})):
-        faults += resolver_faults(plain, allow=allowed(plain))
-    if found := once(faults):
+        errors += resolver_errors(plain, allow=allowed(plain))
+    if found := once(errors):
         raise ConfigError(located(config, found))
 
 
-def first_stage(reading: Reading) -> list[Fault]:
-    """The faults that can be seen without importing torch."""
-    plain, faults = reading
-    resolvers = resolver_faults(plain, allow=allowed(plain))
-    return once([*faults, *structure_faults(plain), *rule_faults(plain), *resolvers])
+def first_stage(reading: Reading) -> list[ErrorDetails]:
+    """The errors that can be seen without importing torch."""
+    plain, errors = reading
+    resolvers = resolver_errors(plain, allow=allowed(plain))
+    return once([*errors, *structure_errors(plain), *rule_errors(plain), *resolvers])
 
 
-def second_stage(reading: Reading, *, only: str | None = None) -> list[Fault]:
-    """The faults of targets, their parameters and forward programs.
+def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDetails]:
+    """The errors of targets, their parameters and forward programs.
 
     reading: Reading of the config. only: The key at the top to check, such as data; None checks all.
     """
     # A word that was mistyped need not wait for what reads signatures.
-    from exp.check.parameters import program_faults, target_faults
+    from exp.check.parameters import program_errors, target_errors
 
     plain, _ = reading
     allow, is_own = allowed(plain), has_module(plain)
@@ -109,12 +109,12 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[Fault]:
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}
-    faults = [*target_faults(plain, allow=allow, has_module=is_own), *program_faults(plain)]
-    return once([*faults, *direction_faults(plain, allow=allow)])
+    errors = [*target_errors(plain, allow=allow, has_module=is_own), *program_errors(plain)]
+    return once([*errors, *direction_errors(plain, allow=allow)])
 
 
 def allowed(plain: dict[str, Any]) -> list[str]:
-    """The packages that `security.allow` names; none where that is a fault, so that no check imports them."""
+    """The packages that `security.allow` names; none where that is an error, so that no check imports them."""
     if list(allow_is_from_the_command_line(Values(plain))):
         return []
     security = plain.get("security")
@@ -122,40 +122,40 @@ def allowed(plain: dict[str, Any]) -> list[str]:
     return [package for package in allow if isinstance(package, str)] if isinstance(allow, list) else []
 
 
-def once(faults: Sequence[Fault]) -> list[Fault]:
+def once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the first error of each key, or of each place in its text and each of its subjects.
 
     A later stage finds again what an earlier stage has named.
     """
-    first: dict[object, Fault] = {}
-    for fault in faults:
-        first.setdefault((fault.key, fault.at, fault.subject), fault)
+    first: dict[object, ErrorDetails] = {}
+    for error in errors:
+        first.setdefault((error.key, error.at, error.subject), error)
     return list(first.values())
 
 
-def located(config: DictConfig, faults: Sequence[Fault]) -> list[Fault]:
+def located(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the errors, each with the file and line that set its key, and with the interpolation that gave a null."""
-    if not faults or COMPOSITION not in config:
-        return list(faults)
-    return [fault if fault.source else _placed(config, _with_interpolation(config, fault)) for fault in faults]
+    if not errors or COMPOSITION not in config:
+        return list(errors)
+    return [error if error.source else _placed(config, _with_interpolation(config, error)) for error in errors]
 
 
-def _with_interpolation(config: DictConfig, fault: Fault) -> Fault:
-    written = _written(config, fault.key) if fault.got == "null" else None
+def _with_interpolation(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
+    written = _written(config, error.key) if error.got == "null" else None
     if isinstance(written, str) and written.startswith("${"):
-        return replace(fault, got=f"{written}, which is null")
-    return fault
+        return replace(error, got=f"{written}, which is null")
+    return error
 
 
-def _placed(config: DictConfig, fault: Fault) -> Fault:
-    position = None if fault.at is None else position_of(config, fault.key)
-    if fault.at is not None and position is not None:
-        line, column = position.line + fault.at[0] - 1, position.column + fault.at[1] - 1
-        return replace(fault, source=f"{position.file}, line {line}, column {column}", at=None)
-    key = next((origin for origin in fault.origins if is_set(config, origin)), fault.key)
-    return replace(fault, source=source_of(config, key))
+def _placed(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
+    position = None if error.at is None else position_of(config, error.key)
+    if error.at is not None and position is not None:
+        line, column = position.line + error.at[0] - 1, position.column + error.at[1] - 1
+        return replace(error, source=f"{position.file}, line {line}, column {column}", at=None)
+    key = next((origin for origin in error.origins if is_set(config, origin)), error.key)
+    return replace(error, source=source_of(config, key))
 
 
-def touched(faults: Iterable[Fault], keys: Iterable[str]) -> bool:
+def touched(errors: Iterable[ErrorDetails], keys: Iterable[str]) -> bool:
     """Return whether an error concerns one of these top-level nodes, or the config as a whole."""
-    return any(fault.key.partition(".")[0] in (*keys, "config") for fault in faults)
+    return any(error.key.partition(".")[0] in (*keys, "config") for error in errors)

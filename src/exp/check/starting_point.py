@@ -48,7 +48,7 @@ def find_start(config: DictConfig) -> Found:
     if COMPOSITION not in config:
         got = f"{'true' if is_again else 'auto'}, in a config that exp.compose did not make"
         expected = "the path of a checkpoint, because this config has no run directory to search next to"
-        raise config_error(key, got=got, expected=expected, cure="Compose it with exp.compose(overrides)")
+        raise config_error(key, got=got, expected=expected, fix="Compose it with exp.compose(overrides)")
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()
     root = root_of(directory, str(config.name))

@@ -13,14 +13,14 @@ from exp.check.keys import SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
 from exp.config.annotations import EMPTY
 from exp.config.frozen import COMPOSITION, OWN_GROUPS
-from exp.config.habits import cure_of_key, cure_of_value
+from exp.config.habits import fix_of_key, fix_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import UNKNOWN, Values
 from exp.config.search_path import OWN_CONF
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean, nearest, number_meant, show
 
 # A value that stands in a list without quotes.
@@ -36,15 +36,13 @@ OPTIONAL = ("num_workers", "drop_last")
 MAX_INTEGER = 2**63
 
 
-def structure_faults(plain: dict[str, Any]) -> list[Fault]:
+def structure_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
     absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
-        cure = (
-            "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
-        )
+        fix = "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
         got = f"none of {among(absent)}"
-        return [Fault("config", got, "every key of exp's own train.yaml", cure)]
+        return [ErrorDetails("config", got, "every key of exp's own train.yaml", fix)]
     return [
         *_fixed("", plain, SCHEMA),
         *_nodes(plain),
@@ -54,20 +52,20 @@ def structure_faults(plain: dict[str, Any]) -> list[Fault]:
     ]
 
 
-def node_faults(name: str, plain: dict[str, Any]) -> list[Fault]:
+def node_errors(name: str, plain: dict[str, Any]) -> list[ErrorDetails]:
     """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
     return list(_fixed("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
-def kind_faults(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[Fault]:
+def kind_errors(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[ErrorDetails]:
     """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
     if not fits(value, annotation, default):
-        cure = _list_cure(key, value, annotation, default)
-        yield value_fault(key, value, expected=worded(annotation, default), words=words_of(annotation), cure=cure)
+        fix = _list_fix(key, value, annotation, default)
+        yield value_error(key, value, expected=worded(annotation, default), words=words_of(annotation), fix=fix)
 
 
-def _list_cure(key: str, value: Any, annotation: Any, default: Any) -> str | None:
-    """The cure of one value where a list of such is asked for; None where a list is not it, either."""
+def _list_fix(key: str, value: Any, annotation: Any, default: Any) -> str | None:
+    """The fix of one value where a list of such is asked for; None where a list is not it, either."""
     if isinstance(value, list | dict) or value is None or value is UNKNOWN:
         return None
     text = value if isinstance(value, str) else show(value)
@@ -81,27 +79,29 @@ def _list_cure(key: str, value: Any, annotation: Any, default: Any) -> str | Non
     return f"Write {key}=[{near[0]}]" if near and fits([near[0]], annotation, default) else None
 
 
-def _key_faults(key: str, value: Any, annotation: Any) -> Iterator[Fault]:
+def _key_errors(key: str, value: Any, annotation: Any) -> Iterator[ErrorDetails]:
     """The same of a key that exp reads itself, which holds a node only where a node is asked for."""
     if is_node(value) and Node not in typing.get_args(annotation):
-        yield value_fault(key, value, expected=worded(annotation))
+        yield value_error(key, value, expected=worded(annotation))
     elif key == MODULE_KEY and isinstance(value, str):
-        fault = value_fault(key, value, expected=worded(annotation))
-        yield replace(fault, cure=_module_cure(value))
+        error = value_error(key, value, expected=worded(annotation))
+        yield replace(error, fix=_module_fix(value))
     else:
-        yield from kind_faults(key, value, annotation)
+        yield from kind_errors(key, value, annotation)
 
 
-def _module_cure(name: str) -> str:
+def _module_fix(name: str) -> str:
     if "." in name:
         return f"Write 'module={{_target_: {name}}}'"
     return f"Write conf/module/{name}.yaml with its _target_, beside your code; or 'module={{_target_: mine.LitNet}}'"
 
 
-def value_fault(key: str, value: Any, *, expected: str, words: Sequence[str] = (), cure: str | None = None) -> Fault:
+def value_error(
+    key: str, value: Any, *, expected: str, words: Sequence[str] = (), fix: str | None = None
+) -> ErrorDetails:
     """Return the error of a wrong value, with the fix of a habit, the given fix, or the one that its text suggests."""
-    fix = cure_of_value(key, value) or cure or (did_you_mean(value, words) if isinstance(value, str) else None)
-    return Fault(key, show(value), expected, fix or _fix_of_kind(key, value, expected))
+    fix = fix_of_value(key, value) or fix or (did_you_mean(value, words) if isinstance(value, str) else None)
+    return ErrorDetails(key, show(value), expected, fix or _fix_of_kind(key, value, expected))
 
 
 def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
@@ -122,15 +122,15 @@ def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
     return f"Quote it, and once more for a shell: '{key}={f'[{texts}]' if isinstance(value, list) else texts}'"
 
 
-def unknown_key(key: str, known: list[str], *, holder: str) -> Fault:
+def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
     """A key that its holder does not have, with the nearest of those it has."""
     parent, _, name = key.rpartition(".")
     near = nearest(name, known)
-    cure = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
-    if not parent and cure is None:
-        cure = f"Put it below vars, and refer to it as ${{vars.{name}}}"
-    cure = cure_of_key(key, "VALUE") or cure
-    return Fault(key, f"no key of {holder}", f"one of {among(known, word=name)}", cure)
+    fix = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
+    if not parent and fix is None:
+        fix = f"Put it below vars, and refer to it as ${{vars.{name}}}"
+    fix = fix_of_key(key, "VALUE") or fix
+    return ErrorDetails(key, f"no key of {holder}", f"one of {among(known, word=name)}", fix)
 
 
 def own_groups(plain: dict[str, Any]) -> list[str]:
@@ -139,7 +139,7 @@ def own_groups(plain: dict[str, Any]) -> list[str]:
     return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
 
-def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[Fault]:
+def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[ErrorDetails]:
     known = list(schema) + ([*NODES, *COLLECTIONS, PHASES, *own_groups(node)] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
@@ -147,55 +147,55 @@ def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[F
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
-            yield Fault(path, "no such key", "a mapping" if isinstance(rule, dict) else worded(rule))
+            yield ErrorDetails(path, "no such key", "a mapping" if isinstance(rule, dict) else worded(rule))
         elif not isinstance(rule, dict):
-            yield from _key_faults(path, node[name], rule)
+            yield from _key_errors(path, node[name], rule)
         elif isinstance(node[name], dict):
             yield from _fixed(path, node[name], rule)
         elif node[name] is not UNKNOWN:
-            yield Fault(path, show(node[name]), f"a mapping of {among(rule)}")
+            yield ErrorDetails(path, show(node[name]), f"a mapping of {among(rule)}")
 
 
-def _nodes(plain: dict[str, Any]) -> Iterator[Fault]:
+def _nodes(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
     is_own = has_module(plain)
     if not is_own and "monitor" in plain and plain["monitor"] is None:
-        yield Fault("monitor", "null", "a tag of this run, such as loss/val")
+        yield ErrorDetails("monitor", "null", "a tag of this run, such as loss/val")
     for name in NODES:
         if name not in plain:
-            yield Fault(name, "no such key", "a node with a _target_", f"Choose one: {name}=NAME")
+            yield ErrorDetails(name, "no such key", "a node with a _target_", f"Choose one: {name}=NAME")
         elif not (is_own and name in REPLACED and plain[name] is None):
             yield from _node(name, plain[name])
     for name in (*COLLECTIONS, PHASES):
         if name not in plain:
-            yield Fault(name, "no such key", "named entries", f"For none, write {name}: {{}}")
+            yield ErrorDetails(name, "no such key", "named entries", f"For none, write {name}: {{}}")
     for name in COLLECTIONS:
         entries = plain.get(name, UNKNOWN)
         if is_node(entries):
             below = f"Put it below a name: {name}: {{my_name: {{_target_: ...}}}}"
-            yield Fault(name, "a node itself", "a mapping of named entries", below)
+            yield ErrorDetails(name, "a node itself", "a mapping of named entries", below)
         elif isinstance(entries, dict):
             for entry, node in entries.items():
                 yield from _node(f"{name}.{entry}", node)
         elif entries is not UNKNOWN:
             fix = f"An empty one is {name}=[]" if entries is None else None
-            yield Fault(name, show(entries), "a mapping of named entries", fix)
+            yield ErrorDetails(name, show(entries), "a mapping of named entries", fix)
 
 
-def _node(key: str, node: Any) -> Iterator[Fault]:
+def _node(key: str, node: Any) -> Iterator[ErrorDetails]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
-        yield Fault(key, "null", "a node with a _target_", f"To leave it out, write '~{key}'")
+        yield ErrorDetails(key, "null", "a node with a _target_", f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
         near = nearest("_target_", [str(name) for name in node])
-        fix = f"{key}.{near[0]} should be {key}._target_" if near else cure_of_key(key, "VALUE")
-        yield Fault(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
+        fix = f"{key}.{near[0]} should be {key}._target_" if near else fix_of_key(key, "VALUE")
+        yield ErrorDetails(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
     else:
         fix = f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
-        yield Fault(key, show(node), "a node with a _target_", fix if isinstance(node, str) else None)
+        yield ErrorDetails(key, show(node), "a node with a _target_", fix if isinstance(node, str) else None)
 
 
-def _present(plain: dict[str, Any]) -> Iterator[Fault]:
+def _present(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
     """The keys that train.yaml declares below nodes whose other keys are their target's, and that exp reads."""
     declared = {**read_yaml(OWN_CONF / "train.yaml"), "strategy": {"name": "ddp"}}
     owned = ("data",) if brings_data(plain) else ()
@@ -203,7 +203,7 @@ def _present(plain: dict[str, Any]) -> Iterator[Fault]:
         for name, default in declared[node].items():
             if name not in (*plain[node], *OPTIONAL):
                 fix = f"Write {node}.{name}={default if isinstance(default, str) else show(default)}"
-                yield Fault(f"{node}.{name}", "no such key", "a value, because exp reads this key", fix)
+                yield ErrorDetails(f"{node}.{name}", "no such key", "a value, because exp reads this key", fix)
 
 
 # By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
@@ -213,18 +213,18 @@ PATTERNS = {
 }
 
 
-def _bounded(plain: dict[str, Any]) -> Iterator[Fault]:
+def _bounded(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-            yield Fault(key, show(value), "an integer of 64 bits")
+            yield ErrorDetails(key, show(value), "an integer of 64 bits")
         if key in VALUES:
-            yield from _key_faults(key, value, VALUES[key])
+            yield from _key_errors(key, value, VALUES[key])
         for pattern, rule in PATTERNS.get(key.partition(".")[0], ()):
             if _matches(key, pattern):
-                yield from _key_faults(key, value, rule)
+                yield from _key_errors(key, value, rule)
 
 
-def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
+def _layers(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
     """Entries of `layers`: each a node, `{repeat: n, layer: node}`, or a list or mapping of these."""
     model = plain.get("model")
     yield from _too_many(model)
@@ -234,15 +234,15 @@ def _layers(plain: dict[str, Any]) -> Iterator[Fault]:
                 yield from _layer(f"{key}.{name}", layer)
 
 
-def _layer(key: str, value: Any) -> Iterator[Fault]:
+def _layer(key: str, value: Any) -> Iterator[ErrorDetails]:
     if value is UNKNOWN or is_node(value):
         return
     if isinstance(value, list):
         for index, layer in enumerate(value):
             yield from _layer(f"{key}.{index}", layer)
     elif not isinstance(value, dict):
-        cure = f"To leave it out, write '~{key}'" if value is None else None
-        yield Fault(key, show(value), "a layer: a node with a _target_", cure)
+        fix = f"To leave it out, write '~{key}'" if value is None else None
+        yield ErrorDetails(key, show(value), "a layer: a node with a _target_", fix)
     elif value.keys() & {"repeat", "layer"}:
         yield from _repeat(key, value)
         yield from _layer(f"{key}.layer", value.get("layer", UNKNOWN))
@@ -253,17 +253,17 @@ def _layer(key: str, value: Any) -> Iterator[Fault]:
             yield from _layer(f"{key}.{name}", layer)
 
 
-def _repeat(key: str, value: dict[str, Any]) -> Iterator[Fault]:
+def _repeat(key: str, value: dict[str, Any]) -> Iterator[ErrorDetails]:
     for name in value:
         if name not in ("repeat", "layer"):
             yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
     for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
-            yield Fault(f"{key}.{name}", "no such key", expected)
-    yield from kind_faults(f"{key}.repeat", value.get("repeat", 1), Repeats)
+            yield ErrorDetails(f"{key}.{name}", "no such key", expected)
+    yield from kind_errors(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
-def _too_many(model: object) -> Iterator[Fault]:
+def _too_many(model: object) -> Iterator[ErrorDetails]:
     """Repeats within repeats, whose product nobody meant; each of them has its own bound."""
     if _count(model) <= MAX_LAYERS:
         return
@@ -271,7 +271,7 @@ def _too_many(model: object) -> Iterator[Fault]:
     # The innermost that has them all: what is around it counts each of them, too.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
     got = f"{value['repeat']}, which makes {_count(model):,} layers with those around and in it"
-    yield Fault(f"{key}.repeat", got, f"{MAX_LAYERS:,} layers at most in all")
+    yield ErrorDetails(f"{key}.repeat", got, f"{MAX_LAYERS:,} layers at most in all")
 
 
 def _count(value: object) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, RunError, raise_faults
+from exp.errors import ConfigError, RunError, raise_errors
 from exp.output import command, loading_torch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PROGRAM = "python -m exp.check"
 def main(argv: Sequence[str]) -> int:
     """Checks what `python -m exp.train` with the same command line would run; with -m every job of the sweep.
 
-    Returns: 0 and a line that begins with ok, or 2 after the list of faults.
+    Returns: 0 and a line that begins with ok, or 2 after the list of errors.
     """
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -43,23 +43,23 @@ def _checked_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
     with loading_torch():
-        from exp.check.examination import config_faults, examine
+        from exp.check.examination import config_errors, examine
         from exp.check.first_samples import compare_with_data
         from exp.check.resolution import resolve
 
     where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=config_faults))
+    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=config_errors))
     examined = examine(resolve(config))
     decided = examined.plan()
-    faults, notes = compare_with_data(decided)
-    raise_faults(faults)
+    errors, notes = compare_with_data(decided)
+    raise_errors(errors)
     for note in (*examined.notes, *notes):
         print(note, file=sys.stderr)
     return summary(decided)
 
 
 def summary(plan: Plan) -> str:
-    """One line on a config without faults: how large, fed with what, run how."""
+    """One line on a config without errors: how large, fed with what, run how."""
     plain, placed = plan.plain, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
@@ -73,12 +73,12 @@ def summary(plan: Plan) -> str:
 
 
 def _checked_sweep(arguments: argparse.Namespace) -> int:
-    """How many jobs the sweep has. Raises: ConfigError with the faults of all of them."""
+    """How many jobs the sweep has. Raises: ConfigError with the errors of all of them."""
     from hydra.errors import HydraException
 
-    from exp.check.examination import config_faults
+    from exp.check.examination import config_errors
     from exp.cli.train import fit, validate
-    from exp.config.hydra_adapter import fault_of, run_sweeper
+    from exp.config.hydra_adapter import error_of, run_sweeper
     from exp.sweeps.job import JobProcesses
     from exp.sweeps.local import LocalExecutor
     from exp.sweeps.sweep import Sweep, compose_sweep
@@ -87,7 +87,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         arguments.overrides,
         config_dir=arguments.config_dir,
         config_name=arguments.config_name,
-        check=config_faults,
+        check=config_errors,
     )
     processes = JobProcesses(fit, validate)
     # A name for the jobs' directories, which are not made: they must stand below the working directory.
@@ -104,7 +104,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, jobs, directory=Path(directory))
     except HydraException as error:
-        raise ConfigError([fault_of(error)]) from error
+        raise ConfigError([error_of(error)]) from error
     except OSError as error:
         raise RunError(
             f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"

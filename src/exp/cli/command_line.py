@@ -15,12 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.compose import composition_of, expanded
 from exp.config.found_run import key_of
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
-from exp.config.habits import cure_of_flag
+from exp.config.habits import fix_of_flag
 from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config, show_info
 from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 110
@@ -75,7 +75,7 @@ FIRST_GROUPS = ("model", "data", "precision", "strategy", "hooks")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([_fault("command line", message, "the flags of --help, and key=value")])
+        raise ConfigError([_error("command line", message, "the flags of --help, and key=value")])
 
 
 def _parser(program: str) -> _Parser:
@@ -108,14 +108,14 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     foreign = list(_foreign_flags(argv, FLAGS))
     if foreign:
         commands = [
-            _fault(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
+            _error(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
             for word in argv[:1]
             if word in SUBCOMMANDS
         ]
         raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
     arguments = _parser(program).parse_intermixed_args(list(argv))
     _read_mode(arguments)
-    raise_faults(_flag_faults(arguments))
+    raise_errors(_flag_errors(arguments))
     return arguments
 
 
@@ -137,20 +137,20 @@ def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[
         yield flag, value if sign or value else "true"
 
 
-def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[Fault]:
-    """A fault for each flag that is none of ours, with the override that says the same here."""
+def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[ErrorDetails]:
+    """An error for each flag that is none of ours, with the override that says the same here."""
     vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
-    faults = []
+    errors = []
     for flag, value in foreign:
         text = f"{flag.lstrip('-').rstrip('+').replace('-', '_')}={value}"
-        cure = cure_of_flag(flag, value)
+        fix = fix_of_flag(flag, value)
         if flag in HYDRAS_FLAGS:
-            cure = HYDRAS_FLAGS[flag].format(value=value, folder=PurePath(value).parent)
-        elif cure is None:
+            fix = HYDRAS_FLAGS[flag].format(value=value, folder=PurePath(value).parent)
+        elif fix is None:
             _, wrong = checked_lines([text], vocabulary, multirun=multirun)
-            cure = mended(text, wrong[0].cure, vocabulary) if wrong else f"Write {text}"
-        faults.append(_fault(flag, "no flag of this command", "key=value, without dashes", cure))
-    return faults
+            fix = mended(text, wrong[0].fix, vocabulary) if wrong else f"Write {text}"
+        errors.append(_error(flag, "no flag of this command", "key=value, without dashes", fix))
+    return errors
 
 
 def _read_mode(arguments: argparse.Namespace) -> None:
@@ -195,8 +195,8 @@ def answer_question(arguments: argparse.Namespace) -> bool:
     elif arguments.info is not None:
         overrides = expanded(list(arguments.overrides), **where)
         vocabulary = open_search_path(**where)
-        lines, faults = checked_lines(overrides, vocabulary, multirun=False)
-        raise_faults(faults)
+        lines, errors = checked_lines(overrides, vocabulary, multirun=False)
+        raise_errors(errors)
         groups = for_hydra(lines, vocabulary)
         show_info(vocabulary.places, arguments.info, config_name=vocabulary.config_name, overrides=groups)
     return bool(arguments.help or arguments.cfg is not None or arguments.info is not None)
@@ -211,12 +211,12 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
         else:
             part = OmegaConf.select(config, arguments.package, throw_on_missing=True)
         if not OmegaConf.is_config(part):
-            raise ConfigError([_fault("--package", str(arguments.package), "a node of the config")])
+            raise ConfigError([_error("--package", str(arguments.package), "a node of the config")])
         if arguments.resolve:
             OmegaConf.resolve(part)
         text = OmegaConf.to_yaml(part)
     except OmegaConfBaseException as error:
-        raise ConfigError([_fault("--cfg", str(error).splitlines()[0], "a config whose values resolve")]) from error
+        raise ConfigError([_error("--cfg", str(error).splitlines()[0], "a config whose values resolve")]) from error
     return text if arguments.package is None else f"# @package {arguments.package}\n{text}"
 
 
@@ -230,7 +230,7 @@ def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
     titles |= {group: title for title, of in TITLES for group in of if group in titles}
     unknown = [name for name in groups if name not in titles]
     if unknown:
-        raise ConfigError([_fault("--help", name, f"a group: {', '.join(titles)}") for name in unknown])
+        raise ConfigError([_error("--help", name, f"a group: {', '.join(titles)}") for name in unknown])
     shown = groups or FIRST_GROUPS
     rows = [line for name in shown for line in _row(name, titles[name], vocabulary.options(name))]
     if groups:
@@ -247,23 +247,23 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
     return _wrapped(options, indent=f"  {group:<11} {title:<15} ")
 
 
-def _flag_faults(arguments: argparse.Namespace) -> Iterator[Fault]:
+def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:
     if arguments.package is not None and arguments.cfg is None:
-        cure = f"Write --cfg job --package {arguments.package}"
-        yield _fault("--package", "without --cfg", "the part of a config to print", cure)
+        fix = f"Write --cfg job --package {arguments.package}"
+        yield _error("--package", "without --cfg", "the part of a config to print", fix)
     if arguments.resolve and arguments.cfg is None:
-        yield _fault("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
+        yield _error("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
     modes = {
         "--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None,
         "--info": arguments.info is not None,
     }  # fmt: skip
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:
-        yield _fault(" ".join(used), "flags that exclude each other", "one of them")
+        yield _error(" ".join(used), "flags that exclude each other", "one of them")
 
 
-def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure, source="command line")
+def _error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(key=key, got=got, expected=expected, fix=fix, source="command line")
 
 
 def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:

@@ -29,14 +29,14 @@ Everything else overrides the run's own command. Metrics are printed, and kept i
 def main(argv: Sequence[str]) -> int:
     """Evaluate, and print the metrics.
 
-    Returns: 0; 2 for a fault in the command or the config; 1 where the evaluation fails.
+    Returns: 0; 2 for an error in the command or the config; 1 where the evaluation fails.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
     arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
-    # torch comes in here, behind every fault of the command.
+    # torch comes in here, behind every error of the command.
     with loading_torch():
         from exp.run_report import print_report
         from exp.saved_runs.saved_run import load

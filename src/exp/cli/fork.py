@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, Fault, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error
 from exp.output import command, loading_torch
 from exp.spelling import among
 
@@ -68,12 +68,12 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     path, state = _chosen(run, step)
     resolved = resolve(config)
     changed = {}
-    if not resolved.faults:  # else fit tells them
-        faults = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).faults
+    if not resolved.errors:  # else fit tells them
+        errors = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).errors
         before, now = with_present_keys(yaml.safe_load(state[CONFIG])), yaml.safe_load(resolved.yaml)
         changed = changed_values({**before, "resume": None}, now)
-        if faults or (faults := tuple(_unfit(state, changed, now))):
-            raise ConfigError(faults)
+        if errors or (errors := tuple(_unfit(state, changed, now))):
+            raise ConfigError(errors)
         state = with_values(state, changed, groups=(now["optimizer"] or {"groups": {}})["groups"])
     return fit(config, begin=partial(_begin, run=run, path=path, state=state, changed=changed))
 
@@ -93,19 +93,19 @@ def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
     return found[wanted]
 
 
-def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[Fault]:
+def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Values of the optimizer that cannot be put into its state."""
     from exp.check.continuation import INCIDENTAL
 
     values = [key for key in changed if key.startswith("optimizer.")]
     if values and now["phases"]:
-        yield Fault(key=values[0], got="another value, in a fork of a run with phases", expected="the parent's")
+        yield ErrorDetails(key=values[0], got="another value, in a fork of a run with phases", expected="the parent's")
     for key in values if not now["phases"] else ():
         name = key.removeprefix("optimizer.")
         groups = [group for one in state["optimizer_states"] for group in one["param_groups"]]
         if name not in INCIDENTAL and not all(name in group for group in groups):
             expected = "the parent's value: the optimizer does not keep this one with its groups"
-            yield Fault(key=key, got="another value, in a fork", expected=expected)
+            yield ErrorDetails(key=key, got="another value, in a fork", expected=expected)
 
 
 def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Mapping[str, tuple[Any, Any]]) -> Path:

@@ -53,6 +53,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if name not in found:
         got, expected = f"{name}, which is none of exp's own", f"one of {among(found, word=name)}"
-        raise config_error("experiment", got=got, expected=expected, cure=did_you_mean(name, found))
+        raise config_error("experiment", got=got, expected=expected, fix=did_you_mean(name, found))
     print((EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8"), end="")
     return 0

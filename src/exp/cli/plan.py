@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import ConfigError, Fault, RunError, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
 from exp.output import command, loading_torch, outliving_output
 from exp.spelling import did_you_mean, nearest
 
@@ -54,7 +54,7 @@ OWN = ("device", "memory", "format", "savings", "search")
 def main(argv: Sequence[str]) -> int:
     """Print what the run of the same command line of `python -m exp.train` takes.
 
-    Returns: 0; 2 after the list of faults; 1 where the network cannot be built without numbers.
+    Returns: 0; 2 after the list of errors; 1 where the network cannot be built without numbers.
     """
     from exp.cli.command_line import answer_question, parse_arguments
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     _refuse_slips(arguments)
     words = read_words(own)
     if arguments.multirun:
-        raise config_error("--multirun", got="several runs", expected="one", cure="Leave -m out")
+        raise config_error("--multirun", got="several runs", expected="one", fix="Leave -m out")
     with outliving_output():
         _print(arguments, words, command=" ".join([PROGRAM, *argv]))
     return 0
@@ -83,9 +83,9 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
     if not slips:
         return
     known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
-    raise_faults(
-        Fault(
-            key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", cure=did_you_mean(key, OWN)
+    raise_errors(
+        ErrorDetails(
+            key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", fix=did_you_mean(key, OWN)
         )
         for key, text in slips
         if key not in known and nearest(key, [*OWN, *known])[0] in OWN
@@ -93,17 +93,17 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
 
 
 def read_words(texts: Sequence[str]) -> Words:
-    """Raises: ConfigError with the faults of all of them."""
+    """Raises: ConfigError with the errors of all of them."""
     given = dict(text.split("=", 1) for text in texts)
-    faults = []
+    errors = []
     memory = memory_bytes(given["memory"]) if "memory" in given else None
     if "memory" in given and memory is None:
-        faults.append(Fault(key="memory", got=given["memory"], expected=f"{EXPECTED}: 80GiB"))
+        errors.append(ErrorDetails(key="memory", got=given["memory"], expected=f"{EXPECTED}: 80GiB"))
     for key, known in (("format", FORMATS), ("savings", tuple(SWITCH)), ("search", tuple(SWITCH))):
         if key in given and given[key] not in known:
-            cure = did_you_mean(given[key], known)
-            faults.append(Fault(key=key, got=given[key], expected=" or ".join(known), cure=cure))
-    raise_faults(faults)
+            fix = did_you_mean(given[key], known)
+            errors.append(ErrorDetails(key=key, got=given[key], expected=" or ".join(known), fix=fix))
+    raise_errors(errors)
     return Words(
         device=given.get("device"),
         memory=memory,
@@ -121,7 +121,7 @@ class Planner:
         self._device: Device | None = None
 
     def plan(self, more: Sequence[str] = ()) -> Plan:
-        """The decided run. Raises: ConfigError with every fault."""
+        """The decided run. Raises: ConfigError with every error."""
         from exp.check.stages import compose, refuse_early
 
         arguments = self.arguments
@@ -217,8 +217,8 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -
     from exp.plan.fastest import search
 
     if planner.device(plan) is None or plan.own is not None:
-        cure = "device=H100, and a network of exp's, whose steps can be timed"
-        raise config_error("search", got="true, and a step whose time is not known", expected=cure)
+        fix = "device=H100, and a network of exp's, whose steps can be timed"
+        raise config_error("search", got="true, and a step whose time is not known", expected=fix)
     found = search(plan, limit=limit, other=planner.other)
     if not found.fitting:
         raise RunError(f"nothing fits: {found.too_large} ways are too large, {found.refused} are refused")

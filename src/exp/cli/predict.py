@@ -31,7 +31,7 @@ COLUMNS = "a list of columns of the input, such as [id,name]"
 def main(argv: Sequence[str]) -> int:
     """Predict, and write the file.
 
-    Returns: 0; 2 for a fault in the command, the config or the input; 1 where the prediction fails.
+    Returns: 0; 2 for an error in the command, the config or the input; 1 where the prediction fails.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.cli.train import refuse_ranks
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if keep is None:
         raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
-    # torch comes in here, behind every fault of the command.
+    # torch comes in here, behind every error of the command.
     with loading_torch():
         from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.prediction import predict

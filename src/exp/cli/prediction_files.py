@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from exp.engine.predictions import archive_of
-from exp.errors import ConfigError, Fault, RunError, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
 from exp.files import write_whole
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
@@ -31,25 +31,25 @@ def refuse_place(path: Path, *, given: Path) -> None:
         path: The file.
         given: The file or folder of samples.
     """
-    cure = None
+    fix = None
     if path.suffix not in FORMATS:
         got, expected = str(path), f"a file in {', '.join(FORMATS)}"
     elif not path.absolute().parent.is_dir():
         got, expected = f"{path}, whose folder is not there", "a file in a folder that is there"
-        cure = f"mkdir -p {path.parent}"
+        fix = f"mkdir -p {path.parent}"
     elif path.is_dir():
         got, expected = f"{path}, a directory", "a file"
     elif is_same_file(path, given):
         got, expected = f"{path}, which is the input", "another file than input"
-        cure = f"Write output={path.with_stem(f'{path.stem}_answers')}"
+        fix = f"Write output={path.with_stem(f'{path.stem}_answers')}"
     else:
         return
-    raise config_error("output", got=got, expected=expected, cure=cure)
+    raise config_error("output", got=got, expected=expected, fix=fix)
 
 
 def refuse_names(keep: Sequence[str]) -> None:
     """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
-    raise_faults(_taken(name) for name in keep if ANSWERS.fullmatch(name))
+    raise_errors(_taken(name) for name in keep if ANSWERS.fullmatch(name))
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:
@@ -106,9 +106,9 @@ def _beside(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, An
     return {**kept, **answers}
 
 
-def _taken(name: str) -> Fault:
-    got, cure = f"{name}, which the answers have, too", "Rename the column of the input"
-    return Fault(key="keep", got=got, expected="columns that have no name of an answer", cure=cure)
+def _taken(name: str) -> ErrorDetails:
+    got, fix = f"{name}, which the answers have, too", "Rename the column of the input"
+    return ErrorDetails(key="keep", got=got, expected="columns that have no name of an answer", fix=fix)
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:

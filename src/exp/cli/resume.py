@@ -79,7 +79,7 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
     """Train from the checkpoint before the last to the last once more, in a directory of its own, and compare.
 
     Returns: the first difference, None where there is none; and what to print.
-    Raises: ConfigError for a config with faults; RunError where there is nothing to compare, or training fails.
+    Raises: ConfigError for a config with errors; RunError where there is nothing to compare, or training fails.
     """
     from exp.engine.checkpoint import read_checkpoint
 

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from exp.config.found_run import key_of
 from exp.config.grammar import parse_override
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 from exp.spelling import among, did_you_mean, nearest
 
 ALLOW = "security.allow"
@@ -52,39 +52,39 @@ def read_arguments(
         ConfigError: The command has errors.
     """
     values: dict[str, str | None] = dict.fromkeys(keys)
-    faults, others = [], []
+    errors, others = [], []
     for text in argv:
         key, sign, given = text.partition("=")
         if key in keys and values[key] is not None:
-            faults.append(_fault(key, got=f"{text}, and it is there twice", expected=f"{key}=..., once"))
+            errors.append(_error(key, got=f"{text}, and it is there twice", expected=f"{key}=..., once"))
         elif key in keys and sign:
             values[key] = _unquoted(given)
         elif text.startswith("-") or (not sign and not text.startswith("~")):
-            cure = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
+            fix = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
             expected = f"key=value, such as {among(f'{key}=...' for key in keys)}"
-            faults.append(_fault(text, got=text, expected=expected, cure=cure))
+            errors.append(_error(text, got=text, expected=expected, fix=fix))
         else:
             others.append(text)
     for key, known in keys.items():
         value, expected = values[key], known if isinstance(known, str) else among(known)
         if value == "":
-            faults.append(_fault(key, got="an empty value", expected=expected))
+            errors.append(_error(key, got="an empty value", expected=expected))
         elif value is None and key in needed:
             near = nearest(key, [key_of(text) for text in others])
             advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
-            faults.append(_fault(key, got="nothing", expected=expected, cure=advice))
+            errors.append(_error(key, got="nothing", expected=expected, fix=advice))
         elif value is not None and not isinstance(known, str) and value not in known:
-            faults.append(_fault(key, got=value, expected=expected, cure=did_you_mean(value, known)))
+            errors.append(_error(key, got=value, expected=expected, fix=did_you_mean(value, known)))
     allow: Sequence[str] | None = ()
     for text in others:
         if key_of(text) == ALLOW:
             allow = words_in(text)
             if allow is None:
-                faults.append(_fault(ALLOW, got=text, expected=f"a list of packages, {ALLOW}=[mine]"))
+                errors.append(_error(ALLOW, got=text, expected=f"a list of packages, {ALLOW}=[mine]"))
         elif not takes_overrides:
             key, expected = key_of(text), f"one of {among(keys)}, {ALLOW}"
-            faults.append(_fault(key, got=text, expected=expected, cure=did_you_mean(key, keys)))
-    raise_faults(faults)
+            errors.append(_error(key, got=text, expected=expected, fix=did_you_mean(key, keys)))
+    raise_errors(errors)
     return RunArguments(values=values, allow=allow or (), overrides=others)
 
 
@@ -104,5 +104,5 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if is_quoted else value
 
 
-def _fault(key: str, *, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure, source="command line")
+def _error(key: str, *, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(key=key, got=got, expected=expected, fix=fix, source="command line")

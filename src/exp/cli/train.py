@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from exp.errors import ConfigError, Fault, config_error
+from exp.errors import ConfigError, ErrorDetails, config_error
 from exp.output import command, loading_torch, outliving_output
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Does what the command line says.
 
-    Returns: the exit status: 0 done, 2 a fault in the config, 1 a fault while running, 128 + n ended by signal n.
+    Returns: the exit status: 0 done, 2 an error in the config, 1 an error while running, 128 + n ended by signal n.
     """
     # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -58,7 +58,7 @@ def refuse_ranks(command: str) -> None:
             "torchrun",
             got=f"it starts {command} once a rank",
             expected=f"{command} alone, which starts its ranks itself, or the frozen run that torchrun shares",
-            cure=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
+            fix=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
         )
 
 
@@ -67,7 +67,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
-    # What starts processes comes in after the faults of the composition.
+    # What starts processes comes in after the errors of the composition.
     from exp.sweeps.job import JobProcesses
 
     processes = JobProcesses(fit_job, validate)
@@ -98,7 +98,7 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
     return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))
 
 
-# torch and lightning come in with these, after every fault of the composition.
+# torch and lightning come in with these, after every error of the composition.
 def fit(config: DictConfig) -> Report:
     from exp import start
 
@@ -154,8 +154,8 @@ def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
     of_sweep = [key for key in keys if key.startswith("sweep.")]
     if of_sweep:
-        cure = "Put -m in front of the overrides"
+        fix = "Put -m in front of the overrides"
         raise ConfigError([
-            Fault(key=key, got="set for one run", expected="a sweep, of which it is a setting", cure=cure)
+            ErrorDetails(key=key, got="set for one run", expected="a sweep, of which it is a setting", fix=fix)
             for key in of_sweep
         ])  # fmt: skip

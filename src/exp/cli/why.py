@@ -20,7 +20,7 @@ from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import COMMAND_LINE
-from exp.config.habits import cure_of_key
+from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
 from exp.config.search_path import shown as shown_path
@@ -70,8 +70,8 @@ def _key(words: Sequence[str]) -> tuple[str, list[str]]:
     return ".".join(split(keys[0])), [word for word in words if word != keys[0]]
 
 
-def _error(got: str, expected: str, cure: str | None = None, *, key: str = "KEY") -> ConfigError:
-    return config_error(key, got=got, expected=expected, cure=cure, source=COMMAND_LINE)
+def _error(got: str, expected: str, fix: str | None = None, *, key: str = "KEY") -> ConfigError:
+    return config_error(key, got=got, expected=expected, fix=fix, source=COMMAND_LINE)
 
 
 class Question:
@@ -105,7 +105,7 @@ class Question:
         elif settings and key.partition(".")[0] != "hydra":
             yield f"{key}: not there any more"
             yield from _table([self._row(one, key) for one in settings])
-        elif is_node(holder) and cure_of_key(key, "") is None and (default := self._default(holder, key)) is not None:
+        elif is_node(holder) and fix_of_key(key, "") is None and (default := self._default(holder, key)) is not None:
             yield f"{key} = {default}"
             yield f"  nobody set it: it is the default of {holder['_target_']}"
         else:
@@ -121,7 +121,7 @@ class Question:
         decided = resolve(self._config)
         found = dict(leaves(decided.plain)).get(key, UNKNOWN)
         if found in (UNKNOWN, value):
-            return value, next((f"  not known until this is fixed: {fault}" for fault in decided.faults), "")
+            return value, next((f"  not known until this is fixed: {error}" for error in decided.errors), "")
         is_of_data = key.startswith("data.") or value is UNKNOWN
         who = f"the data, {decided.plain['data']['_target_']}," if is_of_data else "the search for it before the run"
         return found, f"  {who} filled in {shown(found)}"
@@ -190,9 +190,9 @@ class Question:
         elsewhere = [one for one in self._values if one.rpartition(".")[2] == name]
         near = [f"{parent}.{one}" for one in nearest(name, siblings)]
         near = nearest(key, elsewhere, likeness=0.0) or near or nearest(key, list(self._values))
-        cure = cure_of_key(key, "VALUE") or (f"Did you mean {near[0]}?" if near else None)
+        fix = fix_of_key(key, "VALUE") or (f"Did you mean {near[0]}?" if near else None)
         known = siblings or [one for one in self._values if "." not in one]
-        return _error("there is no such key", f"one of {among(known, word=name)}", cure, key=key)
+        return _error("there is no such key", f"one of {among(known, word=name)}", fix, key=key)
 
 
 def _values_below(tree: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exp.errors import Fault, config_error
+from exp.errors import ErrorDetails, config_error
 
 SLURM = "hydra_plugins.exp.launcher.SlurmLauncher"
 RAY = "hydra_plugins.exp.launcher.RayLauncher"
@@ -43,11 +43,11 @@ def refuse_cluster(target: str) -> None:
             "hydra/launcher",
             got=f"{CLUSTERS[target].word}, for a single run",
             expected="a sweep: a launcher runs its jobs",
-            cure="Write -m in front of the overrides: a sweep may have one job",
+            fix="Write -m in front of the overrides: a sweep may have one job",
         )
 
 
-def cluster_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
+def cluster_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of hydra.launcher if it is the launcher of a cluster."""
     if settings.get("_target_") in CLUSTERS:
-        yield from importlib.import_module(SETTINGS).launcher_faults(settings)
+        yield from importlib.import_module(SETTINGS).launcher_errors(settings)

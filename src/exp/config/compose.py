@@ -1,4 +1,4 @@
-"""From overrides to the config of one job: Hydra's composition on our search path, and all faults at once."""
+"""From overrides to the config of one job: Hydra's composition on our search path, and all errors at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from exp.config.frozen import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, lite
 from exp.config.grammar import packages_allowed_by
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config, record_overrides
-from exp.config.hydra_node import directory_of, hydra_node_faults, resolve_hydra_values
+from exp.config.hydra_node import directory_of, hydra_node_errors, resolve_hydra_values
 from exp.config.left_out import leave_out
 from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices
 from exp.config.reading import name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 # Overrides that are not the job's own: of Hydra, and of how a sweep starts its jobs.
 BESIDE_THE_JOB = (*HYDRAS, "sweep.")
@@ -51,42 +51,42 @@ def composition_of(
     config_name: str = PRIMARY,
     multirun: bool = False,
     may_sweep: bool = False,
-    check: Callable[[DictConfig], Sequence[Fault]] | None = None,
+    check: Callable[[DictConfig], Sequence[ErrorDetails]] | None = None,
 ) -> Composition:
     """Compose, with the hydra node kept.
 
     multirun: overrides may hold several values, which are then left out.
     may_sweep: whether a file that says `hydra.mode: MULTIRUN` is heeded.
-    check: where overrides have faults, finds those of the rest of the config, so that all come back at once.
-    Raises: ConfigError with every fault of the overrides and of the composition; SweepAskedError.
+    check: where overrides have errors, finds those of the rest of the config, so that all come back at once.
+    Raises: ConfigError with every error of the overrides and of the composition; SweepAskedError.
     """
     may_sweep = may_sweep and named_run(overrides)[0] is None  # which is one run
     overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     config_name = vocabulary.config_name
-    lines, faults = checked_lines(overrides, vocabulary, multirun=multirun)
+    lines, errors = checked_lines(overrides, vocabulary, multirun=multirun)
     try:
         config, layers = compose_groups(
             vocabulary.places, config_name=config_name, overrides=for_hydra(lines, vocabulary)
         )
     except ConfigError as error:
-        raise ConfigError([*faults, *error.faults]) from error
+        raise ConfigError([*errors, *error.errors]) from error
     unfit = apply_values(config, lines, vocabulary)
     refused = [line for line, _ in unfit]
     texts = [line.text for line in lines if line not in refused]
     use_resolvers(config, allow=packages_allowed_by(texts))
     record_overrides(config, texts)
-    faults += [fault for _, fault in unfit] or _after_faults(config, lines, layers, multirun=multirun)
+    errors += [error for _, error in unfit] or _after_errors(config, lines, layers, multirun=multirun)
     if may_sweep and config.hydra.mode is not None and config.hydra.mode.name == "MULTIRUN":
         raise SweepAskedError
     composition = Composition(
         config=config, layers=tuple(layers), vocabulary=vocabulary, overrides=tuple(overrides),
         config_name=config_name, config_dir=config_dir,
     )  # fmt: skip
-    if faults and check is not None:
+    if errors and check is not None:
         rest = _without_hydra(replace(composition, overrides=tuple(texts)), directory="")
-        faults += _other_faults(check(rest), known=faults)
-    raise_faults(faults)
+        errors += _other_errors(check(rest), known=errors)
+    raise_errors(errors)
     return composition
 
 
@@ -113,7 +113,7 @@ def expanded(
         if now and (changes.then or changes.since):
             changes = changes.beside(now, own, composed(overrides, several=multirun))
     except ConfigError as error:
-        told = f"{run} is no config today, so what has changed since is not known: {error.faults[0]}"
+        told = f"{run} is no config today, so what has changed since is not known: {error.errors[0]}"
         print(told, file=sys.stderr)
         return overrides
     for line in changes.lines(run):
@@ -140,10 +140,10 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
         config[COMPOSITION] = {"directory": literal(OUTPUT_DIR)}
     with hydra_config(config):
         directory = directory_of(config, sweep=sweep)
-        faults = resolve_hydra_values(config)
+        errors = resolve_hydra_values(config)
     config = _without_hydra(composition, directory=directory)
-    if faults:
-        raise ConfigError([replace(fault, source=source_of(config, fault.key)) for fault in faults])
+    if errors:
+        raise ConfigError([replace(error, source=source_of(config, error.key)) for error in errors])
     for key in unused:
         place = source_of(config, f"hydra.sweeper.params.{key}")
         print(f"hydra.sweeper.params.{key} is not used: -m makes a sweep of it  [{place}]", file=sys.stderr)
@@ -186,15 +186,17 @@ def recorded(overrides: Sequence[str]) -> list[str]:
     return [literal(text) for text in overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
 
 
-def _after_faults(config: DictConfig, lines: Sequence[Line], layers: Sequence[Layer], *, multirun: bool) -> list[Fault]:
+def _after_errors(
+    config: DictConfig, lines: Sequence[Line], layers: Sequence[Layer], *, multirun: bool
+) -> list[ErrorDetails]:
     with hydra_config(config):
         typed = {line.key: str(line.value) for line in lines if line.key.startswith("hydra.")}
-        faults = hydra_node_faults(config, layers, multirun=multirun, typed=typed)
-    return faults + ignored_choices(lines, [layer.config_path for layer in layers])
+        errors = hydra_node_errors(config, layers, multirun=multirun, typed=typed)
+    return errors + ignored_choices(lines, [layer.config_path for layer in layers])
 
 
-def _other_faults(found: Sequence[Fault], *, known: Sequence[Fault]) -> list[Fault]:
+def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Those at other keys, and not in the nodes that the faulty overrides were meant for."""
-    groups = {fault.key for fault in known if "." not in fault.key}
-    keys = {fault.key for fault in known}
-    return [fault for fault in found if fault.key not in keys and fault.key.partition(".")[0] not in groups]
+    groups = {error.key for error in known if "." not in error.key}
+    keys = {error.key for error in known}
+    return [error for error in found if error.key not in keys and error.key.partition(".")[0] not in groups]

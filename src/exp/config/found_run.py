@@ -51,8 +51,8 @@ def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     try:
         parsed = parse_override(own[0])
     except (HydraException, RecursionError) as error:
-        cure = f"Quote it, once more for a shell: \"{KEY}='DIR'\""
-        raise _refusal(own[0].partition("=")[2], WHERE, cure) from error
+        fix = f"Quote it, once more for a shell: \"{KEY}='DIR'\""
+        raise _refusal(own[0].partition("=")[2], WHERE, fix) from error
     if len(own) > 1 or parsed.is_sweep_override():
         raise _refusal(" ".join(own), "one run", "Sweep over what differs from it: -m from_run=DIR seed=0,1,2")
     named = parsed.value()
@@ -78,8 +78,8 @@ def lost_keys(config: DictConfig) -> list[str]:
     return [name for name in WHOLE if name not in config]
 
 
-def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
-    return config_error(KEY, got=got, expected=expected, cure=cure, source="command line")
+def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
+    return config_error(KEY, got=got, expected=expected, fix=fix, source="command line")
 
 
 def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
@@ -99,8 +99,8 @@ def merged(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",
     kept = [text for text in recorded if key_of(text) not in keys and text != "+hooks=[]"]
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
-        cure = f"If you trust it, add '{trusting[0]}' to this command"
-        raise config_error("security.allow", got=f"{trusting[0]} in {run}", expected="it here", cure=cure)
+        fix = f"If you trust it, add '{trusting[0]}' to this command"
+        raise config_error("security.allow", got=f"{trusting[0]} in {run}", expected="it here", fix=fix)
     return [*kept, *now]
 
 

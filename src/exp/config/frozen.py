@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.versions import with_present_keys
 from exp.config.yaml_files import parse_yaml, yaml_text
-from exp.errors import ConfigError, Fault, RunError, words_of
+from exp.errors import ConfigError, ErrorDetails, RunError, words_of
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 # The node of a composed config that records its composition; a frozen config has none.
@@ -118,7 +118,7 @@ def _parsed(text: str, *, name: str) -> Any:
     try:
         return parse_yaml(text, name=name)
     except ConfigError as error:
-        raise RunError(f"{name} is not as exp wrote it: {error.faults[0].got}. Take the file of the run") from error
+        raise RunError(f"{name} is not as exp wrote it: {error.errors[0].got}. Take the file of the run") from error
 
 
 def with_texts(value: object, change: Callable[[str], str]) -> Any:
@@ -151,11 +151,11 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
         return
     flags = " ".join(f"--allow {package}" for package in others)
     keys = f"'security.allow=[{','.join(others)}]' to the command, in Python allow={others} to exp.load"
-    fault = Fault(
+    error = ErrorDetails(
         key="security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command names",
-        cure=f"If you trust them, add {keys if is_override else flags}",
+        fix=f"If you trust them, add {keys if is_override else flags}",
     )  # fmt: skip
-    raise ConfigError([replace(fault, source=source)])
+    raise ConfigError([replace(error, source=source)])
 
 
 def versions() -> dict[str, str]:

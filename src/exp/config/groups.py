@@ -58,7 +58,7 @@ class Vocabulary:
             raise config_error(
                 "--config-name", got=f"{self.config_name} is on no search path",
                 expected="train, or a config in ./conf",
-                cure=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
+                fix=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
             )  # fmt: skip
         return contents
 

@@ -23,10 +23,10 @@ def known_keys() -> Mapping[str, str]:
     return found
 
 
-def cure_of_key(key: str, value: str) -> str | None:
+def fix_of_key(key: str, value: str) -> str | None:
     """Return what is written instead of a key that has another name in exp; None for any other key."""
     keys = known_keys()
-    said = cure_of_value(key, value) if key in keys else None
+    said = fix_of_value(key, value) if key in keys else None
     if said is not None:
         return said
     if key in keys:
@@ -43,7 +43,7 @@ def cure_of_key(key: str, value: str) -> str | None:
     return None
 
 
-def cure_of_value(key: str, value: object) -> str | None:
+def fix_of_value(key: str, value: object) -> str | None:
     """Return what is written instead of a value that Lightning or torch has for a key; None for any other value."""
     word, table = str(value).strip("'\"").lower(), habits()
     if key == "trainer.precision" and word in table["precision"]:
@@ -53,7 +53,7 @@ def cure_of_value(key: str, value: object) -> str | None:
     return _entry(table["values"], key, word)
 
 
-def cure_of_flag(flag: str, value: str) -> str | None:
+def fix_of_flag(flag: str, value: str) -> str | None:
     """Return what is written instead of a flag of LightningCLI; None for any other flag."""
     if flag == "--config":
         return f"Write --config-name {PurePath(value).stem}, for conf/{PurePath(value).stem}.yaml"
@@ -63,7 +63,7 @@ def cure_of_flag(flag: str, value: str) -> str | None:
     return flags.get(flag)
 
 
-def cure_of_option(group: str, option: object) -> str | None:
+def fix_of_option(group: str, option: object) -> str | None:
     """Return what is written instead of an option that has another name in exp; None for any other option."""
     table = habits()
     if group == "precision" and str(option) in table["precision"]:

@@ -39,7 +39,7 @@ from exp.config.reading import secrets_kept
 from exp.config.search_path import OWN_CONF, Place, shown
 from exp.config.slots import ONE, nodes_in, package_of_flat
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, Fault, chain_of, config_error, one_line
+from exp.errors import ConfigError, ErrorDetails, chain_of, config_error, one_line
 from exp.spelling import among, did_you_mean
 
 HYDRA_VERSION = hydra.__version__
@@ -57,7 +57,7 @@ HYDRA_ERRORS = (
 MAX_MESSAGE = 300
 # The line that states where the values of a file belong.
 HEADER = re.compile(r"#\s*@package\s+(\S+)")
-# Messages of Hydra 1.3.8 about a choice that has no place in the defaults list, with our words: got, expected, cure.
+# Messages of Hydra 1.3.8 about a choice that has no place in the defaults list, with our words: got, expected, fix.
 REFUSED_CHOICES = {
     r"In '(?P<file>[^']+)': Could not override '(?P<group>[^'@]+)@": (
         "an override of the file's own node, where the file stands", "an override of the whole config",
@@ -141,7 +141,7 @@ class ConfigFolder(ConfigSource):
             raise config_error(config_path, got=got, expected="keys and values", source=shown(file))
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
-            raise ConfigError([searchpath_fault(settings["searchpath"], source=shown(file))])
+            raise ConfigError([searchpath_error(settings["searchpath"], source=shown(file))])
         # Hydra looks for the header in the first line alone.
         with file.open(encoding="utf-8") as lines:
             comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
@@ -207,11 +207,11 @@ class OpenPlaces(SearchPathPlugin):
             search_path.prepend(place.provider, path, SearchPathQuery(provider="main"))
 
 
-def searchpath_fault(value: object, *, source: str | None = None) -> Fault:
+def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetails:
     """Return the error of `hydra.searchpath`, which may name packages that Hydra would import."""
     got = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     expected = "--config-dir DIR, or a package with an entry point exp.conf"
-    return Fault(key="hydra.searchpath", got=got, expected=expected, source=source)
+    return ErrorDetails(key="hydra.searchpath", got=got, expected=expected, source=source)
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def _load_plugins() -> None:
         of_plugins = [file for file in files if "hydra_plugins" in Path(file).parts]
         raise config_error(
             "hydra_plugins", got=f"a plug-in of Hydra that fails with {' '.join(one_line(error).split())}",
-            expected="plug-ins that can be imported", cure="Fix it, or uninstall the package that brings it",
+            expected="plug-ins that can be imported", fix="Fix it, or uninstall the package that brings it",
             source=of_plugins[-1] if of_plugins else None,
         ) from error  # fmt: skip
     for plugin in (ConfigFolder, OpenPlaces):
@@ -278,7 +278,7 @@ def compose_groups(
                 expected="configs that do not include each other", source=shown(ConfigFolder.last),
             ) from error  # fmt: skip
         except HYDRA_ERRORS as error:
-            raise ConfigError([fault_of(error)]) from error
+            raise ConfigError([error_of(error)]) from error
     layers = [_layer(places, one.config_path or "", one.package or "") for one in defaults]
     for layer in layers:
         _lead_references(config, layer)
@@ -303,35 +303,35 @@ def _lead_references(config: DictConfig, layer: Layer) -> None:
             OmegaConf.update(node, key, text.replace(f"${{{group}.", f"${{{place}."))
 
 
-def fault_of(error: Exception) -> Fault:
+def error_of(error: Exception) -> ErrorDetails:
     """Return one error for an exception of Hydra or OmegaConf."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _missing_config_fault(error, error.missing_cfg_file)
+        return _missing_config_error(error, error.missing_cfg_file)
     for pattern, words in REFUSED_CHOICES.items():
         found = re.search(pattern, str(error), re.DOTALL)
         if found is not None:
             named = found.groupdict()
-            got, expected, cure = (text.format(**named) for text in words)
+            got, expected, fix = (text.format(**named) for text in words)
             of_command = "command line" if "added" in named else None
             source = f"{named['file']}.yaml" if "file" in named else of_command
-            return Fault(key=named["group"], got=got, expected=expected, cure=cure, source=source)
+            return ErrorDetails(key=named["group"], got=got, expected=expected, fix=fix, source=source)
     causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        return Fault(key="config", got="nested too deeply, or into itself", expected="a few levels")
+        return ErrorDetails(key="config", got="nested too deeply, or into itself", expected="a few levels")
     texts = [text for text in map(_short, causes) if text]
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(texts)) or type(error).__name__
-    return Fault(key=str(key) or "config", got=detail, expected="a config that can be composed")
+    return ErrorDetails(key=str(key) or "config", got=detail, expected="a config that can be composed")
 
 
-def _missing_config_fault(error: MissingConfigException, path: str) -> Fault:
+def _missing_config_error(error: MissingConfigException, path: str) -> ErrorDetails:
     group, _, option = path.rpartition("/")
     options = error.options or []
     named_by = re.match(r"In '([^']+)'", str(error))
-    return Fault(
+    return ErrorDetails(
         key=group or path, got=f"there is no option {option!r}" if group else "no such config",
         expected=f"one of {among(options, word=option)}" if options else "a config on the search path",
-        cure=did_you_mean(option, options), source=f"defaults list of {named_by[1]}" if named_by else None,
+        fix=did_you_mean(option, options), source=f"defaults list of {named_by[1]}" if named_by else None,
     )  # fmt: skip
 
 
@@ -385,7 +385,7 @@ def show_info(places: Sequence[Place], word: str, *, config_name: str, overrides
         try:
             cast(Any, GlobalHydra.instance().hydra).show_info(word, config_name=config_name, overrides=list(overrides))
         except HYDRA_ERRORS as error:
-            raise ConfigError([fault_of(error)]) from error
+            raise ConfigError([error_of(error)]) from error
         finally:
             root.setLevel(kept[0])
             root.handlers[:] = kept[1]

@@ -13,15 +13,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.clusters import cluster_faults
+from exp.config.clusters import cluster_errors
 from exp.config.groups import USED_GROUPS
-from exp.config.habits import cure_of_key
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_fault
+from exp.config.habits import fix_of_key
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
 from exp.config.plain_tree import text_values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import Choice, choices_of, read_yaml, split
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 from exp.files import can_be_a_path
 from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean, show
@@ -61,61 +61,61 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def hydra_key_fault(key: str, value: object) -> Fault | None:
+def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
     """Return the error of an override of Hydra's own settings, or None."""
     if key in HARMLESS and value in HARMLESS[key]:
         return None
     if key == "hydra.searchpath":
-        return searchpath_fault(value)
+        return searchpath_error(value)
     if "/" in key:
         if any(key == group or key.startswith(group + "/") for group in USED_GROUPS):
             return None
-        cure = cure_of_key(key.replace("/", "."), str(value)) or did_you_mean(key, USED_GROUPS)
-        return _fault(key, "a group that exp does not use", " or ".join(USED_GROUPS), cure)
+        fix = fix_of_key(key.replace("/", "."), str(value)) or did_you_mean(key, USED_GROUPS)
+        return _error(key, "a group that exp does not use", " or ".join(USED_GROUPS), fix)
     for refused, (got, expected) in REFUSED.items():
         if key == refused or key.startswith(refused + "."):
-            return _fault(key, got, expected, cure_of_key(refused, str(value)))
+            return _error(key, got, expected, fix_of_key(refused, str(value)))
     if key in ALLOWED or key.startswith(ALLOWED_BELOW):
         return None
-    return _fault(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
+    return _error(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
 
 
-def swept_fault(key: str, text: str) -> Fault:
-    """The fault of several values for one of Hydra's own settings. text: what stands behind the `=`."""
+def swept_error(key: str, text: str) -> ErrorDetails:
+    """The error of several values for one of Hydra's own settings. text: what stands behind the `=`."""
     word = key.removeprefix("hydra.sweeper.params.")
-    cure = None if word == key else f"Write {word}={text}, which is swept by -m"
-    return _fault(key, "several values", "one value: Hydra's own settings cannot be swept", cure)
+    fix = None if word == key else f"Write {word}={text}, which is swept by -m"
+    return _error(key, "several values", "one value: Hydra's own settings cannot be swept", fix)
 
 
-def hydra_node_faults(
+def hydra_node_errors(
     config: DictConfig, layers: Sequence[Layer], *, multirun: bool, typed: Mapping[str, str]
-) -> list[Fault]:
+) -> list[ErrorDetails]:
     """Return the errors of the hydra node of a composed config.
 
     Args:
         layers: The files that were merged.
         typed: Hydra's own keys that the command line sets, with the text of each value.
     """
-    written = [fault for layer in layers for fault in _file_faults(layer, config)]
-    keys = {fault.key for fault in written}
-    return written + [fault for fault in _node_faults(config, multirun=multirun, typed=typed) if fault.key not in keys]
+    written = [error for layer in layers for error in _file_errors(layer, config)]
+    keys = {error.key for error in written}
+    return written + [error for error in _node_errors(config, multirun=multirun, typed=typed) if error.key not in keys]
 
 
-def _file_faults(layer: Layer, config: DictConfig) -> Iterator[Fault]:
+def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
     """Yield an error for each setting of Hydra's in a file that would have no effect, or run code before the check."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
     content, source = read_yaml(layer.file), shown(layer.file)
-    faults = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
+    errors = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
     for group, option in _hydras(choices_of(content)):
         if group in USED_GROUPS and str(config.hydra.runtime.choices[group]) != option:
             got = f"{option}, which the choice of the primary config or of the command line overrules"
-            cure = f"Write {group}={option} on the command line"
-            faults.append(_fault(group, got, "a choice that takes effect", cure))
-    yield from (replace(fault, source=source) for fault in faults)
+            fix = f"Write {group}={option} on the command line"
+            errors.append(_error(group, got, "a choice that takes effect", fix))
+    yield from (replace(error, source=source) for error in errors)
 
 
-def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
+def unused_settings(content: Any, package: Sequence[str]) -> list[ErrorDetails]:
     """Return an error for each setting and group of Hydra's that a file has, and neither exp nor its own files use.
 
     package: where the file is merged.
@@ -123,17 +123,17 @@ def unused_settings(content: Any, package: Sequence[str]) -> list[Fault]:
     own = read_yaml(OWN_CONF / "train.yaml")
     # A user's own primary config begins as a copy of exp's.
     known = dict(settings_of(own, ()))
-    faults: dict[str, Fault] = {}
+    errors: dict[str, ErrorDetails] = {}
     for key, value in settings_of(content, package):
         is_known = key == "hydra.mode" or (key in known and known[key] == value)
-        fault = None if is_known else hydra_key_fault(key, value)
-        if fault is not None:
+        error = None if is_known else hydra_key_error(key, value)
+        if error is not None:
             short = ".".join(key.split(".")[:3])
-            faults.setdefault(short, replace(fault, key=short))
+            errors.setdefault(short, replace(error, key=short))
     for group, option in _hydras(choices_of(content)):
         if group not in USED_GROUPS and (group, option) not in _hydras(choices_of(own)):
-            faults[group] = _fault(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
-    return list(faults.values())
+            errors[group] = _error(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
+    return list(errors.values())
 
 
 def settings_of(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -153,33 +153,33 @@ def _hydras(choices: Sequence[Choice]) -> list[tuple[str, str]]:
     return [(choice.group, option) for choice in hydras for option in choice.options]
 
 
-def _node_faults(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]) -> list[Fault]:
+def _node_errors(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]) -> list[ErrorDetails]:
     hydra = config.hydra
-    faults = []
+    errors = []
     if hydra.callbacks:
         got, expected = REFUSED["hydra.callbacks"]
-        faults += [_fault(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
+        errors += [_error(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
     if hydra.job.chdir:
-        faults.append(_fault("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
+        errors.append(_error("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
     known = registered_targets()
     for name in ("sweeper", "launcher"):
-        faults += _plugin_faults(config, name, known)
+        errors += _plugin_errors(config, name, known)
     if multirun:
-        faults += _direction_faults(config)
+        errors += _direction_errors(config)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    return faults + _directory_faults(config, key, typed=typed.get(key))
+    return errors + _directory_errors(config, key, typed=typed.get(key))
 
 
-def _plugin_faults(config: DictConfig, name: str, known: Container[str]) -> list[Fault]:
+def _plugin_errors(config: DictConfig, name: str, known: Container[str]) -> list[ErrorDetails]:
     """Return the errors in the settings of a sweeper or launcher. known: the targets that plug-ins registered."""
     key = f"hydra.{name}"
     try:
         # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        return [_fault(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
-    faults = [
-        _fault(
+        return [_error(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
+    errors = [
+        _error(
             f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
             f"hydra/{name}=NAME of an installed plug-in",
         )
@@ -189,16 +189,16 @@ def _plugin_faults(config: DictConfig, name: str, known: Container[str]) -> list
     for word in _keys_in(plain):
         # A sweeper makes overrides of its parameters, and an override looks like one that was typed.
         if word.strip().lstrip("+~").partition(".")[0] == "security":
-            cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-            faults.append(_fault(f"{key}.params", word, "no key of security: it is not for a sweep to set", cure))
+            fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+            errors.append(_error(f"{key}.params", word, "no key of security: it is not for a sweep to set", fix))
     if isinstance(plain, dict) and plain.get("custom_search_space") is not None:
-        faults.append(_fault(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params"))
+        errors.append(_error(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params"))
     if name == "launcher" and isinstance(plain, dict):
-        faults += cluster_faults({str(word): value for word, value in plain.items()})
-    return faults
+        errors += cluster_errors({str(word): value for word, value in plain.items()})
+    return errors
 
 
-def _direction_faults(config: DictConfig) -> Iterator[Fault]:
+def _direction_errors(config: DictConfig) -> Iterator[ErrorDetails]:
     """Yield an error if the sweeper of another package has a direction of its own that is not the one of `mode`."""
     plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     mode = plain["mode"] if isinstance(plain, dict) and "mode" in plain else None
@@ -206,8 +206,8 @@ def _direction_faults(config: DictConfig) -> Iterator[Fault]:
         value = OmegaConf.select(config, key, default=None)
         word = value.name if isinstance(value, Enum) else value
         if mode in ("min", "max") and value is not None and not OmegaConf.is_config(value) and word != words[mode]:
-            cure = f"Write {key}={show(words[mode]).strip(QUOTES)}"
-            yield _fault(key, f"{show(word)}, with mode={mode}", "the direction of mode", cure)
+            fix = f"Write {key}={show(words[mode]).strip(QUOTES)}"
+            yield _error(key, f"{show(word)}, with mode={mode}", "the direction of mode", fix)
 
 
 def _keys_in(plain: Any) -> Iterator[str]:
@@ -221,7 +221,7 @@ def _keys_in(plain: Any) -> Iterator[str]:
         yield from _keys_in(value)
 
 
-def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None) -> list[Fault]:
+def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None) -> list[ErrorDetails]:
     """Return the errors of a directory for results: it has a value and is inside the working directory.
 
     typed: the value on the command line, which may lead elsewhere.
@@ -229,23 +229,23 @@ def _directory_faults(config: DictConfig, key: str, *, typed: str | None = None)
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        return [_fault(key, str(error).splitlines()[0], "a path that can be worked out before the run")]
+        return [_error(key, str(error).splitlines()[0], "a path that can be worked out before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
-        return [_fault(key, repr(directory), "a directory below the working directory")]
+        return [_error(key, repr(directory), "a directory below the working directory")]
     longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
     if not can_be_a_path(directory):
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
         got = f"{longest[:40]}..., {len(longest)} characters"
-        return [_fault(_name_or(key, config, longest), got, expected)]
+        return [_error(_name_or(key, config, longest), got, expected)]
     if secret is not None:
         got = f"{secret[0]} in the name of a folder"
-        return [_fault(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
+        return [_error(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
-        return [_fault(key, directory, "a directory of its own for the results", f"Write {key}=outputs/elsewhere")]
-    cure = f"Write {key}={directory} on the command line, which may lead to another disk"
-    return [_fault(key, directory, "a directory below the working directory", cure)]
+        return [_error(key, directory, "a directory of its own for the results", f"Write {key}=outputs/elsewhere")]
+    fix = f"Write {key}={directory} on the command line, which may lead to another disk"
+    return [_error(key, directory, "a directory below the working directory", fix)]
 
 
 def _name_or(key: str, config: DictConfig, text: str) -> str:
@@ -279,21 +279,21 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     """
     if sweep is None:
         return os.path.abspath(str(config.hydra.run.dir))
-    faults = _directory_faults(config, "hydra.sweep.subdir")
-    subdir = Path() if faults else Path(config.hydra.sweep.subdir)
+    errors = _directory_errors(config, "hydra.sweep.subdir")
+    subdir = Path() if errors else Path(config.hydra.sweep.subdir)
     directory = Path(os.path.abspath(Path(sweep) / subdir))
-    if not faults and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
-        faults = [_fault("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
-    raise_faults(faults)
+    if not errors and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
+        errors = [_error("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
+    raise_errors(errors)
     return str(directory)
 
 
-def resolve_hydra_values(config: DictConfig) -> list[Fault]:
+def resolve_hydra_values(config: DictConfig) -> list[ErrorDetails]:
     """Replace `${hydra:...}` and `${hydra....}` by their values, because the job's config has no hydra node.
 
     Return an error for each that has no value before the run.
     """
-    faults = []
+    errors = []
     for key, text in text_values(OmegaConf.to_container(config, resolve=False, throw_on_missing=False)):
         if "${hydra" not in text or key.startswith("hydra."):
             continue
@@ -301,9 +301,9 @@ def resolve_hydra_values(config: DictConfig) -> list[Fault]:
             OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
         except HYDRA_ERRORS as error:
             got = f"{text}: {str(error).splitlines()[0]}"
-            faults.append(_fault(key, got, "a value that is known before the run"))
-    return faults
+            errors.append(_error(key, got, "a value that is known before the run"))
+    return errors
 
 
-def _fault(key: str, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=key, got=got, expected=expected, cure=cure)
+def _error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(key=key, got=got, expected=expected, fix=fix)

@@ -7,7 +7,7 @@ from typing import Any
 
 from exp.config.frozen import COMPOSITION
 from exp.config.reading import UNKNOWN, Values
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import show
 
 MODULE_KEY = "module"
@@ -59,20 +59,20 @@ def target_of(plain: Mapping[str, Any]) -> str:
     return str(node["_target_"]) if isinstance(node, dict) and "_target_" in node else "which is set"
 
 
-def module_stands_alone(values: Values) -> Iterator[Fault]:
+def module_stands_alone(values: Values) -> Iterator[ErrorDetails]:
     """Yield an error for each choice of exp's own model, objective, optimizer and so on, which a module ignores."""
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]
     for text in refused if isinstance(refused, list) else ():
         key, _, source = text.partition("=")
         got, why = f"set beside module, {target_of(values.plain)}", REPLACED[key.partition(".")[0]][1]
-        cure = "Leave it out, or leave out module"
-        yield Fault(key=key, got=got, expected=f"nothing: {why}", cure=cure, source=source)
+        fix = "Leave it out, or leave out module"
+        yield ErrorDetails(key=key, got=got, expected=f"nothing: {why}", fix=fix, source=source)
     named = f"with module, {target_of(values.plain)}"
     for key, (without, why) in FIXED.items():
         value = values[key]
         if value is not UNKNOWN and value != without:
-            yield Fault(key=key, got=f"{show(value)} {named}", expected=f"{show(without)}: {why}")
+            yield ErrorDetails(key=key, got=f"{show(value)} {named}", expected=f"{show(without)}: {why}")
     word = values["precision.word"]
     if isinstance(word, str) and word == "fp8":
         expected = f"one of {', '.join(WORDS)}: fp8 puts other layers in the place of the network's"
-        yield Fault(key="precision.word", got=f"fp8 {named}", expected=expected, cure="Write precision=bf16")
+        yield ErrorDetails(key="precision.word", got=f"fp8 {named}", expected=expected, fix="Write precision=bf16")

@@ -1,6 +1,6 @@
-"""A composed config as plain dicts and lists, every interpolation resolved, and a fault for each leaf without a value.
+"""A composed config as plain dicts and lists, every interpolation resolved, and an error for each leaf without a value.
 
-A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, so that one mistake is one fault.
+A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, so that one mistake is one error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omegaconf.resolvers import oc
 from exp.config.plain_tree import is_node, leaves
 from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.redaction import interpolation, is_secret
 from exp.spelling import among, nearest
 
@@ -40,7 +40,7 @@ GPU = "mps" if sys.platform == "darwin" else "cuda"
 
 
 class Unknown:
-    """Stands in for a value that could not be read, so that one fault is not reported twice."""
+    """Stands in for a value that could not be read, so that one error is not reported twice."""
 
     def __repr__(self) -> str:
         return "(unknown)"
@@ -72,26 +72,26 @@ def _named(key: str, *default: Any) -> str | None:
 _resolvers: list[Callable[..., str | None]] = [oc.env]
 
 
-# The plain values of a config, and the faults of what could not be read.
-Reading = tuple[dict[str, Any], list[Fault]]
+# The plain values of a config, and the errors of what could not be read.
+Reading = tuple[dict[str, Any], list[ErrorDetails]]
 
 
 @secrets_kept()
 def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
-    """The plain values, and the faults of missing values, of interpolations to nowhere and of size.
+    """The plain values, and the errors of missing values, of interpolations to nowhere and of size.
 
     is_data_read: whether the config has what the data knows: what is null then stays null.
     """
     reader = _Reader(config, is_data_read=is_data_read)
-    return reader.mapping(config, reader.raw, "", 0), _by_cause(reader.faults)
+    return reader.mapping(config, reader.raw, "", 0), _by_cause(reader.errors)
 
 
-def _by_cause(faults: Sequence[Fault]) -> list[Fault]:
+def _by_cause(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the errors, and one error for all keys of a node with the same interpolation to nowhere."""
-    groups: dict[object, list[Fault]] = {}
-    for fault in faults:
-        told = (fault.key.partition(".")[0], fault.got, fault.expected, fault.cure)
-        groups.setdefault(told if "${" in fault.got else fault, []).append(fault)
+    groups: dict[object, list[ErrorDetails]] = {}
+    for error in errors:
+        told = (error.key.partition(".")[0], error.got, error.expected, error.fix)
+        groups.setdefault(told if "${" in error.got else error, []).append(error)
     return [
         replace(first, got=f"{first.got}, also at {among([one.key for one in others])}") if others else first
         for first, *others in groups.values()
@@ -110,7 +110,7 @@ def name_gpu(config: DictConfig) -> None:
 
 @secrets_kept()
 def plain_values(config: DictConfig) -> dict[str, Any]:
-    """The plain values of a config without faults; an interpolation that waits for the data stays the text it is."""
+    """The plain values of a config without errors; an interpolation that waits for the data stays the text it is."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException:
@@ -158,7 +158,7 @@ class Values:
 class _Reader:
     def __init__(self, config: DictConfig, *, is_data_read: bool) -> None:
         self.config, self.count, self.is_data_read = config, 0, is_data_read
-        self.faults: list[Fault] = []
+        self.errors: list[ErrorDetails] = []
         raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
         self.raw = cast(dict[str, Any], raw)
         self.values = Values(self.raw)
@@ -176,7 +176,7 @@ class _Reader:
             return self.too_large(key)
         text = raw[name]
         if isinstance(text, str) and text == "???":
-            self.fault(key, got="??? (no value yet)", expected="a value", cure=f"Add {key}=VALUE to the command")
+            self.error(key, got="??? (no value yet)", expected="a value", fix=f"Add {key}=VALUE to the command")
             return UNKNOWN
         if not isinstance(text, dict | list):
             value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else text
@@ -200,7 +200,7 @@ class _Reader:
             value = node[name]
             return GPU if key == ACCELERATOR and value == "gpu" else value
         except InterpolationToMissingValueError:
-            return UNKNOWN  # the fault is the other key's
+            return UNKNOWN  # the error is the other key's
         except (OmegaConfBaseException, RecursionError) as error:
             self.unresolved(key, text, error)
             return UNKNOWN
@@ -213,25 +213,25 @@ class _Reader:
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
-        if is_of_a_target(error) or self.refers_to_a_fault(text):
+        if is_of_a_target(error) or self.refers_to_a_error(text):
             return  # told at the key of the resolver, or at the key that is referred to
         for variable in ENVIRONMENT.findall(text):
             if "environment variable" in str(error).lower():
-                self.fault(
+                self.error(
                     key,
                     got=f"{text}, and {variable} is not set",
                     expected="an environment variable that is set",
-                    cure=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
+                    fix=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
                 )
                 return
-        cures = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
+        fixes = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
         expected = "an interpolation that leads to a value"
-        if REFERENCE.search(text) is None or not cures:
+        if REFERENCE.search(text) is None or not fixes:
             expected += f" ({reason})"
-        self.fault(key, got=text, expected=expected, cure=cures[0] if cures else None)
+        self.error(key, got=text, expected=expected, fix=fixes[0] if fixes else None)
 
-    def refers_to_a_fault(self, text: str) -> bool:
+    def refers_to_a_error(self, text: str) -> bool:
         """Return whether a text refers to another interpolation, to a key or a variable that is not there."""
         values = {name: self.values[name] for name in REFERENCE.findall(text)}
         for name in (name for name, value in values.items() if isinstance(value, str) and "${" in value):
@@ -272,14 +272,14 @@ class _Reader:
         return total
 
     def too_large(self, key: str) -> Any:
-        if not any("too large" in fault.got for fault in self.faults):
-            self.fault(
+        if not any("too large" in error.got for error in self.errors):
+            self.error(
                 key,
                 got="too large: the config grows without end from here",
                 expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} deep",
-                cure="Look for an anchor or an interpolation that holds itself",
+                fix="Look for an anchor or an interpolation that holds itself",
             )
         return UNKNOWN
 
-    def fault(self, key: str, *, got: str, expected: str, cure: str | None = None) -> None:
-        self.faults.append(Fault(key=key, got=got, expected=expected, cure=cure))
+    def error(self, key: str, *, got: str, expected: str, fix: str | None = None) -> None:
+        self.errors.append(ErrorDetails(key=key, got=got, expected=expected, fix=fix))

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
 from exp.config.targets import TargetError, resolve_resolver
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, ErrorDetails
 from exp.spelling import show
 
 NODE = "resolvers"
@@ -55,30 +55,30 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
             _registered.add(name)
 
 
-def resolver_faults(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterator[Fault]:
+def resolver_errors(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
     """What is wrong with the names of resolvers, and with the functions that they name."""
     named = plain[NODE] if isinstance(plain.get(NODE), dict) else {}
     for name, dotted in named.items():
         key = f"{NODE}.{name}"
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            yield Fault(key=key, got=show(name), expected="a name of letters, as ${name:...} has it")
+            yield ErrorDetails(key=key, got=show(name), expected="a name of letters, as ${name:...} has it")
         elif name not in _registered and OmegaConf.has_resolver(name):
-            yield Fault(
+            yield ErrorDetails(
                 key=key,
                 got=f"{name}, which OmegaConf or Hydra has",
                 expected="a name of your own",
-                cure=f"Write resolvers.my_{name.replace('.', '_')}",
+                fix=f"Write resolvers.my_{name.replace('.', '_')}",
             )
         elif not isinstance(dotted, str) or "." not in dotted:
-            yield Fault(key=key, got=show(dotted), expected=EXAMPLE)
+            yield ErrorDetails(key=key, got=show(dotted), expected=EXAMPLE)
         else:
             try:
                 resolve_resolver(dotted, allow=allow)
             except TargetError as error:
-                (fault,) = error.faults
-                yield Fault(key=key, got=fault.got, expected=EXAMPLE, cure=fault.cure)
+                (detail,) = error.errors
+                yield ErrorDetails(key=key, got=detail.got, expected=EXAMPLE, fix=detail.fix)
             except ConfigError as error:
-                yield from error.faults
+                yield from error.errors
 
 
 def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:

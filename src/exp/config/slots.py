@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from exp.config.plain_tree import is_node, leaves
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 
 MODULE = "torch.nn.Module"
 # Of functions that give a data set, whose class may be anybody's: what reads samples by number.
@@ -160,24 +160,24 @@ def trains_itself(kind: type) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
 
-def own_training_fault(name: str, *, kind: str) -> Fault:
-    """The fault of a LightningModule as the model. name: of the class, or of what makes it. kind: of the class."""
-    return Fault(
+def own_training_error(name: str, *, kind: str) -> ErrorDetails:
+    """The error of a LightningModule as the model. name: of the class, or of what makes it. kind: of the class."""
+    return ErrorDetails(
         key="model._target_",
         got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
         expected="the bare network, a torch.nn.Module",
-        cure="Move its file from conf/model to conf/module and write module in the place of model, and Lightning's "
+        fix="Move its file from conf/model to conf/module and write module in the place of model, and Lightning's "
         f"Trainer runs it as it is: 'module={{_target_: {kind}}}'; or name the class of the network that it holds",
     )
 
 
-def own_loaders_fault(name: str) -> Fault:
-    """The fault of a LightningDataModule as the data of exp's own model. name: of the class."""
-    return Fault(
+def own_loaders_error(name: str) -> ErrorDetails:
+    """The error of a LightningDataModule as the data of exp's own model. name: of the class."""
+    return ErrorDetails(
         key="data._target_",
         got=f"{name}, a LightningDataModule, of whose batches exp's model and objective know nothing",
         expected="exp.data.data.Data around a torch Dataset, or a LightningModule to take its batches",
-        cure="Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'",
+        fix="Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'",
     )
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from exp.config.annotations import return_annotation
 from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
 from exp.config.versions import current_target
-from exp.errors import ConfigError, ExpError, Fault, chain_of
+from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of
 from exp.spelling import among, nearest
 
 # Package: where a public alias found in it may really live.
@@ -99,9 +99,9 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
 class TargetError(ConfigError):
     """A `_target_` that the wall refuses."""
 
-    def __init__(self, *, target: str, got: str, expected: str, cure: str | None = None) -> None:
+    def __init__(self, *, target: str, got: str, expected: str, fix: str | None = None) -> None:
         self.target = target
-        super().__init__([Fault(key="_target_", got=got, expected=expected, cure=cure)])
+        super().__init__([ErrorDetails(key="_target_", got=got, expected=expected, fix=fix)])
 
 
 def is_of_a_target(error: BaseException) -> bool:
@@ -137,9 +137,9 @@ def resolve(
     if base is not None:
         _require_base(dotted, value, bases=[base] if isinstance(base, str) else list(base))
     if not found_by_list and inspect.isabstract(value):
-        cure = f"It lacks {among(sorted(value.__abstractmethods__))}"
+        fix = f"It lacks {among(sorted(value.__abstractmethods__))}"
         raise TargetError(
-            target=dotted, got=f"{dotted}, an abstract class", expected="a class that can be built", cure=cure
+            target=dotted, got=f"{dotted}, an abstract class", expected="a class that can be built", fix=fix
         )
     return value
 
@@ -154,8 +154,8 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
     """
     if dotted in FUNCTIONS:
         expected = "a function of yours, or of a package that security.allow names"
-        cure = "Leave it out: python docs/make_vocabulary.py lists the functions of torch that a program may call"
-        raise TargetError(target=dotted, got=f"{dotted}, a function of torch", expected=expected, cure=cure)
+        fix = "Leave it out: python docs/make_vocabulary.py lists the functions of torch that a program may call"
+        raise TargetError(target=dotted, got=f"{dotted}, a function of torch", expected=expected, fix=fix)
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):
         _require_base(dotted, value, bases=["torch.autograd.Function"])
@@ -224,8 +224,8 @@ def _found(dotted: str, *, home: str) -> Any:
             got = f"{dotted}, which is no class method of {module_name}"
             expected = f"a class, such as {module_name} itself, or a class method that makes an object"
             near = nearest(attribute, [name for name in vars(owner) if not name.startswith("_")])
-            cure = f"Did you mean {module_name}.{near[0]}?" if near else None
-            raise TargetError(target=dotted, got=got, expected=expected, cure=cure)
+            fix = f"Did you mean {module_name}.{near[0]}?" if near else None
+            raise TargetError(target=dotted, got=got, expected=expected, fix=fix)
         return getattr(owner, attribute)
     module = _import(module_name, dotted)
     value = _member(module, attribute)
@@ -255,10 +255,10 @@ def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[s
     is_method = inspect.ismethod(value) or dotted.rpartition(".")[0].rpartition(".")[2][:1].isupper()
     got, wrap = f"{dotted}, {'a method' if is_method else 'a function'}", "Wrap it in a class of your own"
     if home in LISTED.values() or home in LISTED_CLASSES.values():
-        raise TargetError(target=dotted, got=got, expected="a class", cure=wrap)
+        raise TargetError(target=dotted, got=got, expected="a class", fix=wrap)
     if not returns:
         expected = "a class: what a function returns is judged for a model, a layer, a loss or a data set alone"
-        raise TargetError(target=dotted, got=got, expected=expected, cure=wrap)
+        raise TargetError(target=dotted, got=got, expected=expected, fix=wrap)
     if not (inspect.isfunction(value) or inspect.ismethod(value)):
         got = f"{dotted}, a {type(value).__name__}"
         raise TargetError(target=dotted, got=got, expected="a class, or a function in Python")
@@ -275,9 +275,9 @@ def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[s
 def _require_home(dotted: str, value: Any, *, home: str) -> None:
     real = f"{value.__module__}.{value.__qualname__}"
     if real != dotted and not _inside(real, home):
-        cure = f"Write {real}" if any(_inside(real, package) for package in LISTED) else None
+        fix = f"Write {real}" if any(_inside(real, package) for package in LISTED) else None
         expected = f"a class or a function of {home}"
-        raise TargetError(target=dotted, got=f"{dotted}, which is {real}", expected=expected, cure=cure)
+        raise TargetError(target=dotted, got=f"{dotted}, which is {real}", expected=expected, fix=fix)
 
 
 def _import(module_name: str, dotted: str) -> Any:
@@ -299,8 +299,8 @@ def _import(module_name: str, dotted: str) -> Any:
 def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
     if not inspect.isclass(value):
         kind = "a function" if callable(value) else f"a {type(value).__name__}"
-        cure = "Wrap it in a class of your own" if callable(value) else None
-        raise TargetError(target=dotted, got=f"{dotted}, {kind}", expected="a class", cure=cure)
+        fix = "Wrap it in a class of your own" if callable(value) else None
+        raise TargetError(target=dotted, got=f"{dotted}, {kind}", expected="a class", fix=fix)
     _require_home(dotted, value, home=home)
 
 
@@ -326,11 +326,11 @@ def _outside(dotted: str) -> TargetError:
         target=dotted,
         got=f"{dotted}, outside the allowed packages",
         expected="a class of exp, torch.nn, torch.optim, torchmetrics, lightning.pytorch, or of yours",
-        cure=_cure_outside(dotted),
+        fix=_fix_outside(dotted),
     )
 
 
-def _cure_outside(dotted: str) -> str | None:
+def _fix_outside(dotted: str) -> str | None:
     for wrong, right in MOVED.items():
         if dotted == wrong or (wrong.endswith(".") and dotted.startswith(wrong)):
             return f"Did you mean {right}{dotted[len(wrong) :]}?"
@@ -354,24 +354,24 @@ def _absent(dotted: str, module_name: str, module: Any, *, home: str) -> TargetE
         # Names that are imported late are known by dir alone.
         known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
     near = nearest(dotted.rpartition(".")[2], [name for name in known if not name.startswith("_")])
-    cure = f"Did you mean {module_name}.{near[0]}?" if near else None
+    fix = f"Did you mean {module_name}.{near[0]}?" if near else None
     return TargetError(
-        target=dotted, got=f"{dotted}, which is not there", expected=f"a class of {module_name}", cure=cure
+        target=dotted, got=f"{dotted}, which is not there", expected=f"a class of {module_name}", fix=fix
     )
 
 
 def _absent_module(dotted: str, missing: str) -> TargetError:
     parent, _, word = missing.rpartition(".")
     name = dotted.rpartition(".")[2]
-    cure = None
+    fix = None
     if parent in sys.modules:
         own = vars(sys.modules[parent])
         # Lists names of files; imports none of them.
         siblings = [found.name for found in pkgutil.iter_modules(getattr(sys.modules[parent], "__path__", None) or [])]
         near = [f"{one}{dotted[len(missing) :]}" for one in nearest(word, siblings)]
         meant = [word] if word in own and inspect.isclass(own[word]) else [name] if name in own else near
-        cure = f"Did you mean {parent}.{meant[0]}?" if meant else None
-    return TargetError(target=dotted, got=f"{dotted}: no module {missing}", expected="a class in a module", cure=cure)
+        fix = f"Did you mean {parent}.{meant[0]}?" if meant else None
+    return TargetError(target=dotted, got=f"{dotted}: no module {missing}", expected="a class in a module", fix=fix)
 
 
 def _broken(dotted: str, module_name: str, error: BaseException) -> TargetError:

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.habits import cure_of_key
+from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node
 from exp.spelling import is_slip
 
@@ -85,7 +85,7 @@ def takes_new_key(holder: str, node: Any, name: str) -> bool:
     if is_hydras or not isinstance(node, DictConfig) or not (is_phase or "_target_" in node):
         return False
     target = "" if is_phase else str(node["_target_"])
-    is_habit = cure_of_key(f"{holder}.{name}", "") is not None and target.partition(".")[0] in ("exp", "torch")
+    is_habit = fix_of_key(f"{holder}.{name}", "") is not None and target.partition(".")[0] in ("exp", "torch")
     return not is_habit and not is_slip(name, map(str, node))
 
 

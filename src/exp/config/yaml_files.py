@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from exp.config.search_path import shown
-from exp.errors import ConfigError, Fault, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 
 # Twenty times the largest config seen. 180 bytes of nested anchors grow to a billion nodes.
 MAX_NODES = 20_000
@@ -147,7 +147,7 @@ def line_of(path: Path, keys: Sequence[str]) -> int | None:
     return None if place is None else int(place.start_mark.line) + 1
 
 
-# Several faults of one file ask for their lines.
+# Several errors of one file ask for their lines.
 @functools.lru_cache(maxsize=8)
 def _tree(text: str) -> yaml.Node | None:
     tree: yaml.Node | None = yaml.compose(text, Loader=_loader(fast=False))
@@ -187,7 +187,7 @@ def _bound(name: str, root: yaml.Node) -> None:
 
 def _refuse_misread(name: str, root: yaml.Node) -> None:
     """Raise ConfigError for plain scalars such as `yes`, `012` or `1:30`, which YAML 1.1 and 1.2 read differently."""
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     seen: set[int] = set()
 
     def visit(node: yaml.Node, key: str) -> None:
@@ -203,23 +203,23 @@ def _refuse_misread(name: str, root: yaml.Node) -> None:
             for place, value in enumerate(node.value):
                 visit(value, f"{key}{place}.")
         elif not node.style and node.tag != TEXT:  # libyaml says "" of a plain scalar, PyYAML None
-            faults.extend(_misread(name, key.rstrip("."), node))
+            errors.extend(_misread(name, key.rstrip("."), node))
 
     visit(root, "")
-    raise_faults(faults)
+    raise_errors(errors)
 
 
-def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[Fault]:
+def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[ErrorDetails]:
     text = node.value
     for meaning, pattern in MISREAD.items():
         if pattern.fullmatch(text):
             value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower())
             value = value or (str(int(text)) if meaning == "an octal number" else "the number in decimal digits")
-            yield Fault(
+            yield ErrorDetails(
                 key=key or name,
                 got=f"{text}, which YAML 1.1 reads as {meaning} and YAML 1.2 does not",
                 expected="a value that both read alike",
-                cure=f"Write {value}, or '{text}' in quotes for the text",
+                fix=f"Write {value}, or '{text}' in quotes for the text",
                 source=f"{name}, line {node.start_mark.line + 1}",
             )
 

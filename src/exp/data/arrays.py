@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.data_errors import data_error, name_fix
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, name_cure
 from exp.data.in_memory import Entries
 from exp.data.labels import classes_in
 from exp.nested import mapped
@@ -59,11 +59,11 @@ class Arrays(Dataset[Entries]):
         names = [name for name in held if name != target] if inputs is None else list(inputs)
         for key, name in (("dataset.target", target), *(("dataset.inputs", name) for name in names)):
             if name not in held:
-                raise data_fault(
-                    key, got=name, expected=f"an array that {self.place} holds", cure=name_cure(name, list(held))
+                raise data_error(
+                    key, got=name, expected=f"an array that {self.place} holds", fix=name_fix(name, list(held))
                 )
         if not names:
-            raise data_fault("dataset.path", got=f"{self.place} with {target} alone", expected="an input, too")
+            raise data_error("dataset.path", got=f"{self.place} with {target} alone", expected="an input, too")
         self.names = {**{name: name for name in names}, TARGET: target}
         if len(names) == 1:
             self.names = {"input": names[0], TARGET: target}
@@ -72,7 +72,7 @@ class Arrays(Dataset[Entries]):
         lengths = {name: len(held[name]) for name in self.names.values()}
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise data_fault("dataset.path", got=f"{self.place}, where {told}", expected="as many samples in each")
+            raise data_error("dataset.path", got=f"{self.place}, where {told}", expected="as many samples in each")
         self.num_classes = classes_in(self._tensor(TARGET, held[target])) if lengths[target] else None
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class Arrays(Dataset[Entries]):
 def _map_folder(folder: Path) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.npy"))
     if not files:
-        raise data_fault("dataset.path", got=f"{folder} without a .npy file", expected="one for each array")
+        raise data_error("dataset.path", got=f"{folder} without a .npy file", expected="one for each array")
     return {file.stem: map_file(file) for file in files}
 
 
@@ -121,7 +121,7 @@ def map_file(file: Path) -> np.ndarray:
     try:
         mapped: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise data_fault("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
+        raise data_error("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
     _require_rows(mapped, f"{file}")
     return mapped
 
@@ -135,13 +135,13 @@ def read_archive(file: Path) -> dict[str, np.ndarray]:
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (ValueError, TypeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise data_fault(
+        raise data_error(
             "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
         ) from error
 
 
 def _require_rows(array: np.ndarray, what: str) -> None:
     if array.dtype.kind not in NUMERIC:
-        raise data_fault("dataset.path", got=f"{what}, which holds {array.dtype}", expected="an array of numbers")
+        raise data_error("dataset.path", got=f"{what}, which holds {array.dtype}", expected="an array of numbers")
     if not array.ndim:
-        raise data_fault("dataset.path", got=f"{what}, which is one number", expected="an array of a row a sample")
+        raise data_error("dataset.path", got=f"{what}, which is one number", expected="an array of a row a sample")

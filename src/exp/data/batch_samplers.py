@@ -13,7 +13,7 @@ from annotated_types import Ge, MinLen
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset
 from exp.data.loader import batch_count
 from exp.data.sample_values import entry_of, given_values, stated_values, values_of
@@ -60,7 +60,7 @@ class LengthBuckets(Sampler[list[int]]):
         pieces = found.argsort(stable=True).tensor_split(buckets)
         if boundaries is not None:
             if sorted(set(boundaries)) != list(boundaries):
-                raise data_fault(f"{KEY}.boundaries", got=str(list(boundaries)), expected="rising lengths")
+                raise data_error(f"{KEY}.boundaries", got=str(list(boundaries)), expected="rising lengths")
             place = torch.bucketize(found, torch.tensor(boundaries), right=True)
             pieces = tuple((place == number).nonzero().flatten() for number in range(len(boundaries) + 1))
         self.buckets = [piece for piece in pieces if len(piece)]
@@ -112,7 +112,7 @@ class TokenBatches(Sampler[list[int]]):
         longest = int(self.lengths.max())
         if longest > tokens:
             got = f"{tokens}, and sample {int(self.lengths.argmax())} of the part has a length of {longest}"
-            raise data_fault(f"{KEY}.tokens", got=got, expected=f"{longest} or more")
+            raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more")
         self.sizes: list[int] = []
         count = 0
         # Lengths rise, so that each sample is the longest of its batch so far.
@@ -156,6 +156,6 @@ def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inp
             return len(cast(Sized, value))
         except TypeError as error:
             got = f"{name}, which is one number"
-            raise data_fault(f"{KEY}.entry", got=got, expected="an entry with a length") from error
+            raise data_error(f"{KEY}.entry", got=got, expected="an entry with a length") from error
 
     return torch.tensor(values_of(part, pick), dtype=torch.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.loader import EpochBatches, GlobalBatches
 from exp.data.sampling import MakeSampler, SampledBatches, SampledOrder, maker
@@ -51,7 +51,7 @@ class Batching:
             if isinstance(part, IterableDataset):
                 continue
             if not samples_in(part):
-                raise data_fault(stage, got="an empty data set", expected="at least one sample")
+                raise data_error(stage, got="an empty data set", expected="at least one sample")
             if not len(self.of(stage)):
                 raise self._no_batch(samples_in(part))
 
@@ -94,15 +94,15 @@ class Batching:
         if self.block is not None and (sampler is not None or not self.shuffle):
             why = "a sampler, which chooses the order" if self.shuffle else "data.shuffle=false"
             expected = "null, or an order that is shuffled here"
-            raise data_fault("shuffle_block", got=f"{self.block}, and {why}", expected=expected)
+            raise data_error("shuffle_block", got=f"{self.block}, and {why}", expected=expected)
         if sampler is not None and batch_sampler is not None:
             got, expected = "a batch sampler, beside data.sampler", "one of the two: it chooses the samples, too"
-            raise data_fault("batch_sampler", got=got, expected=expected)
+            raise data_error("batch_sampler", got=got, expected=expected)
         if sampler is not None:
             make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)
             if not self.shuffle:
                 got, expected = "false, beside a sampler", "true: the sampler decides the order"
-                raise data_fault("shuffle", got=got, expected=expected)
+                raise data_error("shuffle", got=got, expected=expected)
             self.order = SampledOrder(make, samples=samples_in(self.parts["train"]), seed=self.seed)
             if self.drop_last and len(self.order) < self.batch_size:
                 raise self._no_batch(len(self.order))
@@ -119,15 +119,15 @@ class Batching:
         part = self.parts.get(stage)
         if part is None or isinstance(part, IterableDataset):
             got = f"a sampler, and {'no' if part is None else 'a stream of samples as'} {stage} part"
-            raise data_fault(key, got=got, expected="a data set with an index, to take samples from")
+            raise data_error(key, got=got, expected="a data set with an index, to take samples from")
         return maker(make, key=key, offers={"data_source": part, **offers})
 
     def _no_batch(self, held: int) -> ConfigError:
-        return data_fault(
+        return data_error(
             "batch_size",
             got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
             expected=f"{held} or less",
-            cure="Make the batch smaller, or keep the short one with data.drop_last=false",
+            fix="Make the batch smaller, or keep the short one with data.drop_last=false",
         )
 
 

@@ -11,10 +11,10 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from exp.data.data_errors import SampleError, data_error
 from exp.data.entries import TARGET, inputs_in, named_entries
-from exp.data.faults import SampleError, data_fault
 from exp.data.labels import IGNORED, is_whole
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean
 
 KEY = "collate"
@@ -88,7 +88,7 @@ class Pad:
             if entry not in entries:
                 kind = "an entry of the samples with a length" if key in counted else "an entry of the samples"
                 expected = f"{kind}, {among(entries, word=entry)}"
-                raise data_fault(f"{KEY}.{key}", got=entry, expected=expected, cure=did_you_mean(entry, entries))
+                raise data_error(f"{KEY}.{key}", got=entry, expected=expected, fix=did_you_mean(entry, entries))
         for name, entry in self.masks.items():
             batch[name] = torch.arange(batch[entry].shape[1]) < counts[entry][:, None]
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
@@ -98,13 +98,13 @@ class Pad:
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
-            raise SampleError(Fault(key=f"data.{KEY}", got=got, expected="as many axes in every sample"))
+            raise SampleError(ErrorDetails(key=f"data.{KEY}", got=got, expected="as many axes in every sample"))
         size = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
         if name in self.length:
             if size[0] > self.length[name]:
                 got = f"{self.length[name]}, and a sample whose {name} has the length {size[0]}"
                 expected = f"{size[0]} or more, or null"
-                raise SampleError(Fault(key=f"data.{KEY}.length.{name}", got=got, expected=expected))
+                raise SampleError(ErrorDetails(key=f"data.{KEY}.length.{name}", got=got, expected=expected))
             size[0] = self.length[name]
         value = self.padding_value
         if isinstance(value, Mapping):

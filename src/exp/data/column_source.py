@@ -12,11 +12,11 @@ import numpy as np
 from exp.data.arrays import map_file, read_archive
 from exp.data.cells import DecimalSign, Missing, WordCodes, text_of
 from exp.data.csv_source import MISSING_VALUES, CsvSource, Dialect
-from exp.data.faults import SampleError, data_fault, name_cure, require_extra
+from exp.data.data_errors import SampleError, data_error, name_fix, require_extra
 from exp.data.shard_files import JsonLines
 from exp.data.source import Columns, Days, Source, Unread, words_in_order
 from exp.data.tables import Words
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -47,7 +47,7 @@ class ColumnSource(Source):
         for name, values in columns.items():
             if isinstance(values, np.ndarray) and values.ndim != 1:
                 got = f"{name} of {file}, {list(values.shape)}"
-                raise data_fault("dataset.path", got=got, expected="a column of the table, [N]")
+                raise data_error("dataset.path", got=got, expected="a column of the table, [N]")
 
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"
@@ -115,7 +115,7 @@ def open_source(
     if file.suffix == ".npy":
         rows = np.asarray(columns["input"])
         if rows.ndim > 2:
-            raise data_fault("dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="rows, [N] or [N, C]")
+            raise data_error("dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="rows, [N] or [N, C]")
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
     decimal = "." if dialect is None else dialect.decimal
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
@@ -133,7 +133,7 @@ def read_columns(file: Path) -> Values:
     """
     _require_file(file)
     if file.suffix not in TYPED:
-        raise data_fault("dataset.path", got=str(file), expected=f"a file in {', '.join(('.csv', *TYPED))}")
+        raise data_error("dataset.path", got=str(file), expected=f"a file in {', '.join(('.csv', *TYPED))}")
     if file.suffix == ".jsonl":
         columns: Values = _records(file)
     elif file.suffix == ".npz":
@@ -145,10 +145,10 @@ def read_columns(file: Path) -> Values:
     is_one = {name: isinstance(values, np.ndarray) and not values.ndim for name, values in columns.items()}
     lengths = {name: 0 if is_one[name] else len(values) for name, values in columns.items()}
     if not lengths or 0 in lengths.values():
-        raise data_fault("dataset.path", got=f"{file} without a sample", expected="at least one")
+        raise data_error("dataset.path", got=f"{file} without a sample", expected="at least one")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise data_fault("dataset.path", got=f"{file}, where {told}", expected="as many values in each")
+        raise data_error("dataset.path", got=f"{file}, where {told}", expected="as many values in each")
     return columns
 
 
@@ -164,8 +164,8 @@ def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Values:
         columns: Values = dict(zip(source.names, texts, strict=True))
     else:
         columns = read_parquet(file).to_pydict() if file.suffix == ".parquet" else read_columns(file)
-    raise_faults(
-        Fault(key="keep", got=name, expected=f"a column of {file}", cure=name_cure(name, list(columns)))
+    raise_errors(
+        ErrorDetails(key="keep", got=name, expected=f"a column of {file}", fix=name_fix(name, list(columns)))
         for name in names
         if name not in columns
     )
@@ -174,7 +174,7 @@ def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> Values:
 
 def _require_file(file: Path) -> None:
     if not file.is_file():
-        raise data_fault("dataset.path", got=f"{file}, which is not there", expected="a file to read")
+        raise data_error("dataset.path", got=f"{file}, which is not there", expected="a file to read")
 
 
 def _records(file: Path) -> dict[str, list[Any]]:
@@ -182,7 +182,7 @@ def _records(file: Path) -> dict[str, list[Any]]:
     try:
         records = [record.columns() for record in JsonLines(file).records()]
     except SampleError as error:
-        raise data_fault("dataset.path", got=error.fault.got, expected="a JSON object on each line") from error
+        raise data_error("dataset.path", got=error.error.got, expected="a JSON object on each line") from error
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
 
@@ -201,9 +201,9 @@ def read_parquet(file: Path) -> pyarrow.Table:
             table = parquet.read_table(raw)
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise data_fault("dataset.path", got=f"{file} ({reason})", expected="a Parquet file") from error
+        raise data_error("dataset.path", got=f"{file} ({reason})", expected="a Parquet file") from error
     if not len(table):
-        raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one")
+        raise data_error("dataset.path", got=f"{file} without a row", expected="at least one")
     return table
 
 

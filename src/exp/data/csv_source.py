@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, TypeAlias
 import numpy as np
 
 from exp.data.cells import DecimalSign, Missing, WordCodes
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.data.source import Columns, Days, Source, Unread, words_in_order
 from exp.errors import ConfigError
 
@@ -66,19 +66,19 @@ class CsvSource(Source):
         self.file, self.dialect = file, dialect
         if dialect.decimal == dialect.delimiter:
             got = f"{dialect.decimal!r}, which is the delimiter, too"
-            cure = "If values stand between semicolons, write data.dataset.delimiter=';'"
-            raise data_fault("dataset.decimal", got=got, expected="two different signs", cure=cure)
+            fix = "If values stand between semicolons, write data.dataset.delimiter=';'"
+            raise data_error("dataset.decimal", got=got, expected="two different signs", fix=fix)
         first = next(self._all_rows(), None)
         if first is None:
-            raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one below the header")
+            raise data_error("dataset.path", got=f"{file} without a row", expected="at least one below the header")
         names = [name.strip() for name in first[1]] if dialect.header else list(map(str, range(len(first[1]))))
         if twice := sorted({name for name in names if names.count(name) > 1}):
             got = f"{file} with {', '.join(twice)} twice"
-            raise data_fault("dataset.path", got=got, expected="a first line with a different name for each column")
+            raise data_error("dataset.path", got=got, expected="a first line with a different name for each column")
         missing = Missing.of(missing_values, decimal=dialect.decimal)
         super().__init__(file=file, names=names, missing=missing)
         if next(self.rows(), None) is None:
-            raise data_fault("dataset.path", got=f"{file} without a row", expected="at least one below the header")
+            raise data_error("dataset.path", got=f"{file} without a row", expected="at least one below the header")
 
     def place(self, row: int) -> str:
         line, _ = next(islice(self.rows(), row, None))
@@ -92,11 +92,11 @@ class CsvSource(Source):
         for line, row in islice(self._all_rows(), self.dialect.header, None):
             if len(row) != len(self.names):
                 sign = self.dialect.delimiter
-                raise data_fault(
+                raise data_error(
                     "dataset.path",
                     got=f"{len(row)} values in line {line} of {self.file}",
                     expected=f"{len(self.names)}, as in its first line",
-                    cure=f"The delimiter is {sign!r}; data.dataset.delimiter sets another" if len(row) == 1 else None,
+                    fix=f"The delimiter is {sign!r}; data.dataset.delimiter sets another" if len(row) == 1 else None,
                 )
             yield line, row
 
@@ -205,7 +205,7 @@ def unreadable(file: Path, error: Exception, line: int) -> ConfigError:
     if isinstance(error, UnicodeDecodeError):
         # The error counts from the beginning of a block, and bytes that are no text become U+FFFD.
         line = file.read_bytes().decode(errors="replace").partition("\ufffd")[0].count("\n")
-    return data_fault("dataset.path", got=f"{file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
+    return data_error("dataset.path", got=f"{file}, near line {line + 1}: {error}", expected="CSV in UTF-8")
 
 
 def _append(held: Array, rows: Array) -> None:

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from exp.data.batching import Batching
 from exp.data.collate import Collate, Pad, collate_of
+from exp.data.data_errors import data_error
 from exp.data.entries import BatchForm, by_name, target_in
-from exp.data.faults import data_fault
 from exp.data.in_memory import (
     AnyDataset,
     Fitted,
@@ -369,7 +369,7 @@ class Data:
         return self._collate.held(names) if isinstance(self._collate, Pad) else names
 
     def _empty_stream(self, stage: Stage) -> ConfigError:
-        return data_fault(stage, got="an empty stream", expected="at least one sample")
+        return data_error(stage, got="an empty stream", expected="at least one sample")
 
     def _check_labels(self) -> None:
         """Data in memory is looked at whole; other labels as they are read."""
@@ -380,7 +380,7 @@ class Data:
             wrong = self.labels.first_wrong(target_in(by_name(part.entries, self.form.names)))
             if wrong is not None:
                 index, label = wrong
-                raise ConfigError([self.labels.fault(label, of=sample_name(part, index, stage=stage))])
+                raise ConfigError([self.labels.error(label, of=sample_name(part, index, stage=stage))])
 
     def _spec(
         self,
@@ -436,7 +436,7 @@ def use_pinned_memory(wanted: bool | None) -> bool:
     """
     available = torch.cuda.is_available()
     if wanted and not available:
-        raise data_fault(
-            "pin_memory", got="true", expected="a machine with a CUDA device", cure="null decides by itself"
+        raise data_error(
+            "pin_memory", got="true", expected="a machine with a CUDA device", fix="null decides by itself"
         )
     return available if wanted is None else wanted

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from exp.data.faults import data_fault, name_cure
+from exp.data.data_errors import data_error, name_fix
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: st
         if is_there(place):
             return place
     neighbours = [other.name for place in places if place.parent.is_dir() for other in place.parent.iterdir()]
-    raise data_fault(
+    raise data_error(
         "dataset.path",
         got=f"no {kind} at {' nor at '.join(str(place.absolute()) for place in places)}",
         expected=f"a {kind} to read",
-        cure=name_cure(given.name, neighbours),
+        fix=name_fix(given.name, neighbours),
     )
 
 
@@ -60,7 +60,7 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
         given = Path(pattern).expanduser()
         matches = _matches(given) or _matches(Path(directory).expanduser() / given)
         if not matches:
-            raise data_fault(
+            raise data_error(
                 key,
                 got=f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}",
                 expected="a file, or a glob that finds some",

@@ -13,9 +13,9 @@ from annotated_types import Len
 from exp.data.cells import DecimalSign
 from exp.data.column_source import open_source
 from exp.data.csv_source import Dialect
+from exp.data.data_errors import data_error, refuse_unknown_columns
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, refuse_unknown_columns
 from exp.data.source import NAMELESS, NO_ANSWER, NO_NAME, Columns, Name, Source, Task, refuse_labels
 from exp.data.tables import Encoding, Impute, Table, Words
 
@@ -93,7 +93,7 @@ class Csv(Table):
         nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
-            raise data_fault("dataset.ignore", got="every column but the target", expected="at least one feature")
+            raise data_error("dataset.ignore", got="every column but the target", expected="at least one feature")
         figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
@@ -101,7 +101,7 @@ class Csv(Table):
             numbers=[*figures, *numbers],
             days=days,
             words=[*words, *classes],
-            cures=dict.fromkeys(features if impute is None else (), IMPUTE)
+            fixes=dict.fromkeys(features if impute is None else (), IMPUTE)
             | dict.fromkeys([*numbers, *classes], NO_ANSWER),
         )
         super().__init__(
@@ -132,8 +132,8 @@ class Csv(Table):
         Raises: ConfigError at `key` for a column that is not there, or that is an input.
         """
         if name in (*self.columns, *self.words):
-            cure = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
-            raise data_fault(key, got=f"{name}, which is an input", expected="a column that is none", cure=cure)
+            fix = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
+            raise data_error(key, got=f"{name}, which is an input", expected="a column that is none", fix=fix)
         source = self._open()
         return source.texts(source.column(name, key=key))
 
@@ -156,17 +156,17 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
     """
     if isinstance(task, Mapping) and task.keys() != targets.keys():
         got = ", ".join(task) or "nothing"
-        raise data_fault("dataset.task", got=got, expected=f"a task for each target, {', '.join(targets)}")
+        raise data_error("dataset.task", got=got, expected=f"a task for each target, {', '.join(targets)}")
     tasks = dict(task) if isinstance(task, Mapping) else dict.fromkeys(targets, task)
     columns = list(chain.from_iterable(targets.values()))
     if not all(targets.values()) or len({*columns}) < len(columns):
         got = "no column" if not all(targets.values()) else "a column twice"
-        raise data_fault("dataset.target", got=got, expected="one to predict, or several, each once")
+        raise data_error("dataset.target", got=got, expected="one to predict, or several, each once")
     for name, several in targets.items():
         if tasks[name] == "classification" and len(several) > 1:
             got = f"{len(several)} columns in a classification"
-            cure = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
-            raise data_fault("dataset.target", got=got, expected="one column of classes", cure=cure)
+            fix = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
+            raise data_error("dataset.target", got=got, expected="one column of classes", fix=fix)
     return tasks
 
 

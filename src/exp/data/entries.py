@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.nested import mapped
 
 TARGET = "target"
@@ -61,7 +61,7 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
         return data
     if len(values) not in (len(names), len(names) + 1):
         got = f"{', '.join(names)}, and samples of {len(values)} values"
-        raise data_fault("inputs", got=got, expected="a name for each value but the target, which is the last")
+        raise data_error("inputs", got=got, expected="a name for each value but the target, which is the last")
     return dict(zip((*names, TARGET), values, strict=False))
 
 
@@ -90,16 +90,16 @@ def inputs_in(data: object) -> dict[str, Tensor]:
     Raises: ConfigError for a batch without one.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
-        raise data_fault(
+        raise data_error(
             "inputs",
             got=f"null, and samples of {len(data)} values",
             expected="the names of all of them but the target, which is the last",
-            cure="For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}",
+            fix="For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}",
         )
     entries = {name: value for name, value in named_entries(data).items() if name != TARGET}
     found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
     if not found:
         kinds = [f"{name} is {type(value).__name__}" for name, value in entries.items()]
         got = f"samples whose {' and '.join(kinds)}" if kinds else "samples of a target alone"
-        raise data_fault("transforms", got=got, expected="a tensor, an array or a number in data.transforms")
+        raise data_error("transforms", got=got, expected="a tensor, an array or a number in data.transforms")
     return found

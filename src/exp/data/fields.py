@@ -17,12 +17,12 @@ from torch import Tensor
 
 from exp.data.cells import number_in
 from exp.data.csv_source import MISSING_VALUES
+from exp.data.data_errors import SampleError, data_error, name_fix, refuse_unknown_columns
 from exp.data.entries import TARGET
-from exp.data.faults import SampleError, data_fault, name_cure, refuse_unknown_columns
 from exp.data.pictures import PictureForm
 from exp.data.source import NAMELESS, Task
 from exp.data.value_names import ValueNames
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean, show
 
 # A column, several that are one row, or either by the name of the input that they become.
@@ -31,11 +31,11 @@ Inputs: TypeAlias = Names | Mapping[str, Names]
 NumberDtype = Literal["float32", "float64", "int64", "bool"]
 # The dtypes of networks by NumPy's kind; whole numbers other than bytes are int64.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
-NUMBERS_CURE = (
+NUMBERS_FIX = (
     "Fill in a missing value, or leave the record out; leave a column of texts out of data.dataset.inputs, or write "
     "its numbers there: data=tokens turns texts into tokens, and data=csv encodes words"
 )
-CLASS_CURE = "Name the classes in their order, data.dataset.classes=[...], or write data.dataset.task=regression"
+CLASS_FIX = "Name the classes in their order, data.dataset.classes=[...], or write data.dataset.task=regression"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Row:
         Raises: SampleError for a column that the record does not have, and for a missing value.
         """
         if column not in self.record:
-            cure = name_cure(column, list(self.record))
-            raise record_error(key, f"{column}, which {self.place} does not have", "a column of every record", cure)
+            fix = name_fix(column, list(self.record))
+            raise record_error(key, f"{column}, which {self.place} does not have", "a column of every record", fix)
         value = self.record[column]
         # Not equal to itself: nan, as pandas and NumPy write a missing number.
         is_nan = is_single(value) and value != value
@@ -104,7 +104,7 @@ class Row:
         value = self.record[column]
         got = show(value) if value is None or is_single(value) else f"a {type(value).__name__}"
         expected = "numbers, or lists of them of one length"
-        return record_error(key, f"{got} in {column} of {self.place}", expected, NUMBERS_CURE)
+        return record_error(key, f"{got} in {column} of {self.place}", expected, NUMBERS_FIX)
 
 
 class Fields:
@@ -147,11 +147,11 @@ class Fields:
         self.fields: dict[str, Field] = {}
         if self.classes is not None and (task == "regression" or len({*self.classes}) < len(self.classes)):
             got, expected = f"[{', '.join(self.classes)}] with task={task}", "different names, of a classification"
-            raise data_fault("dataset.classes", got=got, expected=expected)
+            raise data_error("dataset.classes", got=got, expected=expected)
         if task == "classification" and len(self.targets) > 1:
             got = f"{len(self.targets)} columns in a classification"
-            cure = "Write data.dataset.task=regression for columns of numbers to predict"
-            raise data_fault("dataset.target", got=got, expected="one column of classes", cure=cure)
+            fix = "Write data.dataset.task=regression for columns of numbers to predict"
+            raise data_error("dataset.target", got=got, expected="one column of classes", fix=fix)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class Fields:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
             found = [name for columns in given for name in listed(columns)]
         if not found:
-            raise data_fault("dataset.inputs", got="no column", expected=f"a column of {where} that is no target")
+            raise data_error("dataset.inputs", got="no column", expected=f"a column of {where} that is no target")
         refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 
@@ -199,8 +199,8 @@ class Fields:
             grouped = {"input": tuple(names)} if is_one else {name: (name,) for name in names}
         for name in self.dtypes:
             if name not in grouped:
-                cure = name_cure(name, list(grouped))
-                raise data_fault(f"dataset.dtypes.{name}", got=name, expected="the name of an input", cure=cure)
+                fix = name_fix(name, list(grouped))
+                raise data_error(f"dataset.dtypes.{name}", got=name, expected="the name of an input", fix=fix)
         made.fields = {name: self._field(name, columns, Row(first, where)) for name, columns in grouped.items()}
         return made
 
@@ -222,7 +222,7 @@ class Fields:
         arrays = [column for column in columns if not is_single(first.record[column])]
         if arrays and len(columns) > 1:
             got = f"{len(columns)} columns, of which {arrays[0]} holds arrays"
-            raise data_fault(f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one of arrays")
+            raise data_error(f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one of arrays")
         dtype = self.dtypes.get(name, torch.float32)
         if arrays and name not in self.dtypes and picture_of(first.record[columns[0]]) is None:
             array = first.array(columns[0], "inputs")
@@ -270,12 +270,12 @@ class Fields:
             number = plain_number(value)
             if number is not None and float(number).is_integer():
                 return torch.tensor(int(number))
-        raise record_error("target", f"{show(value)} in {name} of {row.place}", "the number of a class", CLASS_CURE)
+        raise record_error("target", f"{show(value)} in {name} of {row.place}", "the number of a class", CLASS_FIX)
 
 
-def record_error(key: str, got: str, expected: str, cure: str | None = None) -> SampleError:
+def record_error(key: str, got: str, expected: str, fix: str | None = None) -> SampleError:
     """Return the error of a sample. key: of the config, below `data.dataset.`."""
-    return SampleError(Fault(key=f"data.dataset.{key}", got=got, expected=expected, cure=cure))
+    return SampleError(ErrorDetails(key=f"data.dataset.{key}", got=got, expected=expected, fix=fix))
 
 
 def is_single(value: object) -> bool:

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from exp.data.data_errors import data_error
 from exp.data.dataset_files import data_folder
-from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 
 FILES = {"train": "train", "test": "t10k"}
@@ -44,7 +44,7 @@ class Idx(Tensors):
         folder = data_folder(path, directory=directory)
         images, labels = (read_idx(_file(folder, f"{FILES[part]}-{kind}")) for kind in ("images-idx3", "labels-idx1"))
         if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-            raise data_fault(
+            raise data_error(
                 "dataset.path",
                 got=f"images {list(images.shape)} and labels {list(labels.shape)} in {folder}",
                 expected="images [N, H, W] and as many labels [N]",
@@ -62,16 +62,16 @@ def read_idx(file: Path) -> np.ndarray:
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise data_fault("dataset.path", got=f"{file} ({error})", expected="an IDX file") from error
+        raise data_error("dataset.path", got=f"{file} ({error})", expected="an IDX file") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in DTYPES:
-        raise data_fault("dataset.path", got=f"{file}, which begins with {content[:4]!r}", expected="an IDX file")
+        raise data_error("dataset.path", got=f"{file}, which begins with {content[:4]!r}", expected="an IDX file")
     dtype, axes = np.dtype(DTYPES[content[2]]), content[3]
     start = 4 + 4 * axes
     shape = tuple(int(size) for size in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), dtype=">u4"))
     wanted = start + dtype.itemsize * math.prod(shape)
     if len(content) != wanted:
         got = f"{file} of {len(content)} bytes"
-        raise data_fault("dataset.path", got=got, expected=f"{wanted}, as its beginning says")
+        raise data_error("dataset.path", got=got, expected=f"{wanted}, as its beginning says")
     return np.frombuffer(content[start:], dtype=dtype).reshape(shape)
 
 
@@ -81,4 +81,4 @@ def _file(folder: Path, name: str) -> Path:
     for one in names:
         if (folder / one).is_file():
             return folder / one
-    raise data_fault("dataset.path", got=f"{folder} without {names[0]}", expected="it, with or without .gz")
+    raise data_error("dataset.path", got=f"{folder} without {names[0]}", expected="it, with or without .gz")

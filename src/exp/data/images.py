@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.csv_source import CsvSource
+from exp.data.data_errors import data_error, fitted_entry, refuse_unknown_columns
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Fitted
 from exp.data.pictures import (
     EIGHT_BITS,
@@ -33,7 +33,7 @@ from exp.data.pictures import (
 )
 from exp.data.source import Name, Task, refuse_labels
 from exp.data.splits import PART_NAMES
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -126,7 +126,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         unknown = [name for name in self.classes if name not in known]
         if unknown:
             got = f"the class {unknown[0]}, which training does not know"
-            raise data_fault("", got=got, expected=f"its classes, {', '.join(known)}")
+            raise data_error("", got=got, expected=f"its classes, {', '.join(known)}")
         part = copy.copy(self)
         part.classes = tuple(known)
         if self.classes:
@@ -148,7 +148,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         """Return a column of the CSV file that lists the pictures. Raises: ConfigError at `key` if there is none."""
         if self.listing is None:
             expected = "pictures that a CSV file lists"
-            raise data_fault(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
+            raise data_error(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
         source = CsvSource(self.listing, missing_values=())
         return source.texts(source.column(name, key=key))
 
@@ -169,30 +169,30 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
             except UNREADABLE as error:
                 raise ConfigError([broken(file, error)]) from error
-        faults = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
-        faults += [] if faults else _mode_faults(modes, self.form.mode)
-        raise_faults([*faults, *self._size_faults(sizes)])
+        errors = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
+        errors += [] if errors else _mode_errors(modes, self.form.mode)
+        raise_errors([*errors, *self._size_errors(sizes)])
 
-    def _size_faults(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Fault]:
+    def _size_errors(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[ErrorDetails]:
         if self.form.crop is not None:
             height, width = self.form.crop
             small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
             if small:
                 (held_width, held_height), files = small[0]
-                yield Fault(
+                yield ErrorDetails(
                     key="data.dataset.crop",
                     got=f"{height} x {width}, and {files[0]} has {held_height} x {held_width}",
                     expected="at most what all pictures have",
-                    cure="Make them larger before with data.dataset.resize",
+                    fix="Make them larger before with data.dataset.resize",
                 )
         elif len(sizes) > 1 and not self.any_size:
             (first, some), (second, others), *_ = sizes.items()
-            yield Fault(
+            yield ErrorDetails(
                 key="data.dataset.resize",
                 got=f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
                 f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
                 expected="one size for all",
-                cure="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
+                fix="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
                 "data.dataset.any_size=true, if transforms bring them to one size",
             )
 
@@ -249,14 +249,12 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
     found = {one.name: list(pictures_below(one)) for one in folders}
     if empty := [name for name, files in found.items() if not files]:
         got, expected = f"{folder / empty[0]} without a picture", f"a file that ends in {', '.join(ENDINGS)}"
-        raise data_fault(
-            "dataset.path", got=got, expected=expected, cure="Remove the folder, or put its pictures there"
-        )
+        raise data_error("dataset.path", got=got, expected=expected, fix="Remove the folder, or put its pictures there")
     if len(found) < 2:
         expected = (
             "a folder of pictures for each of two or more classes, or a CSV file with the columns path and target"
         )
-        raise data_fault("dataset.path", got=f"{folder} with {', '.join(found) or 'no folder'}", expected=expected)
+        raise data_error("dataset.path", got=f"{folder} with {', '.join(found) or 'no folder'}", expected=expected)
     files = [file for several in found.values() for file in several]
     targets = [number for number, several in enumerate(found.values()) for _ in several]
     return files, torch.tensor(targets), tuple(found)
@@ -275,8 +273,8 @@ def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
     if others := [one for one in folders if one not in found.values()]:
         known = " and ".join(one.name for one in found.values())
         got = f"{folder} with {others[0].name}, a folder of classes, next to {known}"
-        expected, cure = "one folder for each of train, val and test", f"Rename or move {others[0]}"
-        raise data_fault("dataset.path", got=got, expected=expected, cure=cure)
+        expected, fix = "one folder for each of train, val and test", f"Rename or move {others[0]}"
+        raise data_error("dataset.path", got=got, expected=expected, fix=fix)
     return found
 
 
@@ -299,7 +297,7 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     found = source.read(
         numbers=() if is_class else [wanted],
         words=[column, wanted] if is_class else [column],
-        cures=dict.fromkeys((column, wanted), "Leave the row out"),
+        fixes=dict.fromkeys((column, wanted), "Leave the row out"),
     )
     files = [os.path.join(file.parent, str(text)) for text in found.words[column].texts()]
     for row, one in enumerate(files):
@@ -311,18 +309,18 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     labels = found.words[wanted]
     refuse_labels(source, wanted, labels)
     if len(labels.names) < 2:
-        raise data_fault("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
+        raise data_error("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
     return files, torch.from_numpy(labels.codes), labels.names
 
 
-def _mode_faults(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Iterator[Fault]:
+def _mode_errors(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Iterator[ErrorDetails]:
     if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
         return
     counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
     told = " and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2])
-    yield Fault(
+    yield ErrorDetails(
         key="data.dataset.mode",
         got=f"null, and {told}",
         expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
-        cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
+        fix="Write data.dataset.mode=RGB, or data.dataset.mode=L",
     )

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 
 from torch.utils.data import Dataset
 
-from exp.data.faults import SampleError, data_fault
+from exp.data.data_errors import SampleError, data_error
 from exp.data.fields import Fields
 from exp.data.shard_files import BEGINNING, Mark, Record, ShardFile
 from exp.data.value_names import ValueNames
@@ -59,11 +59,11 @@ class IndexedShards(Dataset[object]):
         try:
             self.indices = [index_of(file) for file in files]
         except SampleError as error:
-            raise ConfigError([error.fault]) from error
+            raise ConfigError([error.error]) from error
         self._edges = list(accumulate((index.length for index in self.indices), initial=0))
         self._kept: OrderedDict[tuple[int, int], list[Record]] = OrderedDict()
         if not len(self):
-            raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
+            raise data_error("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
 
     def __len__(self) -> int:
         return self._edges[-1]
@@ -105,7 +105,7 @@ def index_of(file: ShardFile) -> Index:
     """
     if not file.has_marks:
         got, expected = f"true, and {file.file}", "files that end in .csv, .tsv, .jsonl or .tar"
-        raise data_fault("dataset.index", got=got, expected=expected, cure="Write data.dataset.index=false")
+        raise data_error("dataset.index", got=got, expected=expected, fix="Write data.dataset.index=false")
     state, marks, length = _state(file), [BEGINNING], 0
     for record in file.records():
         length += 1

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from exp.data.data_errors import data_error
 from exp.data.entries import PAIR, TARGET, by_name, named_entries
-from exp.data.faults import data_fault
 from exp.nested import mapped, tensors_in
 from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
@@ -52,7 +52,7 @@ class JointTransform(SampleTransform):
             if name not in named:
                 got = f"{_name(self.transform)}, which takes {name}"
                 expected = f"parameters among the entries of a sample, {among(named, word=name)}"
-                raise data_fault(self.key, got=got, expected=expected, cure=did_you_mean(name, named))
+                raise data_error(self.key, got=got, expected=expected, fix=did_you_mean(name, named))
         found = self.transform(*[named[name] for name in self.names])
         if not isinstance(found, Mapping):
             values = found if isinstance(found, tuple | list) and len(self.names) > 1 else (found,)
@@ -100,11 +100,11 @@ class V2Transform(SampleTransform):
         sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
-            raise data_fault(
+            raise data_error(
                 "tv_tensors",
                 got=f"null, and {' and '.join(alike)} of one size beside {_name(self.transform)}, which would move one",
                 expected="what each of them is: image, mask or the format of boxes",
-                cure=f"Write data.tv_tensors: {{{alike[0]}: image, {alike[1]}: mask}}; what it leaves out stays",
+                fix=f"Write data.tv_tensors: {{{alike[0]}: image, {alike[1]}: mask}}; what it leaves out stays",
             )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exp.data.data_errors import SampleError
 from exp.data.entries import target_in
-from exp.data.faults import SampleError
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 
 # The ignore_index of torch's losses.
 IGNORED = -100
@@ -50,12 +50,12 @@ class Labels:
         wrong = self.first_wrong(target_in(batch))
         if wrong is not None:
             place, label = wrong
-            raise SampleError(self.fault(label, of=named(place)))
+            raise SampleError(self.error(label, of=named(place)))
 
-    def fault(self, label: int, *, of: str) -> Fault:
+    def error(self, label: int, *, of: str) -> ErrorDetails:
         """of: the sample, in words."""
         assert self.classes is not None
-        cure = (
+        fix = (
             f"Its classes are 0 to {self.classes - 1}; correct the label, or name it in ignore_index of the loss "
             "(of a loss of your own that leaves it out, in data.ignored_labels)"
         )
@@ -63,7 +63,7 @@ class Labels:
             got, expected = f"{self.classes}, and {of} has the label {label}", "0 for the first class"
         else:
             got, expected = str(self.classes), f"{label + 1} or more: the data holds the class {label}, in {of}"
-        return Fault(key="data.num_classes", got=got, expected=expected, cure=cure)
+        return ErrorDetails(key="data.num_classes", got=got, expected=expected, fix=fix)
 
 
 def is_whole(targets: Tensor) -> bool:

@@ -7,9 +7,9 @@ from functools import partial
 
 from exp.data.column_source import parquet_source
 from exp.data.csv_source import Dialect
+from exp.data.data_errors import require_extra
 from exp.data.dataset_files import data_file
 from exp.data.delimited import Csv
-from exp.data.faults import require_extra
 from exp.data.source import Source
 
 

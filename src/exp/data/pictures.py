@@ -11,8 +11,8 @@ import torch
 from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from exp.data.faults import SampleError, data_fault
-from exp.errors import Fault
+from exp.data.data_errors import SampleError, data_error
+from exp.errors import ErrorDetails
 
 Mode = Literal["L", "RGB"]
 # Those that a picture may stay in.
@@ -55,10 +55,10 @@ class PictureForm:
             self._paper = ImageColor.getrgb(background)[:3]
         except ValueError as error:
             expected = "a color such as white, black or '#808080'"
-            raise data_fault("dataset.background", got=background, expected=expected) from error
+            raise data_error("dataset.background", got=background, expected=expected) from error
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
-            raise data_fault(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
+            raise data_error(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
 
     def read(
         self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "data.dataset.path"
@@ -107,11 +107,11 @@ class PictureForm:
             raise SampleError(deep(named, mode, key=key))
         if self.mode is None and picture.mode not in KEPT:
             raise SampleError(
-                Fault(
+                ErrorDetails(
                     key="data.dataset.mode",
                     got=f"null, and {named} is of mode {picture.mode}",
                     expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
-                    cure="Write data.dataset.mode=RGB, or data.dataset.mode=L",
+                    fix="Write data.dataset.mode=RGB, or data.dataset.mode=L",
                 )
             )
         wanted = self.mode or picture.mode
@@ -156,20 +156,20 @@ def stored_mode(picture: Image.Image) -> str:
     return picture.mode
 
 
-def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> Fault:
+def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> ErrorDetails:
     """Return the error of a picture that pillow cannot read."""
     reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
-    return Fault(key=key, got=got, expected="whole pictures", cure="Replace the file, or leave it out")
+    return ErrorDetails(key=key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
 
 
-def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> Fault:
+def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> ErrorDetails:
     """Return the error of a picture whose mode holds more than a byte a channel."""
-    return Fault(
+    return ErrorDetails(
         key=key,
         got=f"{named} of pillow's mode {mode}, with more than 8 bits a channel",
         expected="pictures of 8 bits a channel",
-        cure="Convert them, or give their numbers as arrays: data=npy",
+        fix="Convert them, or give their numbers as arrays: data=npy",
     )
 
 
@@ -179,5 +179,5 @@ def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
     Raises: ConfigError if they are not two whole numbers above 0.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
-        raise data_fault(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
+        raise data_error(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
     return size[0], size[1]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from exp.data.data_errors import data_error
 from exp.data.entries import TARGET, named_entries
-from exp.data.faults import data_fault
 from exp.data.in_memory import AnyDataset, Indexed, Selection, Tensors, gathered, sample_name, samples_in
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.errors import UserCodeError
@@ -40,7 +40,7 @@ def given_values(part: AnyDataset, given: Sequence[float] | str, *, key: str, in
         found = _own_share(torch.as_tensor(given, dtype=torch.float64), part)
         if found is None:
             expected = f"{samples_in(part)}, one for each sample, or one for each of data.dataset"
-            raise data_fault(key, got=f"{len(given)} numbers", expected=expected)
+            raise data_error(key, got=f"{len(given)} numbers", expected=expected)
         return found
     stated = stated_values(part, given)
     if stated is not None:
@@ -102,7 +102,7 @@ def entry_of(sample: object, name: str, *, inputs: Sequence[str], key: str) -> o
     named = named_entries(sample, inputs)
     if name not in named:
         got = f"{name}, and samples with {among(named)}"
-        raise data_fault(key, got=got, expected="one of these", cure=did_you_mean(name, named))
+        raise data_error(key, got=got, expected="one of these", fix=did_you_mean(name, named))
     return named[name]
 
 

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from exp.data.faults import data_fault, is_share
+from exp.data.data_errors import data_error, is_share
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.labels import is_whole
 from exp.data.sample_values import given_values, targets_of
@@ -51,7 +51,7 @@ class WeightedSampler(Sampler[int]):
     ) -> None:
         if (weights is None) == (class_weights is None):
             got = "weights and class_weights" if weights is not None else "neither weights nor class_weights"
-            raise data_fault(KEY, got=got, expected="one of the two")
+            raise data_error(KEY, got=got, expected="one of the two")
         if weights is not None:
             self.weights = given_values(data_source, weights, key=f"{KEY}.weights", inputs=inputs).double()
         else:
@@ -62,11 +62,11 @@ class WeightedSampler(Sampler[int]):
         if len(wrong):
             index = int(wrong[0])
             got = f"{float(self.weights[index]):g} for sample {index} of train"
-            raise data_fault(f"{KEY}.weights", got=got, expected="numbers from 0 on")
+            raise data_error(f"{KEY}.weights", got=got, expected="numbers from 0 on")
         drawable = int((self.weights > 0).sum())
         if not drawable or (not replacement and self.num_samples > drawable):
             got = f"{self.num_samples} draws, and {drawable} samples with a weight above 0"
-            raise data_fault(f"{KEY}.num_samples", got=got, expected="samples to draw")
+            raise data_error(f"{KEY}.num_samples", got=got, expected="samples to draw")
 
     def __len__(self) -> int:
         return self.num_samples
@@ -102,11 +102,11 @@ class BalancedSampler(WeightedSampler):
         known = classes[classes >= 0]  # a label below 0 is left out by the loss
         counts = torch.bincount(known, minlength=num_classes or 0)
         if missing := (counts == 0).nonzero().flatten().tolist():
-            raise data_fault(
+            raise data_error(
                 KEY,
                 got=f"balanced by class, and a training part without a sample of the class {missing[0]}",
                 expected=f"a sample of each of the {len(counts)} classes",
-                cure="Choose other parts with data.parts_seed, or correct data.num_classes",
+                fix="Choose other parts with data.parts_seed, or correct data.num_classes",
             )
         weights = {number: 1.0 / count for number, count in enumerate(counts.tolist())}
         super().__init__(
@@ -143,20 +143,20 @@ class SubsetSampler(Sampler[int]):
         count = samples_in(data_source)
         if (indices is None) == (size is None):
             got = "indices and size" if indices is not None else "neither indices nor size"
-            raise data_fault(KEY, got=got, expected="one of the two")
+            raise data_error(KEY, got=got, expected="one of the two")
         if size is not None:
             is_fraction = isinstance(size, float) and size <= 1
             number = 0 if not is_share(size) else round(size * count) if is_fraction else int(size)
             if not 1 <= number <= count:
                 expected = f"a fraction from 0 to 1, or a whole number from 1 to {count}"
-                raise data_fault(f"{KEY}.size", got=f"{size:g} of {count} samples", expected=expected)
+                raise data_error(f"{KEY}.size", got=f"{size:g} of {count} samples", expected=expected)
             self.indices = random_splits({"train": number}, length=count, seed=subset_seed)["train"]
         else:
             self.indices = torch.tensor(list(indices or ()), dtype=torch.int64)
             wrong = [index for index in self.indices.tolist() if not 0 <= index < count]
             if not len(self.indices) or wrong or len(self.indices.unique()) < len(self.indices):
                 got = f"the sample {wrong[0]}" if wrong else "none, or a sample twice"
-                raise data_fault(f"{KEY}.indices", got=got, expected=f"some of 0 to {count - 1}, each once")
+                raise data_error(f"{KEY}.indices", got=got, expected=f"some of 0 to {count - 1}, each once")
         self.shuffle = shuffle
 
     def __len__(self) -> int:
@@ -176,7 +176,7 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
     first = torch.as_tensor(targets[0])
     if first.dim() or not is_whole(first):
         got = f"by class, and targets of shape {list(first.shape)} and {first.dtype}"
-        raise data_fault(KEY, got=got, expected="a class number for each sample")
+        raise data_error(KEY, got=got, expected="a class number for each sample")
     return torch.stack([torch.as_tensor(target) for target in targets]).long()
 
 
@@ -198,5 +198,5 @@ def _weights_by_class(classes: Tensor, weights: Sequence[float] | Mapping[int, f
     held = [number for number in classes.unique().tolist() if number >= 0]
     if absent := [number for number in held if number not in by_class]:
         got = f"weights of {len(by_class)} classes, and the training part holds the class {absent[0]}"
-        raise data_fault(f"{KEY}.class_weights", got=got, expected="a weight for each class")
+        raise data_error(f"{KEY}.class_weights", got=got, expected="a weight for each class")
     return torch.tensor([by_class.get(number, 0.0) for number in classes.tolist()], dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.data.loader import EpochBatches, Epochs
 from exp.data.orders import Listed, Order
 from exp.data.randomness import preserve_generators, reseed_sampler
@@ -68,7 +68,7 @@ class Passes:
         if wrong is not None:
             got = f"{type(self._sampler).__name__}, which gives {wrong[0]} in epoch {epoch}"
             if not self.length:
-                raise data_fault(self._key, got=got, expected=wrong[1])
+                raise data_error(self._key, got=got, expected=wrong[1])
             raise RunError(f"data.{self._key}: {got}; expected {wrong[1]}")
         self._last = (epoch, found)
         return found
@@ -100,7 +100,7 @@ class Passes:
         if isinstance(sampler, DistributedSampler):
             got = f"{type(sampler).__name__}, which shares its samples out over ranks"
             expected = "a sampler of the whole training part, derived from torch.utils.data.Sampler"
-            raise data_fault(self._key, got=got, expected=expected)
+            raise data_error(self._key, got=got, expected=expected)
         return sampler
 
 
@@ -140,8 +140,8 @@ class SampledBatches(EpochBatches):
         for batch in found:
             if not isinstance(batch, list | tuple) or not batch:
                 return f"{batch!r}", "lists of samples: one sample at a time is for data.sampler"
-            if fault := _wrong_index(batch, samples=self._samples):
-                return fault
+            if error := _wrong_index(batch, samples=self._samples):
+                return error
         seen = [index for batch in found for index in batch]
         if self._is_whole and sorted(seen) != list(range(self._samples)):
             got = f"{len(seen)} samples of an evaluation of {self._samples}, {len(set(seen))} of them different"

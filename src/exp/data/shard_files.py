@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from exp.data.csv_source import rows_of
-from exp.data.faults import SampleError, data_fault, require_extra
-from exp.errors import ConfigError, Fault
+from exp.data.data_errors import SampleError, data_error, require_extra
+from exp.errors import ConfigError, ErrorDetails
 
 NPY = ".npy"
 JSON = "json"
@@ -112,12 +112,12 @@ class ShardFile(ABC):
     def damaged(self, number: int, reason: object) -> SampleError:
         """Return the error of a file that cannot be read on. number: of the record at which it ends."""
         got = f"{self.file}, which cannot be read at sample {number}: {_first_line(reason)}"
-        cure = "Replace the file, or leave it out"
-        return SampleError(Fault(key="data.dataset.files", got=got, expected="whole files", cure=cure))
+        fix = "Replace the file, or leave it out"
+        return SampleError(ErrorDetails(key="data.dataset.files", got=got, expected="whole files", fix=fix))
 
     def refused(self, reason: object, expected: str) -> ConfigError:
         """Return the error of a file of another format, seen before a record is read."""
-        return data_fault("dataset.files", got=f"{self.file} ({_first_line(reason)})", expected=expected)
+        return data_error("dataset.files", got=f"{self.file} ({_first_line(reason)})", expected=expected)
 
 
 class CsvShard(ShardFile):
@@ -353,8 +353,10 @@ class TarShard(ShardFile):
             raise self.damaged(record.number, f"{name} breaks off")
         kind = name.rpartition(".")[2]
         if kind not in DECODERS:
-            expected, cure = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
-            raise SampleError(Fault(key="data.dataset.inputs", got=f"{name} of {record}", expected=expected, cure=cure))
+            expected, fix = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
+            raise SampleError(
+                ErrorDetails(key="data.dataset.inputs", got=f"{name} of {record}", expected=expected, fix=fix)
+            )
         try:
             return DECODERS[kind](content)
         except (ValueError, EOFError) as error:

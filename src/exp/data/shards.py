@@ -9,8 +9,8 @@ from typing import Annotated
 from annotated_types import Len
 from torch.utils.data import Dataset, IterableDataset
 
+from exp.data.data_errors import SampleError, data_error
 from exp.data.dataset_files import find_files
-from exp.data.faults import SampleError, data_fault
 from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.indexed_shards import IndexedShards
 from exp.data.pictures import Mode, PictureForm
@@ -98,7 +98,7 @@ class Shards(Dataset[object]):
         )
         given = files if isinstance(files, Mapping) else {None: files}
         if wrong := [name for name in given if name is not None and name not in STAGES]:
-            raise data_fault(f"dataset.files.{wrong[0]}", got="no part", expected="train, val or test")
+            raise data_error(f"dataset.files.{wrong[0]}", got="no part", expected="train, val or test")
         self.files: dict[Stage | None, list[ShardFile]] = {}
         for stage, patterns in given.items():
             if patterns is not None:
@@ -109,7 +109,7 @@ class Shards(Dataset[object]):
         if not opened or len(set(map(type, opened))) > 1:
             one_each = {type(file): file for file in reversed(opened)}
             got = " and ".join(str(file.file) for file in reversed(one_each.values())) or "no file of any part"
-            raise data_fault("dataset.files", got=got, expected="files of one kind")
+            raise data_error("dataset.files", got=got, expected="files of one kind")
         self.fields = settled_fields(fields, opened)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream | IndexedShards]:
@@ -122,13 +122,13 @@ class Shards(Dataset[object]):
         if None not in self.files:
             if dict(sizes) != dict(DEFAULT_SIZES):
                 got = "sizes, beside data.dataset.files with files for each part"
-                raise data_fault("parts", got=got, expected="null")
+                raise data_error("parts", got=got, expected="null")
             return {stage: self._part(self.files[stage]) for stage in STAGES if stage in self.files}
         files = self.files[None]
         for stage, size in sizes.items():
             if isinstance(size, int) and size != 1:
                 expected = "a fraction: whole files are divided, or files for each part, data.dataset.files.val=..."
-                raise data_fault(f"parts.{stage}", got=str(size), expected=expected)
+                raise data_error(f"parts.{stage}", got=str(size), expected=expected)
         order = permutation(seed=seed_for(self.parts_seed, "shards"), epoch=0, length=len(files)).tolist()
         counts = lengths({stage: float(size) for stage, size in sizes.items()}, len(files), unit="files")
         parts: dict[Stage, ShardStream | IndexedShards] = {}
@@ -157,7 +157,7 @@ class ShardStream(IterableDataset[object]):
         known = [length for file in files if (length := _length(file, count=count)) is not None]
         self._length = sum(known) if len(known) == len(files) else None
         if self._length == 0:
-            raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
+            raise data_error("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Record]:
         """Yield the records of one epoch: file after file, in the order of their names or shuffled by (seed, epoch)."""
@@ -201,7 +201,7 @@ def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
     }
     if kind not in kinds:
         expected = f"a file that ends in {', '.join(ENDINGS)}, and is not compressed"
-        raise data_fault("dataset.files", got=str(file), expected=expected)
+        raise data_error("dataset.files", got=str(file), expected=expected)
     return kinds[kind](file)
 
 
@@ -211,7 +211,7 @@ def _length(file: ShardFile, *, count: bool) -> int | None:
     try:
         return sum(1 for _ in file.records())
     except SampleError as error:
-        raise ConfigError([error.fault]) from error
+        raise ConfigError([error.error]) from error
 
 
 def settled_fields(fields: Fields, files: Sequence[ShardFile]) -> Fields:
@@ -225,8 +225,8 @@ def settled_fields(fields: Fields, files: Sequence[ShardFile]) -> Fields:
     try:
         first = next((record for file in files for record in file.records()), None)
         if first is None:
-            raise data_fault("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
+            raise data_error("dataset.files", got=f"{files[0].file} without a record", expected="at least one")
         wanted = fields.wanted(first.file.names_of(first), where=str(first))
         return fields.settled(first.columns(wanted), where=str(first))
     except SampleError as error:
-        raise ConfigError([error.fault]) from error
+        raise ConfigError([error.error]) from error

@@ -16,16 +16,16 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from exp.data.cells import Missing, finite_number, number_in, text_of
-from exp.data.faults import data_fault, name_cure
+from exp.data.data_errors import data_error, name_fix
 from exp.data.tables import Words
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 in a file without names.
 Name: TypeAlias = str | int
 # By the number of a column: the format of its dates as of strptime, None for ISO 8601; or the fix of a missing value.
 Days: TypeAlias = Mapping[int, str | None]
-Cures: TypeAlias = Mapping[int, str]
+Fixes: TypeAlias = Mapping[int, str]
 # For each column with an error, the first row with one and its text.
 Unread: TypeAlias = dict[int, tuple[int, str]]
 NOTHING: Mapping[int, str] = MappingProxyType({})
@@ -101,10 +101,10 @@ class Source(ABC):
         """Return the number of a column. Raises: ConfigError at `key` for an unknown name."""
         if str(name) in self.names:
             return self.names.index(str(name))
-        raise data_fault(key, got=str(name), expected=f"a column of {self.file}", cure=name_cure(str(name), self.names))
+        raise data_error(key, got=str(name), expected=f"a column of {self.file}", fix=name_fix(str(name), self.names))
 
     def read(
-        self, *, numbers: Sequence[int] = (), days: Days = NOTHING, words: Sequence[int] = (), cures: Cures = NOTHING
+        self, *, numbers: Sequence[int] = (), days: Days = NOTHING, words: Sequence[int] = (), fixes: Fixes = NOTHING
     ) -> Columns:
         """Return columns of the file.
 
@@ -112,35 +112,35 @@ class Source(ABC):
             numbers: columns of numbers and of dates.
             days: the dates among `numbers`, which become days since 1970, with their formats.
             words: columns of words and of classes.
-            cures: the columns in which no value may be missing, with the fix of a missing value.
+            fixes: the columns in which no value may be missing, with the fix of a missing value.
 
         Raises:
             ConfigError: for the first error of each column.
         """
         found, unread = self._read(numbers, days, words)
-        faults = list[Fault]()
+        errors = list[ErrorDetails]()
         missing = {column: np.isnan(found.numbers[:, place]) for place, column in enumerate(numbers)}
         missing |= {column: found.words[column].codes < 0 for column in words}
         for column, is_missing in missing.items():
             if column in unread:
-                faults += self._unread(*unread[column], column, days).faults
-            elif column in cures and is_missing.any():
+                errors += self._unread(*unread[column], column, days).errors
+            elif column in fixes and is_missing.any():
                 rows = np.flatnonzero(is_missing)
                 got = f"no value there and in {len(rows) - 1} more rows," if len(rows) > 1 else "no value"
-                cure = f"{cures[column]}. data.dataset.missing_values lists the texts that stand for none"
-                faults += self.bad(int(rows[0]), column, got, "one in every row", cure).faults
-        raise_faults(faults)
+                fix = f"{fixes[column]}. data.dataset.missing_values lists the texts that stand for none"
+                errors += self.bad(int(rows[0]), column, got, "one in every row", fix).errors
+        raise_errors(errors)
         return found
 
     def texts(self, column: int) -> list[str | None]:
         """Return the words of a column; None for a missing one."""
         return self.read(words=[column]).words[column].texts()
 
-    def bad(self, row: int, column: int, got: str, expected: str, cure: str | None = None) -> ConfigError:
+    def bad(self, row: int, column: int, got: str, expected: str, fix: str | None = None) -> ConfigError:
         """Return the error of one value."""
         name = self.names[column]
         got = f"{got} in {self.place(row)}, column {name or NO_NAME}"
-        return data_fault("dataset.path", got=got, expected=expected, cure=cure, subject=name)
+        return data_error("dataset.path", got=got, expected=expected, fix=fix, subject=name)
 
     def _reader(self, column: int, days: Days) -> Callable[[str], float]:
         """Return the function that reads a number, or a day, from a text.
@@ -190,11 +190,11 @@ def refuse_labels(source: Source, column: int, labels: Words) -> None:
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
-        raise data_fault(
+        raise data_error(
             "dataset.task",
             got=f"classification of {len(labels.names)} labels that are numbers with a fraction",
             expected="regression for the column " + source.names[column],
-            cure="data=csv_regression selects it, with its objective and metrics",
+            fix="data=csv_regression selects it, with its objective and metrics",
         )
 
 

@@ -8,8 +8,8 @@ from typing import get_args
 from torch import Tensor
 from torch.utils.data import Subset
 
+from exp.data.data_errors import data_error
 from exp.data.entries import by_name, inputs_in, target_in
-from exp.data.faults import data_fault
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
 from exp.shared_types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_name
@@ -41,11 +41,11 @@ def read_spec(
     found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
     target = target_in(batch)
     if not names and declared.input_shape is not None and "input" not in found:
-        raise data_fault(
+        raise data_error(
             "inputs",
             got=f"null, and samples with the entries {', '.join(found)}",
             expected="a shape and a dtype for each that the network takes, or an entry named input",
-            cure="Leave them to the data with data.input_shape=null",
+            fix="Leave them to the data with data.input_shape=null",
         )
     _refuse_other_inputs(declared.inputs if names else {}, found)
     only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
@@ -60,7 +60,7 @@ def read_spec(
         outputs = target.shape[-1] if target.dim() > 1 else 1
     # Data may have no target, or several by other names: each term and each metric says which is its own.
     if outputs is None and target is not None:
-        raise data_fault(
+        raise data_error(
             "num_classes",
             got="null, and the data set does not say it",
             expected="the number of classes, or data.num_outputs for a regression",
@@ -103,14 +103,14 @@ def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str,
     for name, one in declared.items():
         if name not in found:
             expected = f"an entry of the samples, which have {among(found, word=name)}"
-            raise data_fault(f"inputs.{name}", got=name, expected=expected, cure=did_you_mean(name, found))
+            raise data_error(f"inputs.{name}", got=name, expected=expected, fix=did_you_mean(name, found))
         held = found[name]
         fits = len(one.shape) == len(held.shape) and all(
             size is None or size == other for size, other in zip(one.shape, held.shape, strict=True)
         )
         if not fits:
             expected = f"{list(held.shape)}, which is what the data holds, with null for a length that differs"
-            raise data_fault(f"inputs.{name}.shape", got=str(list(one.shape)), expected=expected)
+            raise data_error(f"inputs.{name}.shape", got=str(list(one.shape)), expected=expected)
         _refuse_unlike(f"inputs.{name}.dtype", one.dtype, held.dtype)
 
 
@@ -118,9 +118,9 @@ def _refuse_unlike(key: str, declared: object, found: object) -> None:
     """Raises: ConfigError where config and data both say it and differ."""
     if declared is not None and found is not None and declared != found:
         shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
-        raise data_fault(
+        raise data_error(
             key,
             got=str(shown),
             expected=f"{held}, which is what the data holds",
-            cure=f"Correct it, or leave it to the data with data.{key}=null",
+            fix=f"Correct it, or leave it to the data with data.{key}=null",
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.data.faults import data_fault
+from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.randomness import seed_for
 from exp.data.sample_values import entry_of, targets_of, values_of
@@ -68,19 +68,19 @@ class SplitRules:
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:
-                expected, cure = f"one of {among(known)}", did_you_mean(name, known)
-                raise data_fault(f"split.{name}", got="no such key", expected=expected, cure=cure)
+                expected, fix = f"one of {among(known)}", did_you_mean(name, known)
+                raise data_error(f"split.{name}", got="no such key", expected=expected, fix=fix)
             kind = KINDS.get(name, str)
             if type(value) is not kind and (value is not None or name in ("stratify", "fold")):
-                raise data_fault(f"split.{name}", got=show(value), expected=f"a value of the type {kind.__name__}")
+                raise data_error(f"split.{name}", got=show(value), expected=f"a value of the type {kind.__name__}")
         rules = cls(**given)
         if rules.folds is not None and rules.folds < 2:
-            raise data_fault("split.folds", got=str(rules.folds), expected="2 or more, or null")
+            raise data_error("split.folds", got=str(rules.folds), expected="2 or more, or null")
         if rules.fold < 0 or rules.fold >= (rules.folds or 1):
             expected = "0 without data.split.folds" if rules.folds is None else f"0 to {rules.folds - 1}"
-            raise data_fault("split.fold", got=str(rules.fold), expected=expected)
+            raise data_error("split.fold", got=str(rules.fold), expected=expected)
         if rules.column is not None and rules != cls(column=rules.column):
-            raise data_fault("split.column", got=f"{rules.column}, and other rules", expected="the column alone")
+            raise data_error("split.column", got=f"{rules.column}, and other rules", expected="the column alone")
         return rules
 
 
@@ -118,7 +118,7 @@ def ruled_splits(
                 is_all = sum(counts.values()) == samples_in(dataset)
                 found["train"] = rest if is_all else samples.cut(rest, counts["train"])[1]
     except ValueError as error:
-        raise data_fault(
+        raise data_error(
             "split", got=str(error), expected="classes and groups with enough samples for each split"
         ) from error
     return {stage: torch.from_numpy(np.sort(found[stage])) for stage in STAGES if stage in found}
@@ -176,7 +176,7 @@ class _Samples:
             few, what = (len(names), "values") if key == "group" else (min(counts), "samples of a class")
             if few < parts:
                 expected = f"{parts} at least, one for each part or fold"
-                raise data_fault(f"split.{key}", got=f"{few} {what} for {getattr(rules, key)}", expected=expected)
+                raise data_error(f"split.{key}", got=f"{few} {what} for {getattr(rules, key)}", expected=expected)
 
 
 def _classes(dataset: AnyDataset) -> Sequence[object]:
@@ -184,7 +184,7 @@ def _classes(dataset: AnyDataset) -> Sequence[object]:
         return list(dataset.class_numbers(key="split.stratify"))
     targets = targets_of(dataset, stage="train", inputs=(), key="split.stratify")
     if any(isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point()) for one in targets[:1]):
-        raise data_fault("split.stratify", got="true, and targets that are numbers", expected="classes, or false")
+        raise data_error("split.stratify", got="true, and targets that are numbers", expected="classes, or false")
     return [int(one) for one in targets]
 
 
@@ -196,12 +196,12 @@ def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
         read = values_of(dataset, lambda sample: entry_of(sample, name, inputs=(), key=key))
         if isinstance(read[0], Tensor) and read[0].numel() != 1:
             got = f"{name}, which has the shape {list(read[0].shape)}"
-            raise data_fault(key, got=got, expected="one value for each sample")
+            raise data_error(key, got=got, expected="one value for each sample")
         found = [str(one.item() if isinstance(one, Tensor) else one) for one in read]
     missing = [index for index, text in enumerate(found) if text is None]
     if missing:
         got = f"{name}, which has no value in {len(missing)} samples, the first of them sample {missing[0]}"
-        raise data_fault(key, got=got, expected="a value for each sample")
+        raise data_error(key, got=got, expected="a value for each sample")
     return [str(text) for text in found]
 
 
@@ -210,6 +210,6 @@ def _by_column(texts: Sequence[str], name: str) -> dict[Stage, Tensor]:
     for index, text in enumerate(texts):
         if text.lower() not in stages:
             got = f"{name}, which is {text!r} in sample {index}"
-            raise data_fault("split.column", got=got, expected=f"one of {', '.join(stages)}")
+            raise data_error("split.column", got=got, expected=f"one of {', '.join(stages)}")
     named = np.array([stages[text.lower()] for text in texts])
     return {stage: torch.from_numpy(np.flatnonzero(named == stage)) for stage in STAGES if (named == stage).any()}

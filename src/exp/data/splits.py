@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from exp.data.faults import data_fault, share_faults
+from exp.data.data_errors import data_error, share_errors
 from exp.data.in_memory import (
     AnyDataset,
     Fittable,
@@ -24,7 +24,7 @@ from exp.data.in_memory import (
     samples_in,
 )
 from exp.data.randomness import seed_for
-from exp.errors import raise_faults
+from exp.errors import raise_errors
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
@@ -54,22 +54,22 @@ def make_splits(
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
-        raise data_fault(
+        raise data_error(
             "dataset", got="null", expected="a data set here, or one each in data.train, data.val, data.test"
         )
     if dataset is None and choose is not None:
         got, expected = "rules, and a data set for each part", "data.dataset, which the rules divide"
-        raise data_fault("split", got=got, expected=expected)
+        raise data_error("split", got=got, expected=expected)
     if dataset is not None:
         # Without sizes, a data set is divided among the stages that have none of their own.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
-                raise data_fault(
+                raise data_error(
                     name,
                     got=f"a data set of its own, and a part of data.dataset in data.parts.{name}",
                     expected="one of the two",
-                    cure=f"Leave it out of the parts with data.parts.{name}=0",
+                    fix=f"Leave it out of the parts with data.parts.{name}=0",
                 )
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}
@@ -86,7 +86,7 @@ def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | Non
     if (told := earlier()) is not None:
         return told
     if "train" not in parts:
-        raise data_fault(
+        raise data_error(
             "train",
             got="no training part",
             expected=f"one: the {asking[0]} part is scaled or encoded with what training has seen",
@@ -110,7 +110,7 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
 
     Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
     """
-    raise_faults(share_faults(sizes))
+    raise_errors(share_errors(sizes))
     # A float above 1 comes from a command line such as parts.val=1e3.
     return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
 
@@ -157,14 +157,14 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
             counts[name], reached = stop - reached, stop
     if sum(counts.values()) > length:
         got = f"{sum(counts.values())} {unit} asked for"
-        raise data_fault("parts", got=got, expected=f"{length} at most, the whole data set")
+        raise data_error("parts", got=got, expected=f"{length} at most, the whole data set")
     for name, count in counts.items():
         if not count:
-            raise data_fault(
+            raise data_error(
                 f"parts.{name}",
                 got=f"{sizes[name]} of {length} {unit}, an empty part",
                 expected=f"at least one of the {unit}",
-                cure=f"Ask for more, or for no such part with data.parts.{name}=0",
+                fix=f"Ask for more, or for no such part with data.parts.{name}=0",
             )
     return counts
 
@@ -180,17 +180,17 @@ def divide(
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
         got, expected = f"rules, and {type(dataset).__name__} with parts of its own", "samples by index, without parts"
-        raise data_fault("split", got=got, expected=expected)
+        raise data_error("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
     if own and list(wanted.values()) != [1.0]:  # else one part is all that there is
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
-        raise data_fault(
+        raise data_error(
             "dataset",
             got=f"{type(dataset).__name__}, a stream of samples",
             expected="a data set with an index, to choose parts from",
-            cure="Give data.train, data.val and data.test a stream each",
+            fix="Give data.train, data.val and data.test a stream each",
         )
     draw = partial(random_splits, length=samples_in(dataset), seed=seed)
     chosen: Mapping[Stage, Tensor] = draw(wanted) if choose is None else choose(dataset, wanted)
@@ -204,7 +204,7 @@ def _own_parts(
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
     for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
-        raise data_fault(f"parts.{stage}", got=f"{known[stage]}, and a data set with this part", expected="null")
+        raise data_error(f"parts.{stage}", got=f"{known[stage]}, and a data set with this part", expected="null")
     whole = samples_in(own["train"])
     taken = lengths(missing, whole)
     chosen = random_splits({"train": whole - sum(taken.values()), **taken}, length=whole, seed=seed)
@@ -231,7 +231,7 @@ def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
         if isinstance(dataset, Selectable):
             return dataset.select(indices)
         name = type(dataset).__name__
-        raise data_fault(
+        raise data_error(
             "dataset",
             got=f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)",
             expected="a data set whose part is of its kind, so that the training part can tell what it knows",

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
-from exp.data.faults import SampleError
+from exp.data.data_errors import SampleError
 from exp.data.in_memory import samples_in
 from exp.data.joint_transforms import Transform, apply_transforms
 from exp.data.loader import Epochs, Loader, batch_count, share

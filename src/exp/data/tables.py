@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.cells import word_key
+from exp.data.data_errors import data_error, fitted_entry
 from exp.data.dataset_files import shipped_columns
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted, Tensors
 from exp.data.value_names import SCALES, ValueNames
 from exp.spelling import among
@@ -123,14 +123,14 @@ class Table(Dataset[object]):
         """Return the class of each row, `[N]`. Raises: ConfigError at `key` without exactly one target of classes."""
         found = [values for name, values in self.each_target() if name in self.classes]
         if len(found) != 1:
-            raise data_fault(
+            raise data_error(
                 key, got=f"true, and a table with {len(found)} targets of classes", expected="one, or false"
             )
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Raise ConfigError at `key`: a table that was not read from a file has inputs and targets alone."""
-        raise data_fault(key, got=name, expected="a column of a file that is no input")
+        raise data_error(key, got=name, expected="a column of a file that is no input")
 
     def fit(self) -> Fitted:
         """Return names of columns, means, deviations, fills, the words and the classes of these rows.
@@ -174,7 +174,7 @@ class Table(Dataset[object]):
         told = fitted_entry(fitted, FITTED, part=self)
         mine, theirs = [*self.columns, *self.words], [*told["numbers"], *told.get("words", ())]
         if mine != theirs:
-            raise data_fault("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
+            raise data_error("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
         widths = [
             self._known_classes(name, target, told) if isinstance(target, Words) else target.shape[1]
             for name, target in self.targets.items()
@@ -299,7 +299,7 @@ class Table(Dataset[object]):
             if word_key(target.names[number]) not in keys:
                 row = int((self._of_rows(target.codes) == number).argmax())
                 got = f"the class {target.names[number]} of {name} in row {row}, which training does not know"
-                raise data_fault("", got=got, expected=f"its classes, {', '.join(theirs)}")
+                raise data_error("", got=got, expected=f"its classes, {', '.join(theirs)}")
         return len(theirs)
 
     def _fills(self, numbers: np.ndarray) -> Tensor:
@@ -308,11 +308,11 @@ class Table(Dataset[object]):
         for name, column in zip(self.columns, numbers.T, strict=True):
             known = column[~np.isnan(column)]
             if not len(known):
-                raise data_fault(
+                raise data_error(
                     "dataset.ignore",
                     got=f"the column {name}, without a single number in the training part",
                     expected="columns with a number to fill the others with",
-                    cure=f"Leave it out with data.dataset.ignore=[{name}]",
+                    fix=f"Leave it out with data.dataset.ignore=[{name}]",
                 )
             if self.impute == "most_frequent":
                 values, counts = np.unique(known, return_counts=True)

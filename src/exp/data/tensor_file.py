@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from exp.data.arrays import NUMERIC, read_archive
+from exp.data.data_errors import data_error, refuse_unknown_columns
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, refuse_unknown_columns
 from exp.data.in_memory import Tensors
 from exp.data.labels import classes_in
 
@@ -47,12 +47,12 @@ class TensorFile(Tensors):
         arrays = read_arrays(file, names=names)
         if len({len(tensor) for tensor in arrays.values()}) > 1:
             got = f"{file} with {' and '.join(f'{len(tensor)} {name}s' for name, tensor in arrays.items())}"
-            raise data_fault("dataset.path", got=got, expected="as many of the one as of the other")
+            raise data_error("dataset.path", got=got, expected="as many of the one as of the other")
         for name, tensor in arrays.items():
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             if bad.any():
                 got = f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite"
-                raise data_fault("dataset.path", got=got, expected="finite numbers")
+                raise data_error("dataset.path", got=got, expected="finite numbers")
         inputs, targets = arrays["input"], arrays.get(TARGET)
         is_scaled = inputs.is_floating_point() or inputs.dtype == torch.uint8
         inputs = _float(inputs) * scale if is_scaled else inputs.long()
@@ -78,7 +78,7 @@ def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
     elif file.suffix in (".pt", ".pth"):
         held = _read_pt(file, tuple(names.values()))
     else:
-        raise data_fault("dataset.path", got=str(file), expected="a file that ends in .npz, .pt or .pth")
+        raise data_error("dataset.path", got=str(file), expected="a file that ends in .npz, .pt or .pth")
     refuse_unknown_columns(file, list(held), {role: [name] for role, name in names.items()})
     return {role: held[name] for role, name in names.items()}
 
@@ -89,10 +89,10 @@ def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         expected = "tensors alone, saved by torch.save"
-        raise data_fault("dataset.path", got=f"{file} ({reason})", expected=expected) from error
+        raise data_error("dataset.path", got=f"{file} ({reason})", expected=expected) from error
     if isinstance(held, tuple | list) and len(held) == len(names):
         held = dict(zip(names, held, strict=True))
     if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):
         expected = "a mapping of names to tensors, or a pair"
-        raise data_fault("dataset.path", got=f"{file} with {type(held).__name__}", expected=expected)
+        raise data_error("dataset.path", got=f"{file} with {type(held).__name__}", expected=expected)
     return dict(held)

@@ -13,9 +13,9 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.data_errors import data_error, fitted_entry
 from exp.data.dataset_files import find_files
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry
 from exp.data.in_memory import Entries, Fitted
 from exp.data.randomness import seed_for
 from exp.data.splits import contiguous
@@ -153,7 +153,7 @@ class TextBlocks(Dataset[Entries]):
         self.tokens, self.block_size, self.vocabulary = tokens, block_size, vocabulary
         self.num_classes = len(vocabulary)
         if len(tokens) <= block_size:
-            raise data_fault(
+            raise data_error(
                 "dataset.block_size",
                 got=f"{block_size}, and a part of {len(tokens)} {vocabulary.unit}",
                 expected=f"{max(1, len(tokens) - 1)} at most: a block and what follows it",
@@ -200,7 +200,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise data_fault(
+        raise data_error(
             "dataset.files", got=f"{path}, which is not UTF-8 at byte {error.start}", expected="text in UTF-8"
         ) from error
 

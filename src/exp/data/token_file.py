@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.arrays import map_file
+from exp.data.data_errors import data_error, require_extra
 from exp.data.dataset_files import data_file
-from exp.data.faults import data_fault, require_extra
 from exp.data.splits import contiguous
 from exp.data.text import Decoder, TextBlocks
 from exp.data.tokens import TokenVocabulary, read_tokenizer
@@ -93,17 +93,17 @@ def mapped_tokens(file: Path, dtype: TokenDtype) -> Tensor:
     """
     key, kind = "dataset.path", file.suffix.lower()
     if kind not in (".npy", ".bin"):
-        raise data_fault(key, got=str(file), expected="a .npy, or a .bin of numbers and nothing else")
+        raise data_error(key, got=str(file), expected="a .npy, or a .bin of numbers and nothing else")
     if kind == ".npy":
         held = map_file(file)
         if held.ndim != 1 or held.dtype.kind not in "iu" or not held.dtype.isnative:
             got = f"{file} of shape {list(held.shape)} and {held.dtype.str}"
-            raise data_fault(key, got=got, expected="whole numbers in a row, [N], in this machine's order")
+            raise data_error(key, got=got, expected="whole numbers in a row, [N], in this machine's order")
     else:
         size, each = file.stat().st_size, np.dtype(dtype).itemsize
         if size % each or not size:
             expected = f"numbers of {each} bytes each, data.dataset.dtype={dtype}"
-            raise data_fault(key, got=f"{file} of {size} bytes", expected=expected)
+            raise data_error(key, got=f"{file} of {size} bytes", expected=expected)
         held = np.memmap(file, dtype=dtype, mode="r")
     with warnings.catch_warnings():
         # Mapped for writing, a file larger than memory would be refused by the system.
@@ -133,9 +133,9 @@ def _vocabulary(size: int | None, tokenizer: str | None, *, directory: str) -> D
         found = TokenVocabulary(json=read_tokenizer(data_file(tokenizer, directory=directory)).to_str())
         if size not in (None, len(found)):
             got = f"{size}, and a tokenizer of {len(found)} tokens"
-            raise data_fault("dataset.vocabulary_size", got=got, expected="null, or as many")
+            raise data_error("dataset.vocabulary_size", got=got, expected="null, or as many")
         return found
     if size is None:
         expected = "how many tokens there are, or a tokenizer that says it"
-        raise data_fault("dataset.vocabulary_size", got="null, without a tokenizer", expected=expected)
+        raise data_error("dataset.vocabulary_size", got="null, without a tokenizer", expected=expected)
     return TokenNumbers(size=size)

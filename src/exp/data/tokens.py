@@ -12,8 +12,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.data_errors import data_error, fitted_entry, require_extra
 from exp.data.dataset_files import data_file, find_files
-from exp.data.faults import data_fault, fitted_entry, require_extra
 from exp.data.in_memory import Fitted
 from exp.data.splits import contiguous
 from exp.data.text import TextBlocks, read_text
@@ -67,7 +67,7 @@ class Tokens(Dataset[object]):
         for name, size in sizes.items():
             if isinstance(size, int):
                 expected = "a fraction: how many blocks there are, the tokenizer decides"
-                raise data_fault(f"parts.{name}", got=str(size), expected=expected)
+                raise data_error(f"parts.{name}", got=str(size), expected=expected)
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous({name: float(size) for name, size in sizes.items()}, len(self.text)).items():
             parts[name].text = self.text[place]
@@ -144,4 +144,4 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # what tokenizers raises has no class of its own
         got = f"{file} ({str(error).splitlines()[0]})"
-        raise data_fault("dataset.tokenizer", got=got, expected="a tokenizer.json of the package tokenizers") from error
+        raise data_error("dataset.tokenizer", got=got, expected="a tokenizer.json of the package tokenizers") from error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from exp.data.faults import data_fault, require_extra
+from exp.data.data_errors import data_error, require_extra
 from exp.data.joint_transforms import JointTransform, is_tv_tensor
 from exp.spelling import did_you_mean, show
 
@@ -61,8 +61,8 @@ def _refuse_other_words(kinds: Mapping[str, Any], key: str) -> None:
         if isinstance(kind, Mapping):
             _refuse_other_words(kind, f"{key}.{name}")
         elif kind not in WORDS:
-            cure = did_you_mean(str(kind), WORDS)
-            raise data_fault(f"{key}.{name}", got=show(kind), expected=f"one of {', '.join(WORDS)}", cure=cure)
+            fix = did_you_mean(str(kind), WORDS)
+            raise data_error(f"{key}.{name}", got=show(kind), expected=f"one of {', '.join(WORDS)}", fix=fix)
 
 
 def _holds_picture(kinds: Mapping[str, Any]) -> bool:
@@ -88,11 +88,11 @@ def _wrapped(value: Any, kind: Any, key: str, size: tuple[int, int] | None) -> o
     if isinstance(kind, Mapping):
         if not isinstance(value, Mapping):
             expected = f"the word for a {type(value).__name__}"
-            raise data_fault(key, got="a mapping", expected=expected, cure=f"One of {', '.join(WORDS)}")
+            raise data_error(key, got="a mapping", expected=expected, fix=f"One of {', '.join(WORDS)}")
         for name in kind:
             if name not in value:
                 expected = f"one of {', '.join(map(str, value))}, which the entry holds"
-                raise data_fault(f"{key}.{name}", got=name, expected=expected, cure=did_you_mean(name, value))
+                raise data_error(f"{key}.{name}", got=name, expected=expected, fix=did_you_mean(name, value))
         return {**value, **{name: _wrapped(value[name], one, f"{key}.{name}", size) for name, one in kind.items()}}
     if is_tv_tensor(value) or isinstance(value, Image):
         return value

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from exp.data.cells import DecimalSign, finite_number
 from exp.data.column_source import ColumnSource, open_source, read_columns
 from exp.data.csv_source import CsvSource, Dialect
+from exp.data.data_errors import SampleError, data_error, fitted_entry, refuse_unknown_columns
 from exp.data.delimited import date_forms
-from exp.data.faults import SampleError, data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.fields import Fields, Inputs, Names, NumberDtype, listed, record_error
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
@@ -45,7 +45,7 @@ class Unlabelled(Dataset[object]):
 
     def fit(self) -> Fitted:
         """Raise ConfigError: a checkpoint has the figures."""
-        raise data_fault("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
+        raise data_error("test", got="rows without answers, and no checkpoint", expected="the checkpoint of a run")
 
 
 class UnlabelledTable(Unlabelled):
@@ -120,12 +120,12 @@ def trained_table(
     refuse_unknown_columns(source.file, source.names, {"path": [*numbers, *words]})
     place = {name: source.names.index(name) for name in (*numbers, *words)}
     forms = {**told.get("dates", {}), **date_forms(dates)}
-    cure = "Training filled none in (data.dataset.impute=null): fill it in, too"
+    fix = "Training filled none in (data.dataset.impute=null): fill it in, too"
     found = source.read(
         numbers=[place[name] for name in numbers],
         days={place[name]: form for name, form in forms.items() if name in place},
         words=[place[name] for name in words],
-        cures=dict.fromkeys(place.values() if impute is None else (), cure),
+        fixes=dict.fromkeys(place.values() if impute is None else (), fix),
     )
     table = Table(
         columns=numbers,
@@ -181,7 +181,7 @@ class UnlabelledSeries(Unlabelled):
         refuse_overflow(rows, source, names, values)
         if len(rows) < self.length:
             got = f"{source.file} with {len(rows)} rows"
-            raise data_fault("dataset.path", got=got, expected=f"a window of {self.length} at least")
+            raise data_error("dataset.path", got=got, expected=f"a window of {self.length} at least")
         windows = rows.unfold(0, self.length, self.stride)
         return Tensors(entries={INPUT: windows.movedim(-1, 1).float().contiguous()})
 
@@ -259,7 +259,7 @@ class UnlabelledRecords(Dataset[object]):
         answers = () if target is None else listed(target)
         try:
             if not self._records:
-                raise data_fault("dataset.path", got=f"{path} without a sample", expected="at least one")
+                raise data_error("dataset.path", got=f"{path} without a sample", expected="at least one")
             first = self._records[0]
             names = [name for name in self.file.names_of(first) if name not in answers]
             if inputs is None:
@@ -267,7 +267,7 @@ class UnlabelledRecords(Dataset[object]):
             columns = first.columns(fields.wanted(names, where=path))
             self.fields = fields.settled(columns, where=str(first))
         except SampleError as error:
-            raise ConfigError([error.fault]) from error
+            raise ConfigError([error.error]) from error
 
     @cached_property
     def _records(self) -> list[Record]:
@@ -316,7 +316,7 @@ class UnlabelledArrays(Tensors):
         elif only and len(columns) == 1:
             columns = {only: next(iter(columns.values()))}
         if missing := [name for name in inputs if name not in columns]:
-            raise data_fault(
+            raise data_error(
                 "dataset.path",
                 got=f"{path} with {', '.join(columns)}, and no {', '.join(missing)}",
                 expected=f"an array [N, ...] for each input of the network: {', '.join(inputs)}",
@@ -344,7 +344,7 @@ def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:
-        raise data_fault("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
+        raise data_error("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
     return found
 
 
@@ -354,7 +354,7 @@ def _rows(source: Source, *, shape: Sequence[int | None]) -> np.ndarray:
     _refuse_first_sample(source.file, source.names)
     if len(source.names) != size:
         expected = f"{size} of numbers, the values of an input {list(shape)} one after the other"
-        raise data_fault("dataset.path", got=f"{source.file} with {len(source.names)} columns", expected=expected)
+        raise data_error("dataset.path", got=f"{source.file} with {len(source.names)} columns", expected=expected)
     return series_of(source, source.names)
 
 
@@ -362,8 +362,8 @@ def _refuse_first_sample(file: Path, names: Sequence[str]) -> None:
     """Raise ConfigError for a .csv file without a header, whose first sample would be the names of the columns."""
     are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
     if are_numbers and list(names) != [str(number) for number in range(len(names))]:
-        cure = "Write the names of the columns above it"
-        raise data_fault("dataset.path", got=f"{file}, whose first line holds numbers", expected="a header", cure=cure)
+        fix = "Write the names of the columns above it"
+        raise data_error("dataset.path", got=f"{file}, whose first line holds numbers", expected="a header", fix=fix)
 
 
 def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool, scale: float) -> Tensor:
@@ -371,9 +371,9 @@ def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool,
         array = np.asarray(values)
     except ValueError as error:
         got = f"{named}, lists of different lengths"
-        raise data_fault("dataset.path", got=got, expected="samples of one shape, [N, ...]") from error
+        raise data_error("dataset.path", got=got, expected="samples of one shape, [N, ...]") from error
     if array.dtype.kind not in "fiub":
-        raise data_fault("dataset.path", got=f"{named}, which is no array of numbers", expected="numbers [N, ...]")
+        raise data_error("dataset.path", got=f"{named}, which is no array of numbers", expected="numbers [N, ...]")
     is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
     dtype = getattr(torch, spec["dtype"]) if is_final else torch.float32 if is_scaled else torch.int64
     if is_final:
@@ -388,7 +388,7 @@ def _tensor(values: Any, spec: Mapping[str, Any], *, named: str, is_final: bool,
         sample, *entry = wrong.nonzero()[0].tolist()
         got = f"{given[(sample, *entry)]:g} in sample {sample}{f', entry {entry}' if entry else ''} of {named}"
         expected = HELD if dtype == torch.float32 else f"a number that {spec['dtype']} holds"
-        raise data_fault("dataset.path", got=got, expected=expected)
+        raise data_error("dataset.path", got=got, expected=expected)
     return tensor
 
 
@@ -401,5 +401,5 @@ def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> 
         size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
     )
     if not fits:
-        raise data_fault("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{list(shape)}]")
+        raise data_error("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{list(shape)}]")
     return array

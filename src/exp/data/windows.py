@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from exp.data.cells import DecimalSign
 from exp.data.column_source import open_source
 from exp.data.csv_source import Dialect
+from exp.data.data_errors import data_error, fitted_entry, refuse_unknown_columns
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
-from exp.data.faults import data_fault, fitted_entry, refuse_unknown_columns
 from exp.data.in_memory import Entries, Fitted
 from exp.data.source import NAMELESS, Days, Name, Source
 from exp.data.splits import contiguous
@@ -82,7 +82,7 @@ class Windows(Dataset[object]):
         named = list(map(str, columns or ()))
         refuse_unknown_columns(file, source.names, {"columns": named, "targets": self.targets, "time": moment})
         if not self.targets:
-            raise data_fault("dataset.targets", got="no column", expected="one to predict, or several")
+            raise data_error("dataset.targets", got="no column", expected="one to predict, or several")
         nameless = [name for name in source.names if name not in self.targets and NAMELESS.fullmatch(name)]
         others = [name for name in source.names if name not in (*moment, *nameless)]
         self.inputs = tuple(others if columns is None else named)
@@ -131,15 +131,15 @@ class Windows(Dataset[object]):
         told = fitted_entry(fitted, FITTED, part=self)
         if list(self.columns) != told["columns"]:
             got, theirs = f"a part with the columns {list(self.columns)}", told["columns"]
-            raise data_fault(
-                "", got=got, expected=f"training's, {theirs}", cure=f'Write "data.dataset.columns={theirs}"'
+            raise data_error(
+                "", got=got, expected=f"training's, {theirs}", fix=f'Write "data.dataset.columns={theirs}"'
             )
         if not len(self):
-            raise data_fault(
+            raise data_error(
                 "dataset.length",
                 got=f"{self.length} with a horizon of {self.horizon}, and a part of {len(self.values)} rows",
                 expected=f"{len(self.values)} at most together",
-                cure="Shorten the window, or make the part larger in data.parts",
+                fix="Shorten the window, or make the part larger in data.parts",
             )
         rows = torch.from_numpy(self.values)
         return self._windows((rows - told["means"]) / told["deviations"] if self.standardise else rows)
@@ -191,19 +191,19 @@ class WindowedRows(Dataset[Entries]):
 def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
     """Return columns of numbers, float64 `[N, C]`. Raises: ConfigError for a value that is missing or no number."""
     places = [source.column(name, key="dataset.path") for name in names]
-    cure = "Fill it in before, as only you know how the series goes there"
-    return source.read(numbers=places, cures=dict.fromkeys(places, cure)).numbers
+    fix = "Fill it in before, as only you know how the series goes there"
+    return source.read(numbers=places, fixes=dict.fromkeys(places, fix)).numbers
 
 
 def _require_order(source: Source, name: str) -> None:
     column = source.column(name, key="dataset.time")
     days: Days = {} if source.has_numbers(column) else {column: None}
-    instants = source.read(numbers=[column], days=days, cures={column: "Fill it in"}).numbers
+    instants = source.read(numbers=[column], days=days, fixes={column: "Fill it in"}).numbers
     wrong = np.flatnonzero(np.diff(instants[:, 0]) <= 0)
     if wrong.size:
-        raise data_fault(
+        raise data_error(
             "dataset.time",
             got=f"{name} of {source.file}, which does not grow from row {wrong[0]} to row {wrong[0] + 1}",
             expected="rows in the order of time, each later than the one before",
-            cure="Sort the file, or leave data.dataset.time out where rows are in order without it",
+            fix="Sort the file, or leave data.dataset.time out where rows are in order without it",
         )

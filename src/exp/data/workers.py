@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from exp.data.collate import Collate
+from exp.data.data_errors import SampleError, data_error
 from exp.data.entries import BatchForm, target_in
-from exp.data.faults import SampleError, data_fault
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import Transform, apply_transforms, plain_tensors
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, UserCodeError, one_line
+from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, UserCodeError, one_line
 from exp.shared_types import Batch, Stage
 from exp.signals import heed
 
@@ -115,13 +115,13 @@ class Assembly:
         return f"one of the samples from {self.named(samples[0].index)} to {self.named(samples[-1].index)}"
 
 
-def _misfit(error: BaseException, place: str) -> Fault:
+def _misfit(error: BaseException, place: str) -> ErrorDetails:
     """Return the error of samples that torch's collate function makes no batch of."""
-    return Fault(
+    return ErrorDetails(
         key="data.collate",
         got=f"samples {place}: {one_line(error)}",
         expected="tensors, arrays, numbers and texts of one size, in tuples, lists or mappings",
-        cure="Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate",
+        fix="Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate",
     )
 
 
@@ -195,7 +195,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
         tell_epoch(self._epochs, epoch, seed=self.seed)
         if len(self) != self._length:
             got = f"{len(self)} samples in epoch {epoch}, and {self._length} before"
-            raise data_fault(self.stage, got=got, expected="as many samples in every epoch")
+            raise data_error(self.stage, got=got, expected="as many samples in every epoch")
 
     def named(self, index: int) -> str:
         """A sample in words."""

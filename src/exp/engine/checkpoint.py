@@ -278,10 +278,10 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of state_dict()") -> None:
+def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of state_dict()") -> None:
     """Check that a checkpoint will be readable, which torch would say only when it is read.
 
-    key: of the value, dotted. cure: what to do about one that will not be.
+    key: of the value, dotted. fix: what to do about one that will not be.
     Raises: RunError naming the entry that is neither a tensor nor a plain value.
     """
     if type(value) in NUMBERS or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
@@ -290,16 +290,16 @@ def require_plain(value: object, *, key: str = "", cure: str = "Keep it out of s
         return
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         for name, item in value.items():
-            require_plain(item, key=f"{key}.{name}" if key else str(name), cure=cure)
+            require_plain(item, key=f"{key}.{name}" if key else str(name), fix=fix)
         return
     if isinstance(value, Sequence | Set) and type(value).__module__ in ("builtins", "torch"):
         for place, item in enumerate(value):
-            require_plain(item, key=f"{key}.{place}", cure=cure)
+            require_plain(item, key=f"{key}.{place}", fix=fix)
         return
     raise RunError(
         f"the checkpoint's {key} is a {type(value).__module__}.{type(value).__qualname__}; expected tensors, numbers, "
         "texts and lists or dicts of them, because nothing else is read back. "
-        f"{cure}"
+        f"{fix}"
     )
 
 
@@ -315,7 +315,7 @@ def is_plain(value: object) -> bool:
 def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
     """Lay the state of a checkpoint's optimizers out as the network is that it will be loaded for.
 
-    What lies in memory in two orders at once is no fault to torch, and wrong: a fused optimizer walks through a weight
+    What lies in memory in two orders at once is no error to torch, and wrong: a fused optimizer walks through a weight
     and its averages in the order of their memory (seen in torch 2.13, AdamW and Adam on CPU).
     """
     if "optimizer_states" in checkpoint:

@@ -412,9 +412,9 @@ def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
     """
     if monitor not in values:
         known = sorted(values)
-        cure = did_you_mean(monitor, known)
+        fix = did_you_mean(monitor, known)
         raise RunError(
-            f"monitor is {monitor}, which nothing gives; expected one of {among(known)}" + (f". {cure}" if cure else "")
+            f"monitor is {monitor}, which nothing gives; expected one of {among(known)}" + (f". {fix}" if fix else "")
         )
     return float(values[monitor])
 

@@ -25,7 +25,7 @@ from exp.engine.checkpoint import State, lay_out_optimizer_states
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, named_values, needing
-from exp.engine.non_finite import CURES, Kinds, kinds_by_design, require_finite
+from exp.engine.non_finite import FIXES, Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
@@ -77,7 +77,7 @@ class TrainingModule(LightningModule):
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
-    cures = CURES
+    fixes = FIXES
     run_network: Runner
     # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
     _trainer: RunTrainer

@@ -25,12 +25,12 @@ from exp.strategies.whole_state import local
 # The kinds of numbers that are not finite, which a buffer holds by design or not at all.
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
-CURES = (
+FIXES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
     "names the layer and keeps the step; or write runtime.non_finite=skip"
 )
 # Of a LightningModule of the user's own, beside which the others are refused.
-OWN_CURES = (
+OWN_FIXES = (
     "Lower the rate of what its configure_optimizers returns, or clip gradients, by trainer.gradient_clip_val or, "
     "where it steps its optimizers by hand, in its training_step; trainer.detect_anomaly=true names the operation "
     "whose backward gave the first such gradient"
@@ -49,12 +49,12 @@ def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
 
 
 def require_finite(
-    state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, cures: str = CURES
+    state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, fixes: str = FIXES
 ) -> None:
     """Check weights, their averages and the optimizers' states, as a checkpoint has them. Every rank must call it.
 
     by_design: of `kinds_by_design`. An entry that was not there then may hold infinities.
-    saved: which checkpoint is good, in words. cures: what to do.
+    saved: which checkpoint is good, in words. fixes: what to do.
     Raises: NonFiniteError, on every rank where one has found something.
     """
     found = broken_entries(state, by_design)
@@ -65,7 +65,7 @@ def require_finite(
     if is_broken:
         what = among(found, count=6) if found else "what other ranks hold"
         raise NonFiniteError(
-            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {cures}"
+            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {fixes}"
         )
 
 
@@ -80,7 +80,7 @@ def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
     return list(dict.fromkeys(name.removeprefix("network.") for name in found))
 
 
-def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, cures: str = CURES) -> None:
+def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: str = FIXES) -> None:
     """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
 
     Raises: NonFiniteError.
@@ -88,7 +88,7 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, cures: 
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"
-    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {cures}")
+    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {fixes}")
 
 
 class UndoneForward(Callback):

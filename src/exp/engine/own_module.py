@@ -29,7 +29,7 @@ from torch import Tensor
 
 from exp.data.randomness import reseed
 from exp.engine.checkpoint import State, is_plain, lay_out_optimizer_states, require_plain
-from exp.engine.non_finite import OWN_CURES, Kinds, kinds_by_design, require_finite
+from exp.engine.non_finite import OWN_FIXES, Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.own_data import OwnBatches
 from exp.engine.progress import Limits, total_epochs, total_steps
@@ -53,7 +53,7 @@ class OwnModule:
     """
 
     phases: Sequence[Phase] = ()
-    cures = OWN_CURES
+    fixes = OWN_FIXES
     run_network = None
     loss_with = None
 
@@ -125,7 +125,7 @@ class OwnModule:
 
     def require_finite(self, state: State) -> None:
         """Check what a checkpoint holds, or a state dict alone. Every rank must call it. Raises: NonFiniteError."""
-        require_finite(state, self._by_design, self.trainer, saved=self.saved, cures=self.cures)
+        require_finite(state, self._by_design, self.trainer, saved=self.saved, fixes=self.fixes)
 
     @property
     def saved(self) -> str:
@@ -182,11 +182,9 @@ class OwnModule:
     def _on_save_checkpoint(self, inner: Callable[..., Any], checkpoint: State) -> None:
         earlier = set(checkpoint)
         inner(checkpoint)
-        cure = (
-            f"Have on_save_checkpoint of {type(self.network).__name__} add its state_dict(), or plain values, instead"
-        )
+        fix = f"Have on_save_checkpoint of {type(self.network).__name__} add its state_dict(), or plain values, instead"
         for key in (key for key in checkpoint if key not in earlier):
-            require_plain(checkpoint[key], key=str(key), cure=cure)
+            require_plain(checkpoint[key], key=str(key), fix=fix)
         for key in HYPERPARAMETERS:
             if key in checkpoint:
                 checkpoint[key] = self._plain(checkpoint[key])

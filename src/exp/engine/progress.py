@@ -117,7 +117,7 @@ def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
         "trainer.val_check_interval",
         got=f"{interval}, more than the {taken} batches of an epoch",
         expected=f"at most {taken}",
-        cure="Add trainer.check_val_every_n_epoch=null to count the batches over all epochs",
+        fix="Add trainer.check_val_every_n_epoch=null to count the batches over all epochs",
     )
 
 

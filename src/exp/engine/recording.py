@@ -206,7 +206,7 @@ class StepRecording(Callback, ABC):
                 last["precision/loss_scale"] = precision.loss_scale
         for step, losses in self._buffer.take(trainer.strategy):
             if not self._skips:
-                refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=module.saved, cures=module.cures)
+                refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=module.saved, fixes=module.fixes)
             self._take(step, losses)
             self._write(step.values, step.index - 1 + self.first_point, step.panels)
             if precision is not None:

@@ -92,9 +92,9 @@ def readable(directory: Path) -> Iterator[None]:
         raise
     except Exception as error:  # of a journal that another program wrote into
         path = os.path.relpath(directory / JOURNAL)
-        cure = "Put a whole one back, or begin a new sweep"
+        fix = "Put a whole one back, or begin a new sweep"
         expected = "the record of the search as Optuna wrote it"
-        raise config_error("sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, cure=cure) from error
+        raise config_error("sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, fix=fix) from error
 
 
 class TrialOfJob:

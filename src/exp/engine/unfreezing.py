@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from exp.engine.module import TrainingModule
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.models.freezing import Freezing, held_norms
 from exp.spelling import among
 
@@ -64,14 +64,16 @@ class Unfreezing(Callback):
             log.info("epoch %d: %s learn from now on", trainer.current_epoch, among(sorted(learning - before)))
 
 
-def unfreezing_faults(network: nn.Module, freezing: Freezing) -> list[Fault]:
+def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetails]:
     """A first epoch in which nothing learns. network: as the check has it."""
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
     got = f"everything that learns at all, until epoch {first}"
-    cure = "A head that learns from the start is left out of the patterns"
-    return [Fault(key="freeze.parameters", got=got, expected="something that learns in the first epoch", cure=cure)]
+    fix = "A head that learns from the start is left out of the patterns"
+    return [
+        ErrorDetails(key="freeze.parameters", got=got, expected="something that learns in the first epoch", fix=fix)
+    ]
 
 
 def _tell_ranks(trainer: Trainer, module: nn.Module) -> None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from types import FunctionType
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import nearest
 
 NEEDS = {
@@ -27,26 +27,26 @@ NEEDS = {
 }
 
 
-def class_faults(kind: type, base: type, *, key: str) -> Iterator[Fault]:
+def class_errors(kind: type, base: type, *, key: str) -> Iterator[ErrorDetails]:
     """Yield the errors of a subclass of `base` whose methods look mistyped, have other parameters, or are missing.
 
     key: The hook's key in the config. Methods of `base` that are called around a run do not count.
     """
     known = _methods(base)
     own = {name: one for each in reversed(kind.__mro__) if _derives(each, base) for name, one in _methods(each).items()}
-    faults = []
+    errors = []
     for name, method in own.items():
         if name in known:
             problem = _misfit(name, method, known[name])
-            faults += [problem] if problem else []
+            errors += [problem] if problem else []
         elif near := nearest(name, known, likeness=0.85):
-            faults.append((f"a method {name}, which nothing calls", f"{near[0]}, or another name"))
-    acting = known.keys() - {"faults", "fault", "due", "overrides", "attach", "engaged", "disengage", "detach"}
-    if not faults and not own.keys() & acting:
+            errors.append((f"a method {name}, which nothing calls", f"{near[0]}, or another name"))
+    acting = known.keys() - {"errors", "error", "due", "overrides", "attach", "engaged", "disengage", "detach"}
+    if not errors and not own.keys() & acting:
         methods = ", ".join(sorted(acting))
-        faults.append(("a class that overrides no method of Hook", f"one or more of {methods}"))
-    for got, expected in faults:
-        yield Fault(key=key, got=f"{kind.__name__} with {got}", expected=expected)
+        errors.append(("a class that overrides no method of Hook", f"one or more of {methods}"))
+    for got, expected in errors:
+        yield ErrorDetails(key=key, got=f"{kind.__name__} with {got}", expected=expected)
 
 
 def _methods(kind: type) -> dict[str, FunctionType]:

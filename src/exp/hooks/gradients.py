@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Period, Values, has_come
 from exp.hooks.norms import norms, with_total
@@ -90,14 +90,14 @@ class Gradients(Hook):
     def _period(self, setting: str, period: Period | None) -> int | None:
         return None if period is None else self.steps_of(setting, period)
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Report a parameter called total, and figures that stage 3 of DeepSpeed hides from hooks."""
-        yield from super().faults(planned)
+        yield from super().errors(planned)
         if "total" in dict(planned.network.named_parameters()):
-            yield self.fault(
+            yield self.error(
                 got=f"a parameter called total, and {NORM}total is of all together",
                 expected="a tag with one meaning",
-                cure=f"rename the parameter, or {self.leave_out}",
+                fix=f"rename the parameter, or {self.leave_out}",
             )
         if not {"owns_step", "shards_parameters"} <= planned.traits:
             return
@@ -105,8 +105,8 @@ class Gradients(Hook):
         for setting in hidden:
             if (value := getattr(self, setting)) is not None:
                 expected = "null: stage 3 of DeepSpeed shows the norms before clipping alone"
-                cure = f"Write hooks.{self.name}.{setting}=null"
-                yield self.fault(setting, got=value, expected=expected, cure=cure)
+                fix = f"Write hooks.{self.name}.{setting}=null"
+                yield self.error(setting, got=value, expected=expected, fix=fix)
 
     def setup(self, network: nn.Module) -> None:
         chosen = {

@@ -25,8 +25,8 @@ from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from exp.errors import ConfigError, Fault, RunError
-from exp.hooks.declarations import class_faults
+from exp.errors import ConfigError, ErrorDetails, RunError
+from exp.hooks.declarations import class_errors
 from exp.models.matching import matching
 from exp.nested import tensors_in
 from exp.shared_types import Stage
@@ -124,27 +124,27 @@ class Hook:
 
     # --- before the run ---
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Yield the errors of this hook in a run, other than needs that the run does not meet."""
         kind = type(self)
-        yield from class_faults(kind, Hook, key=f"hooks.{self.name}")
+        yield from class_errors(kind, Hook, key=f"hooks.{self.name}")
         for setting, least in self.least.items():
             value = getattr(self, setting)
             if value is not None and value < least:
-                yield self.fault(setting, got=value, expected=f"{least} or more")
+                yield self.error(setting, got=value, expected=f"{least} or more")
         if not self.modules:
-            yield self.fault("modules", got="[]", expected="one pattern or more; ['*'] is every module")
+            yield self.error("modules", got="[]", expected="one pattern or more; ['*'] is every module")
         try:
             matching(planned.network, self.modules, key=f"hooks.{self.name}.modules")
         except ConfigError as error:
-            yield from error.faults
+            yield from error.errors
 
-    def fault(
-        self, setting: str = "", *, got: object, expected: str, cure: str | None = None, key: str | None = None
-    ) -> Fault:
+    def error(
+        self, setting: str = "", *, got: object, expected: str, fix: str | None = None, key: str | None = None
+    ) -> ErrorDetails:
         """Return an error of this hook, or of one of its settings. key: the key of another node to blame."""
         own = f"hooks.{self.name}.{setting}" if setting else f"hooks.{self.name}"
-        return Fault(key=key or own, got=str(got), expected=expected, cure=cure and cure[0].upper() + cure[1:])
+        return ErrorDetails(key=key or own, got=str(got), expected=expected, fix=fix and fix[0].upper() + fix[1:])
 
     @property
     def leave_out(self) -> str:

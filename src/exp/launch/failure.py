@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exp.errors import ConfigError, ExpError, Fault, Interrupted, RankError, UserCodeError
+from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RankError, UserCodeError
 from exp.files import write_whole
 from exp.redaction import redacted
 
@@ -38,7 +38,7 @@ class Failure:
     """The reason why one rank ended otherwise than well.
 
     time: seconds since the epoch, of this machine's clock.
-    kind: config (a fault in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
+    kind: config (an error in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
         failed because of another rank), death (a signal, or an exit without a word), hang (a step took longer than
         runtime.step_timeout), interrupted.
     detail: a traceback, a stack or the end of a log; empty for known errors.
@@ -50,7 +50,7 @@ class Failure:
     reason: str
     detail: str = ""
     exit_status: int = 1
-    faults: Sequence[dict[str, Any]] = ()
+    errors: Sequence[dict[str, Any]] = ()
     signum: int | None = None
     checkpoint: str | None = None
 
@@ -58,8 +58,8 @@ class Failure:
         """Return the exception that the parent raises for it."""
         if self.kind == "interrupted" and self.signum is not None:
             return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
-        if self.kind == "config" and self.faults:
-            return ConfigError([Fault(**fault) for fault in self.faults])
+        if self.kind == "config" and self.errors:
+            return ConfigError([ErrorDetails(**error) for error in self.errors])
         error = RankError(rank=self.rank, reason=self.reason, detail=self.detail)
         error.exit_status = self.exit_status
         return error
@@ -86,10 +86,10 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         reason, detail = redacted(f"failed with {error.cause}"), redacted(f"{error.what}\n{error.frames}".rstrip())
         return Failure(rank=rank, time=now, kind=kind, reason=reason, detail=detail)
     if isinstance(error, ExpError):
-        faults = [dataclasses.asdict(fault) for fault in error.faults] if isinstance(error, ConfigError) else []
-        kind = "config" if faults else "known"
+        errors = [dataclasses.asdict(error) for error in error.errors] if isinstance(error, ConfigError) else []
+        kind = "config" if errors else "known"
         reason = f"failed: {error}"
-        return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, faults=faults)
+        return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, errors=errors)
     text = redacted("".join(traceback.format_exception(error)).rstrip())
     said = redacted(traceback.format_exception_only(error)[-1].strip())
     return Failure(

@@ -24,7 +24,7 @@ from exp.launch.supervision import Grace, collected_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-# A fault that a second start would meet again.
+# An error that a second start would meet again.
 FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def launch(
     allow: the packages of `security.allow`, which a rank does not believe by its frozen config alone.
     grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
     resume: a checkpoint to go on from, instead of the config's.
-    Raises: RankError with the first failing rank's own words; ConfigError where a rank found a fault in the config;
+    Raises: RankError with the first failing rank's own words; ConfigError where a rank found an error in the config;
         Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, to this process or to a rank; RunError for several nodes,
         and where the run directory cannot be written.
     """

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 def live(body: Callable[[Rank], None]) -> NoReturn:
     """Run `body` as this process's rank, and end the process.
 
-    Exit status: 0 done, 1 failed, 2 a fault in the config, 129, 130 and 143 interrupted with the state saved. The
+    Exit status: 0 done, 1 failed, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
     process is left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with
     DTensor).
     """

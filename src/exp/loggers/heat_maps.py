@@ -58,7 +58,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
     kept: list[tuple[int, list[str]]] = []
     names: list[str] = []
     count, every = 0, 1
-    for row in StepTable(directory / TABLE, cure="").read():
+    for row in StepTable(directory / TABLE, fix="").read():
         names = names or [name for name in row if name.startswith(beginning)]
         column = int(row[STEP]), [row[name] for name in names]
         if not any(column[1]):
@@ -118,7 +118,7 @@ class HeatMaps:
         self._directory, self._is_drawn = directory, is_drawn
         self._tags: dict[str, _Tag] = {}
         fix = "leave out the hooks that give numbers of each layer"
-        self._table = None if directory is None else StepTable(directory / TABLE, cure=fix)
+        self._table = None if directory is None else StepTable(directory / TABLE, fix=fix)
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:

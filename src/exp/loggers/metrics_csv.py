@@ -30,7 +30,7 @@ class CsvLogger(RunLogger):
         super().__init__()
         self.path = Path(directory) / "metrics.csv"
         self.flush_seconds = flush_seconds
-        self._table = StepTable(self.path, cure="take out csv from the loggers")
+        self._table = StepTable(self.path, fix="take out csv from the loggers")
         self._last_write = time.time()
         self._left_out = LeftOut(name="csv", kinds=())
 

@@ -21,14 +21,14 @@ class StepTable:
     What a step did not measure is empty. A tag that comes for the first time adds a column, for which the file is
     written anew beside itself and put in its place.
 
-    path: of the file, made by the first write. cure: what to do where it cannot be written, behind "or".
+    path: of the file, made by the first write. fix: what to do where it cannot be written, behind "or".
 
     Raises RunError, from whichever call writes: the file cannot be written. What comes after that is dropped.
     """
 
-    def __init__(self, path: Path, *, cure: str) -> None:
+    def __init__(self, path: Path, *, fix: str) -> None:
         self.path = path
-        self._cure = cure
+        self._fix = fix
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
         # The last row of the file.
@@ -66,7 +66,7 @@ class StepTable:
             work()
         except OSError as error:
             self._failed = True
-            raise RunError(f"the table cannot be written to {unwritable(self.path, error)}, or {self._cure}") from error
+            raise RunError(f"the table cannot be written to {unwritable(self.path, error)}, or {self._fix}") from error
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         if not self._columns and self.path.is_file():

@@ -97,8 +97,8 @@ def _code(program: Program, body: list[ast.stmt]) -> CodeType:
     function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
     try:
         module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
-    except SyntaxError as fault:  # Python bounds the depth of nested loops
-        raise program.source.error(fault.lineno or 1, (fault.offset or 1) - 1, fault.msg, "Python syntax") from None
+    except SyntaxError as error:  # Python bounds the depth of nested loops
+        raise program.source.error(error.lineno or 1, (error.offset or 1) - 1, error.msg, "Python syntax") from None
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
 

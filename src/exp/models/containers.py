@@ -45,7 +45,7 @@ class ProgramModel(nn.Module):
     initialisation: pattern to scheme, see models/initialisation.py; applied once all shapes are known.
     freeze: patterns of what does not learn, see models/freezing.py.
 
-    Raises ProgramError for a fault in the program, ConfigError for one in the layers.
+    Raises ProgramError for an error in the program, ConfigError for one in the layers.
     """
 
     layers_as: ClassVar[Literal["list", "dict"]] = "list"
@@ -158,19 +158,19 @@ class ProgramModel(nn.Module):
         name = type(self).__name__
         if type(self) in _FOLDING.values() and folds and container in _FOLDING:
             return _FOLDING[container]
-        got, cure = f"{container} for a model with a forward program, which wires its layers itself", None
+        got, fix = f"{container} for a model with a forward program, which wires its layers itself", None
         if type(self) not in _FOLDING.values():
             got = f"{container} for a {name}, whose parameters cannot be called in turn"
         elif container not in _FOLDING:
-            got, cure = repr(container), f"Take one of {', '.join(_FOLDING)}"
+            got, fix = repr(container), f"Take one of {', '.join(_FOLDING)}"
         expected = "a model whose layers are called one after the other, such as model=sequential or model=mlp"
-        raise config_error("container", got=got, expected=expected, cure=cure or "Leave it out")
+        raise config_error("container", got=got, expected=expected, fix=fix or "Leave it out")
 
     def _fold(self) -> str:
         if type(self) not in _FOLDING.values():
             expected = "a program that says how the layers are wired"
-            cure = "For example:  forward: |  and below it, indented,  return head(encoder(x))"
-            raise config_error("forward", got="no forward program", expected=expected, cure=cure)
+            fix = "For example:  forward: |  and below it, indented,  return head(encoder(x))"
+            raise config_error("forward", got="no forward program", expected=expected, fix=fix)
         steps = []
         for name in self._layer_names:
             held = getattr(self, name)
@@ -287,8 +287,8 @@ def _callable(name: str, value: object) -> Callable[..., object]:
         return applied
     if not callable(value) or isinstance(value, nn.Module) or inspect.isclass(value):
         expected = "a function, or a torch.autograd.Function"
-        cure = "A layer belongs below `layers`" if isinstance(value, nn.Module) else None
-        raise config_error(f"functions.{name}", got=f"a {type(value).__name__}", expected=expected, cure=cure)
+        fix = "A layer belongs below `layers`" if isinstance(value, nn.Module) else None
+        raise config_error(f"functions.{name}", got=f"a {type(value).__name__}", expected=expected, fix=fix)
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.models.matching import ANY_BATCH_NORM, parameters_meant
 
 Statistics = Literal["train", "eval"]
@@ -97,23 +97,23 @@ def find_frozen(
     """
     names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     statistics = {path: f"{path}.running_mean" for path, one in network.named_modules() if _has_statistics(one)}
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     until: dict[str, float] = {}
     known = (*names, *statistics.values())
     for index, pattern in enumerate(parameters):
-        until |= dict.fromkeys(_meant(network, pattern, known, key=f"{key}.{index}", faults=faults), NEVER)
+        until |= dict.fromkeys(_meant(network, pattern, known, key=f"{key}.{index}", errors=errors), NEVER)
     for epoch, patterns in sorted((unfreeze or {}).items(), reverse=True):
         place = f"{UNFREEZE}.{epoch}"
         for pattern in patterns:
-            found = _meant(network, pattern, known, key=place, faults=faults)
+            found = _meant(network, pattern, known, key=place, errors=errors)
             if found and not until.keys() & found:
                 got, expected = (
                     f"{pattern!r}, of which nothing is frozen",
                     "a pattern of what freeze.parameters freezes",
                 )
-                faults.append(Fault(key=place, got=got, expected=expected))
+                errors.append(ErrorDetails(key=place, got=got, expected=expected))
             until |= {name: epoch for name in found if name in until}
-    raise_faults(faults)
+    raise_errors(errors)
     until = {name: epoch for name, epoch in until.items() if epoch > 0}
     norms = {
         path: max(until[name] for name in _of_norm(network, path, mean) if name in until)
@@ -123,11 +123,13 @@ def find_frozen(
     return Freezing(until={name: epoch for name, epoch in until.items() if name in names}, norms=norms)
 
 
-def _meant(network: nn.Module, pattern: str, known: Iterable[str], *, key: str, faults: list[Fault]) -> frozenset[str]:
+def _meant(
+    network: nn.Module, pattern: str, known: Iterable[str], *, key: str, errors: list[ErrorDetails]
+) -> frozenset[str]:
     try:
         return frozenset(parameters_meant(network, pattern, known=known, key=key))
     except ConfigError as error:
-        faults += error.faults
+        errors += error.errors
         return frozenset()
 
 

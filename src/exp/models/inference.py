@@ -149,4 +149,4 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
                 module.apply_options()
             except ConfigError as error:
                 key = config_key(network, path)
-                raise ConfigError([replace(fault, key=f"{key}.{fault.key}") for fault in error.faults]) from None
+                raise ConfigError([replace(error, key=f"{key}.{error.key}") for error in error.errors]) from None

@@ -77,6 +77,6 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
     try:
         with torch.no_grad():
             function(parameter, **options)
-    except (TypeError, ValueError) as fault:
-        got = f"{name} of a parameter of shape {list(parameter.shape)}: {fault}"
+    except (TypeError, ValueError) as error:
+        got = f"{name} of a parameter of shape {list(parameter.shape)}: {error}"
         raise config_error(key, got=got, expected="a scheme that fits the shape") from None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from exp.errors import ConfigError, Fault, RunError, raise_faults
+from exp.errors import ConfigError, ErrorDetails, RunError, raise_errors
 from exp.models.freezing import Statistics, find_frozen
 from exp.models.matching import parameters_meant
 from exp.spelling import among
@@ -73,11 +73,11 @@ def adapt(
 
     Raises: ConfigError for a pattern that means nothing, or no weight that this can be done to.
     """
-    faults: list[Fault] = []
-    found = [_weights(network, one, key=f"lora.layers.{index}", faults=faults)
+    errors: list[ErrorDetails] = []
+    found = [_weights(network, one, key=f"lora.layers.{index}", errors=errors)
              for index, one in enumerate(layers)]  # fmt: skip
-    whole = [_meant(network, one, key=f"lora.trained.{index}", faults=faults) for index, one in enumerate(trained)]
-    raise_faults(faults)
+    whole = [_meant(network, one, key=f"lora.trained.{index}", errors=errors) for index, one in enumerate(trained)]
+    raise_errors(errors)
     targets = [name for name in dict.fromkeys(itertools.chain(*found)) if name not in set(itertools.chain(*whole))]
     unfreeze = {0: trained} if trained else {}
     find_frozen(network, parameters=["*"], batch_norm=batch_norm, unfreeze=unfreeze).apply(network)
@@ -143,22 +143,22 @@ def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _meant(network: nn.Module, pattern: str, *, key: str, faults: list[Fault]) -> list[str]:
+def _meant(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
     try:
         return parameters_meant(network, pattern, key=key)
     except ConfigError as error:
-        faults += error.faults
+        errors += error.errors
         return []
 
 
-def _weights(network: nn.Module, pattern: str, *, key: str, faults: list[Fault]) -> list[str]:
+def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
     """The weights that a pattern means."""
-    meant = _meant(network, pattern, key=key, faults=faults)
+    meant = _meant(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
         got = f"{pattern!r}, which means {among(meant, count=4)}"
         expected = "layers with a weight of two axes or more, such as Linear, Conv2d and Embedding; no recurrent ones"
-        faults.append(Fault(key=key, got=got, expected=expected))
+        errors.append(ErrorDetails(key=key, got=got, expected=expected))
     return found
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.spelling import among, did_you_mean
 
 # Which layers normalise: torch keeps the bases of its own private, so they are named one by one.
@@ -43,7 +43,7 @@ def matching(
     Raises ConfigError: every pattern that means no module, with the names and types that are there.
     """
     modules = dict(network.named_modules()) if modules is None else modules
-    raise_faults(
+    raise_errors(
         unmatched(pattern, network, key=key, got=f"{pattern!r}{got}")
         for pattern in patterns
         if not any(matches(name, module, pattern) for name, module in modules.items())
@@ -53,17 +53,17 @@ def matching(
     }
 
 
-def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> Fault:
-    """The fault of a pattern that means no module."""
+def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
+    """The error of a pattern that means no module."""
     modules = dict(network.named_modules())
     names = [name for name in modules if name]
     types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
-    return Fault(
+    return ErrorDetails(
         key=key,
         got=got,
         expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
         f"types {among(types, word=pattern)}",
-        cure=did_you_mean(pattern, [*names, *types]),
+        fix=did_you_mean(pattern, [*names, *types]),
     )
 
 
@@ -100,15 +100,15 @@ def parameters_meant(network: nn.Module, pattern: str, *, key: str, known: Itera
 
 def _without_parameters(
     pattern: str, network: nn.Module, names: Sequence[str], *, has_modules: bool, key: str
-) -> Fault:
+) -> ErrorDetails:
     types = list(dict.fromkeys(type(module).__name__ for module in network.modules()))
     paths = [path for path, _ in network.named_modules() if path]
-    return Fault(
+    return ErrorDetails(
         key=key,
         got=f"{pattern!r} means layers without parameters" if has_modules else f"no parameter matches {pattern!r}",
         expected=f"a pattern of parameters, such as {among(names, word=pattern, count=6)}; of layers; or the name of a "
         f"type, such as {among(types, word=pattern, count=6)}",
-        cure=None if has_modules else did_you_mean(pattern, [*names, *paths, *types]),
+        fix=None if has_modules else did_you_mean(pattern, [*names, *paths, *types]),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from exp.errors import Fault, config_error, raise_faults
+from exp.errors import ErrorDetails, config_error, raise_errors
 from exp.models.containers import ProgramModel
 from exp.models.graphs import TENSOR, DependsOnMode, graph_of, values_of
 from exp.nested import tensors_in
@@ -87,15 +87,15 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
     layers: name patterns of each part; None balances them by bytes.
     inputs: stand-ins for the network's inputs, to see which of its values are tensors.
 
-    Raises: ConfigError with the faults of the layers, or the reason why this network cannot be cut.
+    Raises: ConfigError with the errors of the layers, or the reason why this network cannot be cut.
     """
     try:
         graph = network.graph_module().graph if isinstance(network, ProgramModel) else graph_of(network)
     except DependsOnMode as error:
         got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
         expected = "a network whose forward does not ask self.training; its layers may"
-        cure = "Use torch.nn.Dropout as a layer, not the function, or a forward program that does not ask `training`"
-        raise config_error(MODULE_KEY, got=got, expected=expected, cure=cure) from error
+        fix = "Use torch.nn.Dropout as a layer, not the function, or a forward program that does not ask `training`"
+        raise config_error(MODULE_KEY, got=got, expected=expected, fix=fix) from error
     except ValueError as error:
         got = f"{type(network).__name__}, which torch.fx cannot trace ({error})"
         expected = "a network whose layers run in one straight line: model=sequential and the like, or an nn.Sequential"
@@ -270,24 +270,24 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
 
     layers: name patterns of each part; a pattern takes what is below the name, too. None balances by bytes.
 
-    Raises: ConfigError with every fault, at the key `strategy.layers`.
+    Raises: ConfigError with every error, at the key `strategy.layers`.
     """
     units = units_of(network, graph)
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     if layers is None:
-        found = _balanced(units, count, faults)
+        found = _balanced(units, count, errors)
     else:
-        found = _named(units, layers, faults)
+        found = _named(units, layers, errors)
         if len(layers) != count:
             got = f"{len(layers)} part{'s' if len(layers) != 1 else ''}"
-            faults.append(Fault(key=KEY, got=got, expected=f"{count}, a list of layers for each"))
-        faults += [] if faults else _order_faults(units, found)
-        faults += [] if faults else _tied_faults(units, found)
-    raise_faults(faults)
+            errors.append(ErrorDetails(key=KEY, got=got, expected=f"{count}, a list of layers for each"))
+        errors += [] if errors else _order_errors(units, found)
+        errors += [] if errors else _tied_errors(units, found)
+    raise_errors(errors)
     return found
 
 
-def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict[str, int]:
+def _named(units: Sequence[Unit], layers: Patterns, errors: list[ErrorDetails]) -> dict[str, int]:
     there = among([unit.name for unit in units], count=20)
     found: dict[str, int] = {}
     for part, patterns in enumerate(layers):
@@ -295,15 +295,15 @@ def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict
             matches = [unit.name for unit in units if _matches(unit.name, pattern)]
             if not matches:
                 expected = f"a pattern of layers; there are {there}"
-                faults.append(Fault(key=f"{KEY}.{part}", got=repr(pattern), expected=expected))
+                errors.append(ErrorDetails(key=f"{KEY}.{part}", got=repr(pattern), expected=expected))
             for name in matches:
                 if found.setdefault(name, part) != part:
                     got = f"{name} in part {found[name]} and in part {part}"
-                    faults.append(Fault(key=f"{KEY}.{part}", got=got, expected="each layer in one part"))
+                    errors.append(ErrorDetails(key=f"{KEY}.{part}", got=got, expected="each layer in one part"))
     missing = [unit.name for unit in units if unit.tensors and unit.name not in found]
     if missing:
         got = f"no part for {among(missing, count=20)}"
-        faults.append(Fault(key=KEY, got=got, expected="every layer with parameters in one of the parts"))
+        errors.append(ErrorDetails(key=KEY, got=got, expected="every layer with parameters in one of the parts"))
     part = 0
     for unit in units:
         # What has no parameters and no name goes with the layer before it.
@@ -311,35 +311,37 @@ def _named(units: Sequence[Unit], layers: Patterns, faults: list[Fault]) -> dict
     return found
 
 
-def _order_faults(units: Sequence[Unit], found: Mapping[str, int]) -> list[Fault]:
-    faults = []
+def _order_errors(units: Sequence[Unit], found: Mapping[str, int]) -> list[ErrorDetails]:
+    errors = []
     for before, unit in itertools.pairwise(units):
         if found[before.name] > found[unit.name]:
             got = f"{unit.name} in part {found[unit.name]}, behind {before.name} in part {found[before.name]}"
             order = among([one.name for one in units], count=20)
-            faults.append(Fault(key=KEY, got=got, expected=f"parts in the order in which the layers run: {order}"))
+            errors.append(
+                ErrorDetails(key=KEY, got=got, expected=f"parts in the order in which the layers run: {order}")
+            )
     for unit in units:
         later = [other.name for other in units if found[other.name] > found[unit.name] and other.first < unit.last]
         if later:
             got = f"{unit.name} runs in part {found[unit.name]}, and again behind {later[0]}"
             expected = f"a layer that runs several times in one part with what runs between, {among(later, count=20)}"
-            faults.append(Fault(key=KEY, got=got, expected=expected))
-    return faults
+            errors.append(ErrorDetails(key=KEY, got=got, expected=expected))
+    return errors
 
 
-def _tied_faults(units: Sequence[Unit], found: Mapping[str, int]) -> list[Fault]:
+def _tied_errors(units: Sequence[Unit], found: Mapping[str, int]) -> list[ErrorDetails]:
     owners: dict[int, tuple[str, str]] = {}
-    faults = []
+    errors = []
     for unit in units:
         for name, tensor in unit.tensors.items():
             other, owner = owners.setdefault(id(tensor), (name, unit.name))
             if found[owner] != found[unit.name]:
                 got = f"{name} in part {found[unit.name]} is the same parameter as {other} in part {found[owner]}"
-                faults.append(Fault(key=KEY, got=got, expected="parameters that are tied in one part"))
-    return faults
+                errors.append(ErrorDetails(key=KEY, got=got, expected="parameters that are tied in one part"))
+    return errors
 
 
-def _balanced(units: Sequence[Unit], count: int, faults: list[Fault]) -> dict[str, int]:
+def _balanced(units: Sequence[Unit], count: int, errors: list[ErrorDetails]) -> dict[str, int]:
     """The consecutive parts whose largest has the fewest bytes."""
     blocks = _blocks(units)
     sizes = [sum(unit.bytes for unit in block) for block in blocks]
@@ -347,7 +349,9 @@ def _balanced(units: Sequence[Unit], count: int, faults: list[Fault]) -> dict[st
     if weighty < count:
         names = among([unit.name for unit in units if unit.bytes], count=20)
         expected = f"at most {weighty}: the layers with parameters that can be parted are {names}"
-        faults.append(Fault(key=KEY, got=f"{count} parts", expected=expected, cure="Cuts go between whole layers"))
+        errors.append(
+            ErrorDetails(key=KEY, got=f"{count} parts", expected=expected, fix="Cuts go between whole layers")
+        )
         return {}
     starts = _cuts(sizes, count)
     return {

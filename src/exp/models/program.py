@@ -18,7 +18,7 @@ MAX_CHARACTERS = 20_000
 MAX_NODES = 5_000
 MAX_DEPTH = 60
 
-_SIZE_CURE = "a smaller program: put a part of it into a layer of its own"
+_SIZE_FIX = "a smaller program: put a part of it into a layer of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Program:
         return own_names(self.tree, inputs=self.inputs, layers=self.layer_names, constants=self.constant_names)
 
     def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
-        """The fault `message`, placed at `node`."""
+        """The error `message`, placed at `node`."""
         return self.source.error(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message, expected)
 
 
@@ -69,7 +69,7 @@ class Source:
         return "\n".join(self.lines)
 
     def error(self, line: int, byte_offset: int, message: str, expected: str) -> ProgramError:
-        """A fault at a place in ast's terms: lines from 1, columns in bytes of UTF-8 from 0."""
+        """An error at a place in ast's terms: lines from 1, columns in bytes of UTF-8 from 0."""
         line = min(max(line, 1), len(self.lines))
         shown = self.lines[line - 1]
         characters = len(shown.encode("utf-8", "replace")[: max(byte_offset, 0)].decode("utf-8", "ignore"))
@@ -133,7 +133,7 @@ def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[s
 def _parse(text: str, names: Names, is_bounded: bool) -> Program:
     source = Source(text)
     if is_bounded and len(text) > MAX_CHARACTERS:
-        raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_CURE}")
+        raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_FIX}")
     tree = _read(source)
     if is_bounded:
         _bound(tree, source)
@@ -153,17 +153,17 @@ def _parse(text: str, names: Names, is_bounded: bool) -> Program:
 def _read(source: Source) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # an invalid escape in a string is a fault, not a line on stderr
+            warnings.simplefilter("error")  # an invalid escape in a string is an error, not a line on stderr
             return ast.parse(source.text)
-    except SyntaxError as fault:
-        line, column = fault.lineno or 1, (fault.offset or 1) - 1
+    except SyntaxError as error:
+        line, column = error.lineno or 1, (error.offset or 1) - 1
         shown = source.lines[min(line, len(source.lines)) - 1]
         offset = len(shown[: max(column, 0)].encode("utf-8", "replace"))
-        raise source.error(line, offset, fault.msg, "Python syntax") from None
+        raise source.error(line, offset, error.msg, "Python syntax") from None
     except (RecursionError, MemoryError):
         raise source.error(1, 0, "the program is nested too deeply", f"at most {MAX_DEPTH} levels") from None
-    except (ValueError, SystemError, Warning) as fault:
-        raise source.error(1, 0, f"the program cannot be read ({fault})", "Python syntax") from None
+    except (ValueError, SystemError, Warning) as error:
+        raise source.error(1, 0, f"the program cannot be read ({error})", "Python syntax") from None
 
 
 def _bound(tree: ast.Module, source: Source) -> None:
@@ -175,7 +175,7 @@ def _bound(tree: ast.Module, source: Source) -> None:
         line, offset = getattr(node, "lineno", line), getattr(node, "col_offset", offset)
         count += 1
         if count > MAX_NODES:
-            raise source.error(line, offset, f"the program has over {MAX_NODES} syntax nodes", _SIZE_CURE)
+            raise source.error(line, offset, f"the program has over {MAX_NODES} syntax nodes", _SIZE_FIX)
         if depth > MAX_DEPTH:
             raise source.error(line, offset, "the program is nested too deeply", f"at most {MAX_DEPTH} levels")
         stack.extend((child, depth + 1, line, offset) for child in ast.iter_child_nodes(node))

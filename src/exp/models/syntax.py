@@ -16,7 +16,7 @@ from exp.spelling import nearest
 
 
 class ProgramError(ExpError):
-    """A fault in a forward program. `line` and `column` count from 1, inside the program's own text.
+    """An error in a forward program. `line` and `column` count from 1, inside the program's own text.
 
     place: the key of the program below the model's. key: the whole config key, where whoever built the model knows it.
     others: the other errors of the program's text.

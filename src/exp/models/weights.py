@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault, config_error
+from exp.errors import ErrorDetails, config_error
 from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
@@ -54,31 +54,31 @@ class Matching:
         left_out = f"left out by weights.keys: {among(self.left_out, count=4)}" if self.left_out else ""
         return "; ".join(filter(None, [line, self._words(), left_out]))
 
-    def faults(self, source: str, *, is_strict: bool) -> Iterator[Fault]:
+    def errors(self, source: str, *, is_strict: bool) -> Iterator[ErrorDetails]:
         """Patterns that match nothing, weights of which nothing fits and, where all have to, those that do not."""
         for pattern, names in self.unmatched.items():
-            yield Fault(
+            yield ErrorDetails(
                 key=f"weights.keys.{pattern}",
                 got=f"no tensor of {source} matches",
                 expected=f"a pattern of its names: {among(names, word=pattern)}",
-                cure=did_you_mean(pattern.replace("*", ""), {_part(name) for name in names}),
+                fix=did_you_mean(pattern.replace("*", ""), {_part(name) for name in names}),
             )
         if self.unmatched:
             return
         if not self.taken:
-            yield Fault(
+            yield ErrorDetails(
                 key="weights.from",
                 got=f"{source}, of which no tensor has the name and shape of one of the network: {self._words()}",
                 expected="weights of this network, or of a part of it",
-                cure=self._proposal() or 'Rename them: weights.keys: {"PATTERN THERE": "PATTERN HERE"}',
+                fix=self._proposal() or 'Rename them: weights.keys: {"PATTERN THERE": "PATTERN HERE"}',
             )
         elif is_strict and not self.is_whole:
-            cure = "weights.strict=false leaves those as they are initialised; weights.keys renames them"
-            yield Fault(
+            fix = "weights.strict=false leaves those as they are initialised; weights.keys renames them"
+            yield ErrorDetails(
                 key="weights.strict",
                 got=f"true, and {source} is not this network's: {self._words()}",
                 expected="the same names and shapes in both",
-                cure=self._proposal() or cure,
+                fix=self._proposal() or fix,
             )
 
     def _words(self) -> str:

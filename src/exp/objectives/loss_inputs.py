@@ -76,7 +76,7 @@ def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
         name = type(loss).__name__
         raise RunError(
             f"{name} compares element by element: the output is {list(output.shape)}, the target {list(target.shape)}; "
-            f"both must have one shape. {elementwise_cure(output, target)}"
+            f"both must have one shape. {elementwise_fix(output, target)}"
         )
     return target if target.dtype == output.dtype else target.to(output.dtype)
 
@@ -88,7 +88,7 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
         expected = list(output.shape[:-1])
         raise RunError(
             f"{name} reads classes from the last axis: the output is {list(output.shape)}, so that the target must be "
-            f"{expected}; it is {list(target.shape)}. {_classes_cure(output, target)}"
+            f"{expected}; it is {list(target.shape)}. {_classes_fix(output, target)}"
         )
     if target.is_floating_point():
         raise RunError(
@@ -97,7 +97,7 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
         )
 
 
-def elementwise_cure(output: Tensor, target: Tensor) -> str:
+def elementwise_fix(output: Tensor, target: Tensor) -> str:
     """What to do about an output and a target of other shapes than each other's."""
     if output.shape == (*target.shape, 1):
         return "End the model with {_target_: torch.nn.Flatten, start_dim: 0}, or give the target an axis of 1"
@@ -108,7 +108,7 @@ def elementwise_cure(output: Tensor, target: Tensor) -> str:
     return f"The model's last layer must give {target.shape[-1] if target.dim() > 1 else 1} numbers for a sample"
 
 
-def _classes_cure(output: Tensor, target: Tensor) -> str:
+def _classes_fix(output: Tensor, target: Tensor) -> str:
     if target.shape == (*output.shape[:-1], 1):
         return "Drop the target's last axis of 1"
     if target.shape == output.shape and not target.is_floating_point():

@@ -179,10 +179,10 @@ class Objective(nn.Module):
         self._needs = {name: _needs(term, key=f"objective.{name}") for name, term in self.terms.items()}
         self.needs = frozenset().union(*self._needs.values())
         for name, term in self.terms.items():
-            if isinstance(term, Term) and (fault := reduction_fault(term.loss)):
-                cure = f"Take the line out, or scale the term with objective.{name}.weight"
+            if isinstance(term, Term) and (error := reduction_error(term.loss)):
+                fix = f"Take the line out, or scale the term with objective.{name}.weight"
                 expected = "mean, for each sample counts once"
-                raise config_error(f"{self.loss_keys[name]}.reduction", got=fault, expected=expected, cure=cure)
+                raise config_error(f"{self.loss_keys[name]}.reduction", got=error, expected=expected, fix=fix)
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
         # Of the last call, this rank's mean of each term, and the divisor of each weighed one.
@@ -257,7 +257,7 @@ class Objective(nn.Module):
                     got=f"a divisor that needs the network's output ({type(error).__name__}: {error})",
                     expected="a divisor of the batch alone, which a step over several micro-batches takes before it "
                     "runs the network",
-                    cure="Write trainer.accumulate_grad_batches=1",
+                    fix="Write trainer.accumulate_grad_batches=1",
                 ) from error
         return found
 
@@ -334,7 +334,7 @@ def _required(loss: nn.Module) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind in by_name]
 
 
-def reduction_fault(loss: nn.Module) -> str | None:
+def reduction_error(loss: nn.Module) -> str | None:
     """Says what is wrong with the reduction of a loss; None where its value is a mean over samples."""
     reduction = getattr(loss, "reduction", "mean")
     # KLDivLoss calls the mean over samples batchmean.

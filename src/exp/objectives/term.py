@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 from exp.objectives.loss_inputs import Values
 from exp.shared_types import Batch
 from exp.spelling import nearest
@@ -82,16 +82,16 @@ def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
     """
     declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
-    faults = []
+    errors = []
     for word in sorted(words - NEEDS.keys()):
         found = nearest(word, NEEDS)
-        faults.append(
-            Fault(
+        errors.append(
+            ErrorDetails(
                 key=key,
                 got=f"{type(module).__name__}.needs has {word!r}",
                 expected=f"words of {', '.join(NEEDS)}",
-                cure=f"Nearest: {found[0]}" if found else None,
+                fix=f"Nearest: {found[0]}" if found else None,
             )
         )
-    raise_faults(faults)
+    raise_errors(errors)
     return words

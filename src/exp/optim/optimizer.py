@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.errors import ConfigError, Fault, config_error, raise_faults, refusal
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors, refusal
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
@@ -162,8 +162,8 @@ def _check_options(
 ) -> None:
     """torch accepts any key in a group and ignores the unknown in silence."""
     known = list(inspect.signature(factory.func).parameters)[1:]
-    faults = [
-        Fault(
+    errors = [
+        ErrorDetails(
             key=f"optimizer.groups.{group['name']}.{option}",
             got=f"an option that {_name(factory)} does not have",
             expected=f"one of {', '.join(known)}",
@@ -173,14 +173,14 @@ def _check_options(
         if option not in ("params", "name", "weight_decay", *known)
     ]
     if decay and "weight_decay" not in known:
-        faults.append(
-            Fault(
+        errors.append(
+            ErrorDetails(
                 key="optimizer.exempt_from_decay",
                 got=f"{_name(factory)} has no weight_decay",
                 expected="an optimizer that decays weights, or an empty list",
             )
         )
-    raise_faults(faults)
+    raise_errors(errors)
 
 
 def _name(factory: functools.partial[Optimizer]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from exp.errors import Fault, config_error, raise_faults
+from exp.errors import ErrorDetails, config_error, raise_errors
 from exp.models.matching import NORMS
 from exp.spelling import among
 
@@ -49,12 +49,12 @@ def parameter_groups(
     if not taken:
         frozen = sum(not one.requires_grad for one in network.parameters())
         got = f"all {frozen} parameters are frozen" if frozen else "a model without parameters"
-        raise config_error("model", got=got, expected="at least one parameter to train", cure="Or set train=false")
+        raise config_error("model", got=got, expected="at least one parameter to train", fix="Or set train=false")
     known = everything if shared else taken
-    faults: list[Fault] = []
-    owners = _owners(network, taken, known, groups, faults)
-    exempt = _exempt(network, taken, known, exempt_from_decay, faults)
-    raise_faults(faults)
+    errors: list[ErrorDetails] = []
+    owners = _owners(network, taken, known, groups, errors)
+    exempt = _exempt(network, taken, known, exempt_from_decay, errors)
+    raise_errors(errors)
     built: dict[str, dict[str, Any]] = {}
     for parameter, owner in owners.items():
         name = f"{owner}_exempt" if parameter in exempt else owner
@@ -74,7 +74,7 @@ def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.P
     return [one for one, names in _trained(network).items() if matches_any(names, patterns)]
 
 
-def pattern_faults(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[Fault]:
+def pattern_errors(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[ErrorDetails]:
     """Return an error for each pattern that matches no parameter with requires_grad. key: theirs in the config."""
     trained = _trained(network)
     return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _matched(trained, pattern)]
@@ -102,45 +102,51 @@ def _matched(trained: Trained, pattern: str) -> list[nn.Parameter]:
     return [one for one, names in trained.items() if matches_any(names, [pattern])]
 
 
-def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> Fault:
+def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> ErrorDetails:
     """Return the error of a pattern that matches nothing. words: that may stand instead of it."""
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
-        return Fault(key=key, got=f"{pattern!r} matches only frozen parameters", expected="parameters that are trained")
+        return ErrorDetails(
+            key=key, got=f"{pattern!r} matches only frozen parameters", expected="parameters that are trained"
+        )
     shown = among([names[0] for names in trained.values()], count=6)
-    return Fault(
+    return ErrorDetails(
         key=key,
         got=f"{pattern!r} matches no parameter",
         expected=f"{words}a pattern of a parameter's name: {shown}",
-        cure="A whole layer is its name with a star, as in encoder.*",
+        fix="A whole layer is its name with a star, as in encoder.*",
     )
 
 
 def _owners(
-    network: nn.Module, taken: Trained, known: Trained, groups: Groups, faults: list[Fault]
+    network: nn.Module, taken: Trained, known: Trained, groups: Groups, errors: list[ErrorDetails]
 ) -> dict[nn.Parameter, str]:
     """Return the group of each parameter in `taken`. known: the parameters that a pattern may match."""
     if REST in groups:
         expected = "another name: what no pattern matches is called so"
-        faults.append(Fault(key=f"optimizer.groups.{REST}", got="a group of this name", expected=expected))
+        errors.append(ErrorDetails(key=f"optimizer.groups.{REST}", got="a group of this name", expected=expected))
     found: dict[nn.Parameter, str] = {}
     for group, options in groups.items():
         key = f"optimizer.groups.{group}.parameters"
         if "parameters" not in options:
-            faults.append(Fault(key=key, got="missing", expected="a pattern of parameter names, or a list of them"))
+            errors.append(
+                ErrorDetails(key=key, got="missing", expected="a pattern of parameter names, or a list of them")
+            )
             continue
         patterns = options["parameters"]
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        faults += [_no_match(network, taken, one, key=key) for one in patterns if not _matched(known, one)]
+        errors += [_no_match(network, taken, one, key=key) for one in patterns if not _matched(known, one)]
         for parameter, names in taken.items():
             if matches_any(names, patterns) and (other := found.setdefault(parameter, group)) != group:
                 got = f"{other} and {group} both match {' = '.join(names)}"
-                cure = "Narrow the patterns of one"
-                faults.append(Fault(key="optimizer.groups", got=got, expected="each parameter in one group", cure=cure))
+                fix = "Narrow the patterns of one"
+                errors.append(
+                    ErrorDetails(key="optimizer.groups", got=got, expected="each parameter in one group", fix=fix)
+                )
     return {parameter: found.get(parameter, REST) for parameter in taken}
 
 
 def _exempt(
-    network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], faults: list[Fault]
+    network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], errors: list[ErrorDetails]
 ) -> set[nn.Parameter]:
     """Return the parameters whose weight decay is 0."""
     found: set[nn.Parameter] = set()
@@ -153,7 +159,7 @@ def _exempt(
             found |= set(_matched(taken, word))
             if not _matched(known, word):
                 key = "optimizer.exempt_from_decay"
-                faults.append(_no_match(network, taken, word, key=key, words="norms, biases, or "))
+                errors.append(_no_match(network, taken, word, key=key, words="norms, biases, or "))
     return found
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.optim.optimizer import Optimization
 from exp.optim.parameter_groups import REST
 
@@ -68,13 +68,13 @@ class Phase:
                 shared=not self.owns_optimizer,
             )
         except ConfigError as error:
-            raise ConfigError([self._placed(fault) for fault in error.faults]) from error
+            raise ConfigError([self._placed(error) for error in error.errors]) from error
 
-    def _placed(self, fault: Fault) -> Fault:
-        node = fault.key.partition(".")[0]
+    def _placed(self, error: ErrorDetails) -> ErrorDetails:
+        node = error.key.partition(".")[0]
         if (node == "optimizer" and self.owns_optimizer) or (node == "scheduler" and self.owns_scheduler):
-            return dataclasses.replace(fault, key=f"phases.{self.name}.{fault.key}")
-        return fault
+            return dataclasses.replace(error, key=f"phases.{self.name}.{error.key}")
+        return error
 
 
 def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:

@@ -15,7 +15,7 @@ from annotated_types import Ge, Interval
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from exp.errors import REFUSALS, ConfigError, Fault, config_error, refusal
+from exp.errors import REFUSALS, ConfigError, ErrorDetails, config_error, refusal
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
@@ -113,8 +113,8 @@ def build_schedule(
     Raises: ConfigError where the length is needed and not known, or the schedule refuses its values.
     """
     options: dict[str, Any] = {}
-    if (fault := contradiction(factory, key=key)) is not None:
-        raise ConfigError([fault])
+    if (detail := contradiction(factory, key=key)) is not None:
+        raise ConfigError([detail])
     if needs_total(factory):
         if total_steps is None:
             raise ConfigError([_unknown_length(interval, key=key, is_part=is_part)])
@@ -199,7 +199,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
             "trainer.max_epochs",
             got=f"another length, and a learning rate of {rates[0]:g} where the schedule had set {given:g}",
             expected="the length before: a schedule of another length knows nothing of what else set the rate",
-            cure="Or give the schedule a length of its own",
+            fix="Or give the schedule a length of its own",
         )
     for group, own, start in zip(_groups(schedule), saved.groups, groups, strict=True):
         # What the schedule leaves alone stays as it was saved.
@@ -254,7 +254,7 @@ def needs_total(factory: Callable[..., LRScheduler]) -> bool:
     return takes and all(given.get(name) is None for name in ("total_steps", *EPOCHS))
 
 
-def contradiction(factory: Callable[..., LRScheduler], *, key: str = "scheduler") -> Fault | None:
+def contradiction(factory: Callable[..., LRScheduler], *, key: str = "scheduler") -> ErrorDetails | None:
     """A length that is said twice, of which torch would take one in silence; or by half."""
     given = _given(factory)
     said = [name for name in EPOCHS if given.get(name) is not None]
@@ -263,11 +263,13 @@ def contradiction(factory: Callable[..., LRScheduler], *, key: str = "scheduler"
     place, got = f"{key}.{said[0]}", str(given[said[0]])
     if given.get("total_steps") is not None:
         got = f"{got}, beside total_steps {given['total_steps']}"
-        return Fault(key=place, got=got, expected="one of the two: torch would take total_steps")
+        return ErrorDetails(key=place, got=got, expected="one of the two: torch would take total_steps")
     if len(said) < len(EPOCHS):
         other = next(name for name in EPOCHS if name not in said)
-        cure = f"Or leave {said[0]} out: the schedule is as long as the run"
-        return Fault(key=place, got=f"{got} without {other}", expected="both, whose product is the length", cure=cure)
+        fix = f"Or leave {said[0]} out: the schedule is as long as the run"
+        return ErrorDetails(
+            key=place, got=f"{got} without {other}", expected="both, whose product is the length", fix=fix
+        )
     return None
 
 
@@ -317,14 +319,14 @@ def _known(total_steps: int | None) -> int:
     return total_steps
 
 
-def _unknown_length(interval: Unit, *, key: str, is_part: bool) -> Fault:
+def _unknown_length(interval: Unit, *, key: str, is_part: bool) -> ErrorDetails:
     if is_part:
         got = "null in a part of another schedule, which is not as long as the run"
-        return Fault(key=f"{key}.total_steps", got=got, expected=f"a number of {interval}s")
+        return ErrorDetails(key=f"{key}.total_steps", got=got, expected=f"a number of {interval}s")
     limit = "trainer.max_epochs" if interval == "epoch" else "trainer.max_epochs or trainer.max_steps"
-    return Fault(
+    return ErrorDetails(
         key=f"{key}.total_steps",
         got="null, and the length of the run is not known",
         expected=f"a number of {interval}s",
-        cure=f"Or set {limit}",
+        fix=f"Or set {limit}",
     )

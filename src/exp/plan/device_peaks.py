@@ -95,7 +95,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     word = found[2].lower().replace(" ", "_")
     if word not in names:
         expected = f"one of {', '.join(_CARDS)}, with a number before it where there are several: 64xH100"
-        raise config_error("device", got=text, expected=expected, cure=did_you_mean(word, list(names)))
+        raise config_error("device", got=text, expected=expected, fix=did_you_mean(word, list(names)))
     # Python refuses to read a number of thousands of digits.
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):

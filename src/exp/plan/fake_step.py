@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.check.input_faults import described
+from exp.check.input_errors import described
 from exp.construct import build_network, build_objective, build_phases, build_run_precision
 from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing

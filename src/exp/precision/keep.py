@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from exp.errors import ConfigError, Fault, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 from exp.models.matching import matches, unmatched
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -23,17 +23,17 @@ def kept_layers(network: nn.Module, keep: Mapping[str, str]) -> dict[str, torch.
         of different dtypes.
     """
     modules = dict(network.named_modules())
-    faults = [
-        Fault(key=f"{KEY}.{pattern}", got=str(word), expected=f"one of {', '.join(DTYPES)}")
+    errors = [
+        ErrorDetails(key=f"{KEY}.{pattern}", got=str(word), expected=f"one of {', '.join(DTYPES)}")
         for pattern, word in keep.items()
         if word not in DTYPES
     ]
-    faults += [
+    errors += [
         unmatched(pattern, network, key=f"{KEY}.{pattern}", got="it matches no layer")
         for pattern in keep
         if not any(matches(name, module, pattern) for name, module in modules.items())
     ]
-    raise_faults(faults)
+    raise_errors(errors)
     kept: dict[str, torch.dtype] = {}
     # Parents come first.
     for name, module in network.named_modules(remove_duplicate=False):
@@ -53,12 +53,12 @@ def outermost(kept: Mapping[str, torch.dtype]) -> Iterator[tuple[str, torch.dtyp
             yield name, inside, around
 
 
-def keep_faults(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[Fault]:
+def keep_errors(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[ErrorDetails]:
     """Rejects patterns that match nothing, and shared parameters of which only one is kept."""
     try:
         refuse_shared(network, kept_layers(network, keep), otherwise=otherwise)
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.errors)
     return []
 
 

@@ -24,7 +24,7 @@ from exp.errors import ConfigError
 from exp.nested import Nested
 from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors, convert_linear
 from exp.precision.keep import kept_layers, refuse_shared
-from exp.precision.scaler import CURE, UNSCALED_CURE, CountingScaler, FiniteSteps, ScaleWatch
+from exp.precision.scaler import FIX, UNSCALED_FIX, CountingScaler, FiniteSteps, ScaleWatch
 from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class RunPrecision(Precision):
 
         Before a checkpoint is loaded into it: float64 would be rounded on its way through float32.
 
-        Raises: ConfigError for a fault in `keep`.
+        Raises: ConfigError for an error in `keep`.
         """
         network = self._network(module)
         kept = kept_layers(network, self._keep(network))
@@ -232,7 +232,7 @@ class ScaledPrecision(RunPrecision):
         self.scaler = scaler
         self.skips = scaler.is_enabled()
         self.is_scaled = self.skips and scaler.scales
-        self._watch = ScaleWatch(CURE if self.is_scaled else UNSCALED_CURE)
+        self._watch = ScaleWatch(FIX if self.is_scaled else UNSCALED_FIX)
 
     @property
     def loss_scale(self) -> Tensor | float:
@@ -274,7 +274,7 @@ class ScaledPrecision(RunPrecision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], object], **kwargs: Any
     ) -> object:
         if isinstance(optimizer, LBFGS):
-            raise ConfigError(self.word.optimizer_faults(optimizer))
+            raise ConfigError(self.word.optimizer_errors(optimizer))
         result = closure()
         if result is None and model.automatic_optimization:
             # The training step gave no loss: there are no gradients to unscale.
@@ -318,7 +318,7 @@ def build_precision(
     """
     meaning = read_word(word)
     if enabled and not meaning.needs_scaler:
-        raise ConfigError(list(meaning.scaler_faults({"enabled": True})))
+        raise ConfigError(list(meaning.scaler_errors({"enabled": True})))
     scaler: CountingScaler | None = None
     if meaning.needs_scaler and not (skips and enabled is False):
         scaler = CountingScaler(device=device_type, enabled=enabled is not False, **scale)

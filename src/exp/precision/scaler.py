@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 # The scale of the first step comes down from 65536 to 1 in 16 skips; more in a row is no search for a scale.
 SKIPS_IN_A_ROW = 20
-CURE = (
+FIX = (
     "a gradient is infinite or not a number whatever the scale. Find the layer with python -m exp.precision and keep "
     "it in fp32 (precision.keep), or train in bf16"
 )
-UNSCALED_CURE = (
+UNSCALED_FIX = (
     "a gradient is infinite or not a number. Look for the layer with '+hooks=nan_guard', or lower optimizer.lr"
 )
 
@@ -171,11 +171,11 @@ class FiniteSteps(CountingScaler):
 class ScaleWatch:
     """Looks at scale and skipped steps whenever they are written, and warns once.
 
-    cure: what is said where the skips do not end.
+    fix: what is said where the skips do not end.
     """
 
-    def __init__(self, cure: str = CURE) -> None:
-        self._cure = cure
+    def __init__(self, fix: str = FIX) -> None:
+        self._fix = fix
         self._seen: tuple[int, float] | None = None
         self._row = 0
         self._skips = 0.0
@@ -193,11 +193,11 @@ class ScaleWatch:
             return
         if loss_scale is not None and loss_scale < 1.0:
             self._has_warned = True
-            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, self._cure)
+            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, self._fix)
         elif self._row >= SKIPS_IN_A_ROW:
             self._has_warned = True
             scale = "" if loss_scale is None else f", the loss scale is {loss_scale:g}"
             log.warning(
                 "step %d: in the last %d steps optimizers skipped %d updates%s: %s",
-                step, self._row, self._skips, scale, self._cure,
+                step, self._row, self._skips, scale, self._fix,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from exp.errors import ConfigError, Fault, MissingExtraError, is_installed
+from exp.errors import ConfigError, ErrorDetails, MissingExtraError, is_installed
 from exp.spelling import did_you_mean, show
 
 # Compute capability of Hopper, the first whose tensor cores multiply float8.
@@ -66,57 +66,57 @@ class Word:
             return self
         return next(word for word in WORDS.values() if word.autocast is self.parameters)
 
-    def scaler_faults(self, scaler: Mapping[str, Any]) -> Iterator[Fault]:
+    def scaler_errors(self, scaler: Mapping[str, Any]) -> Iterator[ErrorDetails]:
         """Rejects a loss scale where nothing is scaled, and none where small gradients would be lost."""
         key, enabled = "precision.scaler", scaler["enabled"]
         if self.needs_scaler and enabled is False:
-            yield Fault(
+            yield ErrorDetails(
                 key=f"{key}.enabled",
                 got=f"false with {self.name}",
                 expected="true: gradients below 6e-8 become 0 in float16",
-                cure=f"Choose precision={self.name}, which sets both",
+                fix=f"Choose precision={self.name}, which sets both",
             )
         elif not self.needs_scaler and enabled is True:
-            yield Fault(
+            yield ErrorDetails(
                 key=f"{key}.enabled",
                 got=f"true with {self.name}",
                 expected="false: a loss scale is for the float16 gradients of float32 parameters, which fp16 alone has",
-                cure=f"Choose precision={self.name}, which sets both",
+                fix=f"Choose precision={self.name}, which sets both",
             )
         elif not self.needs_scaler:
             for name, default in SCALER.items():
                 if scaler[name] != default:
-                    yield Fault(
+                    yield ErrorDetails(
                         key=f"{key}.{name}",
                         got=f"{show(scaler[name])} with {self.name}, which scales no loss",
                         expected=f"{default}, as it is",
-                        cure="Leave it out, or choose precision=fp16",
+                        fix="Leave it out, or choose precision=fp16",
                     )
 
-    def device_faults(self, accelerator: str) -> list[Fault]:
+    def device_errors(self, accelerator: str) -> list[ErrorDetails]:
         """Rejects a device (cpu, cuda or mps) that cannot compute in this word."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "the loss scale of fp16 has no kernels there" if self.needs_scaler else "it has no float64"
-            return [_fault(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", cure=BF16)]
-        fault = float8_fault(accelerator) if self.float8 else None
-        return [fault] if fault is not None else []
+            return [_error(f"{self.name} on mps", expected=f"fp32 or bf16: {reason}", fix=BF16)]
+        error = float8_error(accelerator) if self.float8 else None
+        return [error] if error is not None else []
 
-    def optimizer_faults(self, optimizer: Optimizer) -> list[Fault]:
+    def optimizer_errors(self, optimizer: Optimizer) -> list[ErrorDetails]:
         """Rejects an optimizer that cannot step in this word's dtypes."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
             expected = "bf16 or fp32: LBFGS cannot skip a step"
-            return [_fault(f"{self.name} with LBFGS", expected=expected, cure=BF16)]
+            return [_error(f"{self.name} with LBFGS", expected=expected, fix=BF16)]
         if self.parameters is not torch.float16:
             return []
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if eps is not None and 0 < eps < SMALLEST_HALF:
                 return [
-                    Fault(
+                    ErrorDetails(
                         key="optimizer.eps",
                         got=f"{eps:g} with precision={self.name}",
                         expected=f"{SMALLEST_HALF:.0e} or more: in float16 it is 0, and the step divides by it",
-                        cure="Write optimizer.eps=1e-4, or precision=fp16 or bf16_true",
+                        fix="Write optimizer.eps=1e-4, or precision=fp16 or bf16_true",
                     )
                 ]
         return []
@@ -137,11 +137,11 @@ def read_word(name: str) -> Word:
     Raises: ConfigError where there is none.
     """
     if name not in WORDS:
-        raise ConfigError([_fault(name, expected=f"one of {', '.join(WORDS)}", cure=did_you_mean(name, WORDS))])
+        raise ConfigError([_error(name, expected=f"one of {', '.join(WORDS)}", fix=did_you_mean(name, WORDS))])
     return WORDS[name]
 
 
-def float8_fault(accelerator: str, capability: tuple[int, int] | None = None) -> Fault | None:
+def float8_error(accelerator: str, capability: tuple[int, int] | None = None) -> ErrorDetails | None:
     """Return the error of a device without float8, or of a missing torchao.
 
     capability: the GPU's compute capability; None asks torch.
@@ -151,16 +151,16 @@ def float8_fault(accelerator: str, capability: tuple[int, int] | None = None) ->
     if accelerator != "cuda" or capability is None or capability < HOPPER:
         known = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
         expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-        return _fault(f"fp8 on {accelerator}{known}", expected=expected, cure=BF16)
+        return _error(f"fp8 on {accelerator}{known}", expected=expected, fix=BF16)
     try:
         refuse_without_torchao()
     except MissingExtraError as error:
-        return _fault("fp8 without torchao", expected=str(error))
+        return _error("fp8 without torchao", expected=str(error))
     return None
 
 
-def _fault(got: str, *, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key="precision.word", got=got, expected=expected, cure=cure)
+def _error(got: str, *, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(key="precision.word", got=got, expected=expected, fix=fix)
 
 
 WORDS = {

@@ -15,7 +15,7 @@ from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, written
 from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
-from exp.errors import ConfigError, Fault, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
 from exp.start import fit
@@ -115,14 +115,16 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
     wrong = [text for text in overrides if _top(text) in OWN]
     if wrong:
         expected = "what it is done with: data, metrics, strategy, precision, launch, runtime"
-        raise ConfigError([Fault(key=_top(one), got=one, expected=expected, source="command line") for one in wrong])
+        raise ConfigError(
+            [ErrorDetails(key=_top(one), got=one, expected=expected, source="command line") for one in wrong]
+        )
     others = [text for text in overrides if key_of(text) != "security.allow"]
     if not others:
         return run.config.copy()
     if run.directory is None:
         got = f"{others[0]}, for {run.checkpoint}, which lies outside of its run directory"
-        cure = "Leave it out: the checkpoint's own config is read then"
-        raise config_error(_top(others[0]), got=got, expected="a run directory", cure=cure)
+        fix = "Leave it out: the checkpoint's own config is read then"
+        raise config_error(_top(others[0]), got=got, expected="a run directory", fix=fix)
     return compose([_from(run.directory), *overrides])
 
 

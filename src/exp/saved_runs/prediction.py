@@ -24,7 +24,7 @@ from exp.data.csv_source import Dialect
 from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import archive_of, read_shares
-from exp.errors import ConfigError, Fault, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
@@ -115,7 +115,7 @@ def predict(
             kept = _kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
-            raise ConfigError([_of_input(fault) for fault in error.faults]) from error
+            raise ConfigError([_of_input(error) for error in error.errors]) from error
         if report.status != "completed":
             raise RunError(f"the prediction is not complete: it {report.status}")
         found = _assembled(read_shares(Path(report.directory)), config, checkpoint, classes=stated_classes(run))
@@ -168,7 +168,7 @@ def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence
     node = unlabelled_node(run, path)
     if is_of(node, UnlabelledSeries):
         got, expected = f"[{', '.join(names)}], and windows of {node['length']} rows", "a sample for each row"
-        raise config_error("keep", got=got, expected=expected, cure="Leave keep out", source="command line")
+        raise config_error("keep", got=got, expected=expected, fix="Leave keep out", source="command line")
     dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
     return {name: list(values) for name, values in raw_columns(path, dialect, names).items()}
 
@@ -240,6 +240,6 @@ def readings_at(plain: Mapping[str, Any], checkpoint: Path, *, classes: Sequence
     return {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
 
 
-def _of_input(fault: Fault) -> Fault:
-    is_of_input = fault.key.startswith(("data.dataset", "data.test")) or fault.key == "data"
-    return dataclasses.replace(fault, key="input", source=None) if is_of_input else fault
+def _of_input(error: ErrorDetails) -> ErrorDetails:
+    is_of_input = error.key.startswith(("data.dataset", "data.test")) or error.key == "data"
+    return dataclasses.replace(error, key="input", source=None) if is_of_input else error

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.models.matching import ANY_BATCH_NORM, BATCH_NORMS
 from exp.strategies.strategy import Blueprint
 
@@ -135,16 +135,16 @@ def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
             del part.process_group
 
 
-def batch_norm_faults(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[Fault]:
+def batch_norm_errors(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[ErrorDetails]:
     """Yield an error for each layer that cannot be, or has to be, normalized over the global batch."""
     key, layers = "strategy.sync_batchnorm", list(batch_norms(planned.network))
     if sync_batchnorm and not layers:
-        yield Fault(key=key, got="true, and the network has no batch normalisation", expected="false")
+        yield ErrorDetails(key=key, got="true, and the network has no batch normalisation", expected="false")
     for name, layer in layers:
         if sync_batchnorm and type(layer) not in BATCH_NORMS:
             got = f"true, and {name} is a {type(layer).__name__}, whose forward is its own"
-            yield Fault(key=key, got=got, expected="torch.nn.BatchNorm1d, 2d or 3d")
+            yield ErrorDetails(key=key, got=got, expected="torch.nn.BatchNorm1d, 2d or 3d")
         is_refused = isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu"
         if not sync_batchnorm and is_refused:
             got = f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU"
-            yield Fault(key=key, got=got, expected="true: its statistics then go through gloo")
+            yield ErrorDetails(key=key, got=got, expected="true: its statistics then go through gloo")

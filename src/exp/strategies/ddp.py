@@ -29,11 +29,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.precision.words import WORDS
 from exp.shared_types import Batch
 from exp.spelling import show
-from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce, averaged, gather, whole
 from exp.strategies.gradient_averaging import average_tensors, broadcast_buffers, broadcast_state
 from exp.strategies.placement import Placement
@@ -117,10 +117,10 @@ class DDP(Strategy):
         self.local_sgd = local_sgd or LocalSGD()
         self.averages_between_steps = self.local_sgd.every_n_steps is not None
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Options that contradict each other, the network or the machine."""
-        faults = [*self._contradictions(planned), *self._phase_faults(planned)]
-        return [*faults, *batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm)]
+        errors = [*self._contradictions(planned), *self._phase_errors(planned)]
+        return [*errors, *batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm)]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return Lightning's DDPStrategy with these options."""
@@ -153,20 +153,20 @@ class DDP(Strategy):
         largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
         return averaged(load, factor=2 / largest)
 
-    def _contradictions(self, planned: Blueprint) -> Iterator[Fault]:
+    def _contradictions(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         if self.options["static_graph"] and self.options["find_unused_parameters"]:
-            yield Fault(
+            yield ErrorDetails(
                 key="strategy.static_graph",
                 got="true with find_unused_parameters",
                 expected="one of the two: a static graph finds unused parameters once",
-                cure="Write strategy.find_unused_parameters=false",
+                fix="Write strategy.find_unused_parameters=false",
             )
         if (
             self.communication_hook == "powersgd"
             and planned.placement.accelerator == "cpu"
             and torch.cuda.is_available()
         ):
-            yield Fault(
+            yield ErrorDetails(
                 key="strategy.communication_hook",
                 got="powersgd on CPU ranks of a machine with a GPU",
                 expected="bf16, fp16 or null: PyTorch's hook waits for the GPU",
@@ -174,42 +174,42 @@ class DDP(Strategy):
         if not self.averages_between_steps:
             return
         if self.communication_hook is not None:
-            yield Fault(
+            yield ErrorDetails(
                 key="strategy.communication_hook",
                 got=f"{self.communication_hook} with local_sgd",
                 expected="null: local steps send no gradients",
             )
         if WORDS[planned.precision].compute is torch.float16:
-            yield Fault(
+            yield ErrorDetails(
                 key="strategy.local_sgd",
                 got=f"local steps with precision={planned.precision}",
                 expected="bf16 or fp32: each rank would have a loss scale of its own",
-                cure="Write precision=bf16",
+                fix="Write precision=bf16",
             )
         if self.sync_batchnorm:
-            yield Fault(
+            yield ErrorDetails(
                 key="strategy.sync_batchnorm",
                 got="true with local_sgd",
                 expected="false: it makes ranks communicate at every layer of every step",
             )
 
-    def _phase_faults(self, planned: Blueprint) -> Iterator[Fault]:
+    def _phase_errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         """Yield an error for each option of the gradient average: phases average without DistributedDataParallel."""
         if not planned.config["phases"] or planned.placement.world_size == 1:
             return
         defaults = DDP()._average_options()
         for key, value in self._average_options().items():
             if value != defaults[key]:
-                yield Fault(
+                yield ErrorDetails(
                     key=f"strategy.{key}",
                     got=f"{show(value)}, with phases, which average their gradients without it",
                     expected=show(defaults[key]),
                 )
 
-    def hook_faults(self, *, expected: str) -> list[Fault]:
+    def hook_errors(self, *, expected: str) -> list[ErrorDetails]:
         """Return an error for each option that needs a communication hook of DistributedDataParallel."""
         return [
-            Fault(key=f"strategy.{key}", got=str(value), expected=expected)
+            ErrorDetails(key=f"strategy.{key}", got=str(value), expected=expected)
             for key, value in self._hook_options().items()
             if value is not None
         ]

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, ErrorDetails
 from exp.optim.optimizer import FUSED_IN_SHARDS
 from exp.shared_types import Batch
-from exp.strategies.batch_norm import Share, batch_norm_faults, join_statistics, part_statistics
+from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, part_statistics
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, gather, grouped, shards, whole
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -28,7 +28,7 @@ from exp.strategies.units import (
     AUTO,
     checkpoint_activations,
     matched,
-    scalar_faults,
+    scalar_errors,
     uniform,
     units,
 )
@@ -84,39 +84,39 @@ class FSDP(Strategy):
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
         return Demand(rest="shard", group=any(options))
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
-        faults = list(batch_norm_faults(planned, sync_batchnorm=self.sync_batchnorm))
+        errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
         chosen = {}
         try:
             chosen = units(planned.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")
         except ConfigError as error:
-            faults += error.faults
+            errors += error.errors
         try:
             matched(planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing")
         except ConfigError as error:
-            faults += error.faults
-        faults += _tied_faults(planned.network, chosen)
+            errors += error.errors
+        errors += _tied_errors(planned.network, chosen)
         if planned.placement.world_size > 1 or self.demand.group:
-            faults += scalar_faults(planned.network)
+            errors += scalar_errors(planned.network)
         unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
         if planned.config["optimizer"].get("fused") is True and unfused:
-            faults.append(
-                Fault(
+            errors.append(
+                ErrorDetails(
                     key="optimizer.fused",
                     got=f"true for {unfused[0]}, which torch cannot do on shards",
                     expected=f"null, or one of {', '.join(FUSED_IN_SHARDS)}",
                 )
             )
         if self.cpu_offload and planned.placement.accelerator == "cpu":
-            faults.append(
-                Fault(
+            errors.append(
+                ErrorDetails(
                     key="strategy.cpu_offload",
                     got="true on a run on CPU",
                     expected="false: the shards lie in the CPU's memory already",
                 )
             )
-        return faults
+        return errors
 
     def footprint(self, load: Load) -> Footprint:
         """Equal rows of each weight a rank, one unit gathered while it computes and the next one on its way."""
@@ -254,7 +254,7 @@ def unit_bytes(load: Load, chosen: Sequence[str], *, itemsize: int | None = None
     return found
 
 
-def _tied_faults(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[Fault]:
+def _tied_errors(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[ErrorDetails]:
     """A weight that two units share would be gathered by one and used by the other."""
     owners: dict[int, set[str]] = {}
     names: dict[int, list[str]] = {}
@@ -263,11 +263,11 @@ def _tied_faults(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[Fa
         owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
         names.setdefault(id(parameter), []).append(path)
     return [
-        Fault(
+        ErrorDetails(
             key="strategy.shard",
             got=f"{' and '.join(names[tied])} are one weight in different units",
             expected="a weight that is used twice in one unit",
-            cure="Leave the modules that hold it out of strategy.shard",
+            fix="Leave the modules that hold it out of strategy.shard",
         )
         for tied, units in owners.items()
         if len(units) > 1

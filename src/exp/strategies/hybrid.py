@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 from exp.spelling import show
 from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import Layers
@@ -19,7 +19,7 @@ from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy
 from exp.strategies.tensor_parallel import MEETS, TensorParallel
 from exp.strategies.tensor_plan import AUTO
-from exp.strategies.units import scalar_faults
+from exp.strategies.units import scalar_errors
 
 
 class Hybrid(Strategy):
@@ -57,9 +57,9 @@ class Hybrid(Strategy):
             "microbatches": microbatches,
             "layers": layers,
         }
-        faults = _faults_of_factors(tensor, pipeline, data)
-        faults = faults or (_idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline))
-        raise_faults(faults)
+        errors = _errors_of_factors(tensor, pipeline, data)
+        errors = errors or (_idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline))
+        raise_errors(errors)
         self.shards_parameters = data == "shard"
         self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
         self.splits_tensors, self.splits_layers = tensor > 1, pipeline > 1
@@ -80,10 +80,10 @@ class Hybrid(Strategy):
             cpu_devices=CPU_RANKS * self.dimensions.model_ranks,
         )
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return the errors of the axis that is used, and those of shards."""
-        scalars = scalar_faults(planned.network) if self.shards_parameters else []
-        return [*scalars, *self.axis.faults(planned)]
+        scalars = scalar_errors(planned.network) if self.shards_parameters else []
+        return [*scalars, *self.axis.errors(planned)]
 
     def footprint(self, load: Load) -> Footprint:
         """Return the footprint of the axis that is used."""
@@ -94,29 +94,31 @@ class Hybrid(Strategy):
         return self.axis.lightning(placement, rank)
 
 
-def _idle(axis: str, options: Mapping[str, object]) -> list[Fault]:
+def _idle(axis: str, options: Mapping[str, object]) -> list[ErrorDetails]:
     """The options of the axis that is not used, where they ask for something: they would be ignored in silence."""
     defaults = inspect.signature(Hybrid.__init__).parameters
     factors = {"tensor": 1, "pipeline": 1, axis: 2}
-    cure = "Leave it out, or write " + " ".join(f"strategy.{name}={factor}" for name, factor in factors.items())
+    fix = "Leave it out, or write " + " ".join(f"strategy.{name}={factor}" for name, factor in factors.items())
     return [
-        Fault(key=key, got=f"{value!r}, with {axis}=1", expected=show(defaults[key].default).strip("'"), cure=cure)
+        ErrorDetails(key=key, got=f"{value!r}, with {axis}=1", expected=show(defaults[key].default).strip("'"), fix=fix)
         for key, value in options.items()
         if value != defaults[key].default
     ]
 
 
-def _faults_of_factors(tensor: int, pipeline: int, data: str) -> list[Fault]:
-    faults = []
+def _errors_of_factors(tensor: int, pipeline: int, data: str) -> list[ErrorDetails]:
+    errors = []
     if tensor > 1 and pipeline > 1:
-        cure = "Write strategy.tensor=1, or strategy.pipeline=1"
+        fix = "Write strategy.tensor=1, or strategy.pipeline=1"
         got = f"{pipeline} with tensor={tensor}"
-        faults.append(Fault(key="pipeline", got=got, expected="one of the two above 1", cure=cure))
+        errors.append(ErrorDetails(key="pipeline", got=got, expected="one of the two above 1", fix=fix))
     elif tensor == pipeline == 1:
         expected = "how many ranks hold one model together, 2 or more: strategy.tensor=2 or strategy.pipeline=2"
-        faults.append(Fault(key="tensor", got="1, and pipeline is 1", expected=expected, cure="Or write strategy=ddp"))
-    if data == "shard" and pipeline > 1:
-        faults.append(
-            Fault(key="data", got="shard with pipeline", expected="average, or tensor in the place of pipeline")
+        errors.append(
+            ErrorDetails(key="tensor", got="1, and pipeline is 1", expected=expected, fix="Or write strategy=ddp")
         )
-    return faults
+    if data == "shard" and pipeline > 1:
+        errors.append(
+            ErrorDetails(key="data", got="shard with pipeline", expected="average, or tensor in the place of pipeline")
+        )
+    return errors

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import ConfigError, Fault
+from exp.errors import ConfigError, ErrorDetails
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
 from exp.nested import moved, tensors_in
@@ -65,13 +65,17 @@ class LayerSplit(Strategy):
         """All devices of the run, in one process."""
         return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """A split that does not fit the network or the devices."""
         placement = planned.placement
         if placement.world_size > 1:
-            return [Fault(key="launch.nodes", got=f"{placement.nodes} nodes", expected="1: layer_split is one process")]
+            return [
+                ErrorDetails(
+                    key="launch.nodes", got=f"{placement.nodes} nodes", expected="1: layer_split is one process"
+                )
+            ]
         count = placement.layers
-        return _device_faults(count, self.layers) or split_faults(planned, count=count, layers=self.layers)
+        return _device_errors(count, self.layers) or split_errors(planned, count=count, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each device."""
@@ -87,13 +91,13 @@ class LayerSplit(Strategy):
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
 
 
-def split_faults(planned: Blueprint, *, count: int, layers: Layers | None) -> list[Fault]:
+def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
     """Why the network cannot be cut into so many parts."""
     try:
         inputs = example_arguments(planned.network, DataSpec.of(planned.config["data"]))
         split(planned.network, count=count, layers=layers, inputs=inputs)
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.errors)
     return []
 
 
@@ -127,14 +131,16 @@ def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple
     return [replace(part_place(load, parts, [part], ranks=ranks), device=part) for part in range(count)]
 
 
-def _device_faults(count: int, layers: Layers | None) -> list[Fault]:
+def _device_errors(count: int, layers: Layers | None) -> list[ErrorDetails]:
     if layers is not None and len(layers) != count:
         got = f"{count} device{'s' if count > 1 else ''}"
         expected = f"{len(layers)}, one for each part of strategy.layers"
-        return [Fault(key="launch.devices", got=got, expected=expected, cure=f"Write launch.devices={len(layers)}")]
+        return [
+            ErrorDetails(key="launch.devices", got=got, expected=expected, fix=f"Write launch.devices={len(layers)}")
+        ]
     if count == 1:
         expected = "2 or more to split over"
-        return [Fault(key="launch.devices", got="1 device", expected=expected, cure="Write strategy=single")]
+        return [ErrorDetails(key="launch.devices", got="1 device", expected=expected, fix="Write strategy=single")]
     return []
 
 

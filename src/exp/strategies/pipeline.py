@@ -12,13 +12,13 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
 from exp.data.data import Data
-from exp.errors import Fault, raise_faults
+from exp.errors import ErrorDetails, raise_errors
 from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
 from exp.strategies.footprint import Footprint, Load, Transfer, averaged, grouped
-from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_faults
+from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_errors
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, number_of
 from exp.strategies.placement import Demand, Dimensions, Placement
@@ -84,7 +84,7 @@ class Pipeline(Strategy):
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        raise_faults(_faults_of_words(schedule, stages, stages_per_rank, layers))
+        raise_errors(_errors_of_words(schedule, stages, stages_per_rank, layers))
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages
@@ -118,14 +118,14 @@ class Pipeline(Strategy):
         down = [stage % ranks for stage in range(count)]
         return [*range(ranks), *reversed(range(ranks))] if self.schedule.is_v else down
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """What does not go through a pipeline, and a split that does not fit the network or the ranks."""
         ranks = planned.placement.model_ranks
         if planned.placement.world_size == 1:
             expected = "2 or more: each rank holds a part of the network"
-            return [Fault(key="launch.devices", got="1 rank", expected=expected, cure="Write strategy=single")]
-        faults = self._batch_faults(planned, ranks)
-        return faults + split_faults(planned, count=ranks * self.stages_per_rank, layers=self.layers)
+            return [ErrorDetails(key="launch.devices", got="1 rank", expected=expected, fix="Write strategy=single")]
+        errors = self._batch_errors(planned, ranks)
+        return errors + split_errors(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
         """The stages of each rank, and the activations of the micro-batches that are on their way at once."""
@@ -164,67 +164,69 @@ class Pipeline(Strategy):
         """One rank of a pipeline."""
         return PipelineStrategy(placement=placement, plan=self)
 
-    def _batch_faults(self, planned: Blueprint, ranks: int) -> list[Fault]:
+    def _batch_errors(self, planned: Blueprint, ranks: int) -> list[ErrorDetails]:
         share = planned.batch_size // planned.placement.data_ranks
         stages = ranks * self.stages_per_rank
         count = self.microbatches_of(share, ranks)
         each = f" in each of {planned.placement.data_ranks} pipelines" if planned.placement.data_ranks > 1 else ""
-        faults = []
+        errors = []
         if share < count:
             least = count * planned.placement.data_ranks
             expected = f"{least} or more: {count} micro-batches{each}"
-            faults.append(Fault(key="data.batch_size", got=str(planned.batch_size), expected=expected))
+            errors.append(ErrorDetails(key="data.batch_size", got=str(planned.batch_size), expected=expected))
         word = self.schedule_word
         if self.schedule.needs_filling and count < stages:
             expected = f"{stages} or more, one a stage, for {word}"
-            cure = "Write strategy.schedule=gpipe"
-            faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected, cure=cure))
+            fix = "Write strategy.schedule=gpipe"
+            errors.append(ErrorDetails(key="strategy.microbatches", got=str(count), expected=expected, fix=fix))
         if self.schedule.in_rounds and count % max(1, count // ranks):
             expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
-            faults.append(Fault(key="strategy.microbatches", got=str(count), expected=expected))
-        return faults + _batch_norm_faults(planned, count)
+            errors.append(ErrorDetails(key="strategy.microbatches", got=str(count), expected=expected))
+        return errors + _batch_norm_errors(planned, count)
 
 
-def _faults_of_words(
+def _errors_of_words(
     schedule: str,
     stages: int | None,
     stages_per_rank: int | None,
     layers: Layers | None,
-) -> list[Fault]:
-    faults = []
+) -> list[ErrorDetails]:
+    errors = []
     if schedule not in SCHEDULES:
-        cure = did_you_mean(str(schedule), list(SCHEDULES))
-        return [Fault(key="schedule", got=repr(schedule), expected=f"one of {', '.join(SCHEDULES)}", cure=cure)]
+        fix = did_you_mean(str(schedule), list(SCHEDULES))
+        return [ErrorDetails(key="schedule", got=repr(schedule), expected=f"one of {', '.join(SCHEDULES)}", fix=fix)]
     takes = SCHEDULES[schedule].stages_per_rank
     if stages_per_rank is not None and stages_per_rank != takes and (takes is not None or stages_per_rank < 2):
         expected = f"{takes or '2 or more'}: {schedule} has so many stages a rank"
-        faults.append(Fault(key="stages_per_rank", got=str(stages_per_rank), expected=expected))
+        errors.append(ErrorDetails(key="stages_per_rank", got=str(stages_per_rank), expected=expected))
     each = stages_per_rank or takes or 2
     if layers is not None and stages is not None and len(layers) != stages:
         expected = f"{len(layers)}, one for each part of strategy.layers, or null"
-        faults.append(Fault(key="stages", got=str(stages), expected=expected))
+        errors.append(ErrorDetails(key="stages", got=str(stages), expected=expected))
     count = len(layers) if layers is not None else stages
-    if count is not None and not faults and count % each:
+    if count is not None and not errors and count % each:
         key = "stages" if layers is None else "layers"
         expected = f"a multiple of {each}, the stages of each rank"
-        faults.append(Fault(key=key, got=str(count), expected=expected))
-    return faults
+        errors.append(ErrorDetails(key=key, got=str(count), expected=expected))
+    return errors
 
 
-def _batch_norm_faults(planned: Blueprint, count: int) -> list[Fault]:
+def _batch_norm_errors(planned: Blueprint, count: int) -> list[ErrorDetails]:
     """Statistics of a part of the batch are others, and would find another network."""
     normed = [name for name, _ in batch_norms(planned.network)]
     if not normed:
         return []
     layers = f"{normed[0]} and {len(normed) - 1} more layers of batch normalisation"
-    cure = "Or take a model with layer or group normalisation"
+    fix = "Or take a model with layer or group normalisation"
     if count > 1:
         expected = "1: they would normalise over each micro-batch (strategy.schedule=gpipe takes one)"
-        return [Fault(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, cure=cure)]
+        return [ErrorDetails(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, fix=fix)]
     pipelines = planned.placement.data_ranks
     if pipelines > 1:
         expected = "one pipeline: they would normalise over each one's share of the batch"
-        return [Fault(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, cure=cure)]
+        return [
+            ErrorDetails(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, fix=fix)
+        ]
     return []
 
 

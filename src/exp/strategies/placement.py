@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from exp.errors import ConfigError, Fault, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 from exp.strategies.rank import Rank
 
 # Two, so that ddp means something on a laptop, and no more, because they share its cores.
@@ -187,7 +187,7 @@ def placement(
         nodes=nodes,
         device_indices=() if chosen != "cuda" else tuple(range(count) if isinstance(devices, int | str) else devices),
     )
-    raise_faults(_placement_faults(placed, devices=devices, demand=demand, machine=machine))
+    raise_errors(_placement_errors(placed, devices=devices, demand=demand, machine=machine))
     return placed
 
 
@@ -210,8 +210,8 @@ def adopted(
     if demand.rest == "layers":
         if rank.world_size > 1:
             got = f"{strategy}, one process with all its devices, as rank {rank.global_rank} of {rank.world_size}"
-            cure = "Start it without torchrun and srun, or write strategy=ddp"
-            raise config_error("strategy.name", got=got, expected="one rank", cure=cure)
+            fix = "Start it without torchrun and srun, or write strategy=ddp"
+            raise config_error("strategy.name", got=got, expected="one rank", fix=fix)
     else:
         started, each = rank.local_world_size, demand.dimensions.layers
         wanted = started if devices == "auto" else _number(devices) // each
@@ -222,7 +222,7 @@ def adopted(
             same = devices == "auto" or fits
         if not same:
             raise ConfigError([
-                _launch_fault(
+                _launch_error(
                     "devices" if wanted != started else "nodes",
                     f"devices={_words(devices)}, nodes={nodes}",
                     f"what was started: {started} ranks on each of {rank.nodes} nodes",
@@ -266,55 +266,57 @@ def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dim
         fixed = replace(fixed, layers=count)
     if count % fixed.layers:
         expected = f"a multiple of {fixed.layers}, for {strategy} takes {fixed.layers} devices a rank"
-        raise ConfigError([_launch_fault("devices", str(count), expected)])
+        raise ConfigError([_launch_error("devices", str(count), expected)])
     ranks, together = count // fixed.layers * nodes, fixed.world_size
     if ranks % together:
         expected = f"a multiple of {together}, for {strategy} has {together} ranks work on one batch together"
-        raise ConfigError([_launch_fault("devices", f"{ranks} ranks", expected)])
+        raise ConfigError([_launch_error("devices", f"{ranks} ranks", expected)])
     rest: Dimension = "replicate" if demand.rest in (None, "layers") else demand.rest
     return replace(fixed, **{rest: getattr(fixed, rest) * ranks // together})
 
 
-def _placement_faults(placed: Placement, *, devices: Devices, demand: Demand, machine: Machine) -> Iterator[Fault]:
+def _placement_errors(
+    placed: Placement, *, devices: Devices, demand: Demand, machine: Machine
+) -> Iterator[ErrorDetails]:
     count, kind, gpus = placed.ranks_per_node, placed.accelerator, machine.gpus
     listed = not isinstance(devices, int | str)
     on_cpu = "Write launch.accelerator=cpu"
     if not isinstance(devices, int | str) and len(set(devices)) != max(len(devices), 1):
-        yield _launch_fault("devices", _words(devices), "a list of different GPU indices")
+        yield _launch_error("devices", _words(devices), "a list of different GPU indices")
     elif kind == "cuda" and not gpus:
         expected = "a machine with a CUDA device that torch can see"
-        yield _launch_fault("accelerator", "cuda", expected, f"{on_cpu} or auto")
+        yield _launch_error("accelerator", "cuda", expected, f"{on_cpu} or auto")
     elif kind == "cuda" and max(placed.device_indices) >= gpus:
         expected = f"at most the {gpus} GPU{'s' if gpus > 1 else ''} of this machine"
         expected += f", 0 to {gpus - 1}" if listed else ""
-        yield _launch_fault("devices", _words(devices), expected, f"{on_cpu} to try it with that many gloo ranks")
+        yield _launch_error("devices", _words(devices), expected, f"{on_cpu} to try it with that many gloo ranks")
     elif listed and kind != "cuda":
         expected = "a number: a list names GPUs"
-        yield _launch_fault("devices", f"{_words(devices)} on {kind}", expected, f"Write launch.devices={count}")
+        yield _launch_error("devices", f"{_words(devices)} on {kind}", expected, f"Write launch.devices={count}")
     if placed.backend == "nccl" and kind != "cuda":
         expected = "gloo: NCCL communicates between GPUs alone"
-        yield _launch_fault("backend", f"nccl on {kind}", expected, "Write launch.backend=auto")
+        yield _launch_error("backend", f"nccl on {kind}", expected, "Write launch.backend=auto")
     elif placed.backend == "nccl" and not machine.nccl:
-        yield _launch_fault("backend", "nccl", "gloo: this torch was built without NCCL")
+        yield _launch_error("backend", "nccl", "gloo: this torch was built without NCCL")
     if kind == "cpu" and machine.cores is not None:
         most = max(CPU_RANKS_AT_LEAST, RANKS_OF_A_CORE * machine.cores)
         if count > most:
             cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
             expected = f"at most {most} on this machine, which has {cores}: each rank is a process"
-            cure = "Write launch.devices=2 to try a strategy out"
-            yield _launch_fault("devices", f"{count} ranks on the CPU", expected, cure)
+            fix = "Write launch.devices=2 to try a strategy out"
+            yield _launch_error("devices", f"{count} ranks on the CPU", expected, fix)
     if kind == "mps" and not machine.mps:
-        yield _launch_fault("accelerator", "mps", "a Mac whose GPU torch can use")
+        yield _launch_error("accelerator", "mps", "a Mac whose GPU torch can use")
     if kind == "mps" and placed.world_size > 1:
         expected = "one rank: Apple's GPU has no collectives"
-        yield _launch_fault("accelerator", f"mps with {placed.world_size} ranks", expected, on_cpu)
+        yield _launch_error("accelerator", f"mps with {placed.world_size} ranks", expected, on_cpu)
     if demand.rest is None and placed.world_size > demand.dimensions.world_size:
         got = f"{placed.strategy} with {placed.world_size} ranks"
-        yield Fault(key="strategy.name", got=got, expected="one device", cure="Write strategy=ddp")
+        yield ErrorDetails(key="strategy.name", got=got, expected="one device", fix="Write strategy=ddp")
 
 
-def _launch_fault(name: str, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(key=f"launch.{name}", got=got, expected=expected, cure=cure)
+def _launch_error(name: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(key=f"launch.{name}", got=got, expected=expected, fix=fix)
 
 
 def _words(devices: Devices) -> str:

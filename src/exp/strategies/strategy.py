@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from exp.data.data import Data
-from exp.errors import Fault, RunError
+from exp.errors import ErrorDetails, RunError
 from exp.models.forward_trace import Call, ForwardTrace
 from exp.precision.plugin import RunPrecision
 from exp.strategies.footprint import Footprint, Load, Place, averaged, whole
@@ -145,7 +145,7 @@ class Strategy(ABC):
         """What it asks of the machine; by default one rank a device, each with a share of the batch of its own."""
         return DEFAULT_DEMAND
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """What this strategy cannot do with a run, all of it, before anything is started; by default nothing."""
         return ()
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from exp.data.data import Data
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.models.inference import example_inputs
 from exp.precision.words import WORDS
 from exp.shared_types import DataSpec
@@ -37,7 +37,7 @@ from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of, precision_of
 from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, carry_out, difference, model_mesh
-from exp.strategies.tensor_plan import AUTO, Plan, division_faults, make_plan, tied_cuts
+from exp.strategies.tensor_plan import AUTO, Plan, division_errors, make_plan, tied_cuts
 from exp.strategies.units import uniform, units
 
 # Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
@@ -77,18 +77,18 @@ class TensorParallel(Strategy):
         """Return the plan for a network. Raises: ConfigError."""
         return make_plan(network, self.plan, divide=self.divide, vocabulary=self.vocabulary)
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return an error for each layer that cannot be cut."""
-        network, faults = planned.network, []
+        network, errors = planned.network, []
         if WORDS[planned.precision].float8:
             expected = "another word: the layers of fp8 are not cut"
-            faults.append(Fault(key="precision.word", got="fp8 with layers in parts", expected=expected))
+            errors.append(ErrorDetails(key="precision.word", got="fp8 with layers in parts", expected=expected))
         try:
             plan = self.plan_of(network)
         except ConfigError as error:
-            return [*faults, *error.faults]
+            return [*errors, *error.errors]
         ranks = planned.placement.tensor
-        return [*faults, *division_faults(network, plan, ranks=ranks), *tied_cuts(network, plan)]
+        return [*errors, *division_errors(network, plan, ranks=ranks), *tied_cuts(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
         """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
@@ -173,14 +173,14 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
         return
     if found := difference(network, plan, example_inputs(spec), mesh=mesh):
         divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
-        fault = Fault(
+        error = ErrorDetails(
             key="strategy.plan",
             got=f"a plan that changes what the network computes with {mesh.size()} ranks: {found}",
             expected="a column layer before each row layer, what is between them by parts, and each constant that "
             f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
-            cure="Or write strategy=ddp",
+            fix="Or write strategy=ddp",
         )
-        raise RunError(str(fault))
+        raise RunError(str(error))
 
 
 class TensorParallelStrategy(ModelParallel):

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from exp.errors import ConfigError, Fault, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 from exp.models.containers import ProgramModel
 from exp.spelling import among, did_you_mean
 
@@ -65,7 +65,7 @@ def make_plan(
     return Plan(layers=layers, constants=constants)
 
 
-def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault]:
+def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[ErrorDetails]:
     """Return an error if the ranks do not divide all sizes that are cut."""
     sizes: dict[str, int] = {}
     for name, word in plan.layers.items():
@@ -85,7 +85,7 @@ def division_faults(network: nn.Module, plan: Plan, *, ranks: int) -> list[Fault
     good = [str(count) for count in range(1, common + 1) if common % count == 0]
     told = [f"{what} ({size})" for what, size in uneven.items()]
     return [
-        Fault(
+        ErrorDetails(
             key="launch.devices",
             got=f"{ranks} ranks for each layer, which do not divide {among(told, count=4)}",
             expected=f"a number that divides all that is cut: {among(good)}",
@@ -100,13 +100,13 @@ def count_of(container: ProgramModel, constant: str) -> int:
     return value
 
 
-def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:
+def tied_cuts(network: nn.Module, plan: Plan) -> list[ErrorDetails]:
     """Weights that are cut in one place and used in another."""
     names: dict[int, list[str]] = {}
     for path, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(path)
     return [
-        Fault(
+        ErrorDetails(
             key="strategy.plan",
             got=f"{' and '.join(tied)} are one weight",
             expected="a weight of one layer where it is cut",
@@ -118,7 +118,7 @@ def tied_cuts(network: nn.Module, plan: Plan) -> list[Fault]:
 
 def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, str]:
     if plan != AUTO:
-        raise ConfigError([_fault("strategy.plan", repr(plan), "auto, or a mapping of name patterns to words")])
+        raise ConfigError([_error("strategy.plan", repr(plan), "auto, or a mapping of name patterns to words")])
     linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
     layers = {
         name: "column" if _last(name) in COLUMNS else "row" for name in linears if _last(name) in (*COLUMNS, *ROWS)
@@ -129,8 +129,8 @@ def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, 
             f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two in turn in a chain of layers; "
             f"there are {among(linears)}"
         )
-        cure = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with the names of two that follow"
-        raise config_error("strategy.plan", got="auto", expected=expected, cure=cure)
+        fix = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with the names of two that follow"
+        raise config_error("strategy.plan", got="auto", expected=expected, fix=fix)
     return layers | (_over_the_vocabulary(network, layers) if vocabulary else {})
 
 
@@ -167,17 +167,17 @@ def _over_the_vocabulary(network: nn.Module, layers: Mapping[str, str]) -> dict[
     heads = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and _last(name) == "head"]
     if not found and not heads:
         expected = "an Embedding, or a Linear called head"
-        raise ConfigError([_fault("strategy.vocabulary", "true, and the network has neither", expected)])
+        raise ConfigError([_error("strategy.vocabulary", "true, and the network has neither", expected)])
     return found | {name: "column_whole" for name in heads if name not in layers}
 
 
 def _by_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: bool) -> dict[str, str]:
-    faults = []
+    errors = []
     if vocabulary:
         expected = "the words vocabulary and column_whole in the plan"
-        faults.append(_fault("strategy.vocabulary", "true with a plan of patterns", expected))
+        errors.append(_error("strategy.vocabulary", "true with a plan of patterns", expected))
     if not plan:
-        faults.append(_fault("strategy.plan", "no pattern", "auto, or a mapping of name patterns to words"))
+        errors.append(_error("strategy.plan", "no pattern", "auto, or a mapping of name patterns to words"))
     modules = {name: module for name, module in network.named_modules() if name}
     layers: dict[str, str] = {}
     for pattern, word in plan.items():
@@ -185,28 +185,28 @@ def _by_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: boo
         matched = [name for name in modules if fnmatchcase(name, pattern)]
         if word not in TAKES:
             expected = f"one of {', '.join(TAKES)}"
-            faults.append(Fault(key=key, got=repr(word), expected=expected, cure=did_you_mean(word, TAKES)))
+            errors.append(ErrorDetails(key=key, got=repr(word), expected=expected, fix=did_you_mean(word, TAKES)))
         elif not matched:
             expected = f"a pattern of names of layers: {among(modules, word=pattern)}"
-            cure = did_you_mean(pattern, modules)
-            faults.append(Fault(key=key, got="a pattern that matches nothing", expected=expected, cure=cure))
+            fix = did_you_mean(pattern, modules)
+            errors.append(ErrorDetails(key=key, got="a pattern that matches nothing", expected=expected, fix=fix))
         else:
-            faults += [fault for name in matched for fault in _kind_faults(key, name, modules[name], word)]
+            errors += [error for name in matched for error in _kind_errors(key, name, modules[name], word)]
             layers |= dict.fromkeys(matched, word)
-    raise_faults(faults)
+    raise_errors(errors)
     return layers
 
 
-def _kind_faults(key: str, name: str, layer: nn.Module, word: str) -> Iterator[Fault]:
+def _kind_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[ErrorDetails]:
     # Not a subclass, whose forward may be another one.
     if type(layer) is not TAKES[word]:
         got = f"{word} for {name}, a {type(layer).__name__}"
-        yield _fault(key, got, f"a {TAKES[word].__name__} of torch.nn")
+        yield _error(key, got, f"a {TAKES[word].__name__} of torch.nn")
     elif isinstance(layer, nn.Embedding) and (
         layer.padding_idx is not None or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
     ):
         got = f"{word} for {name}, which has padding_idx, max_norm, sparse or scale_grad_by_freq"
-        yield _fault(key, got, "an Embedding without them")
+        yield _error(key, got, "an Embedding without them")
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
@@ -228,19 +228,21 @@ def _constants(network: nn.Module, patterns: Sequence[str]) -> dict[str, list[st
         for constant, value in module.constants.items()
         if isinstance(value, int) and not isinstance(value, bool)
     }
-    faults = []
+    errors = []
     found: dict[str, list[str]] = {}
     for pattern in patterns:
         matched = [known[name] for name in known if fnmatchcase(name, pattern)]
         if not matched:
             expected = f"a pattern of whole-number constants of containers: {among(known, word=pattern)}"
-            faults.append(
-                Fault(key="strategy.divide", got=repr(pattern), expected=expected, cure=did_you_mean(pattern, known))
+            errors.append(
+                ErrorDetails(
+                    key="strategy.divide", got=repr(pattern), expected=expected, fix=did_you_mean(pattern, known)
+                )
             )
         for path, constant in matched:
             if constant not in found.setdefault(path, []):
                 found[path].append(constant)
-    raise_faults(faults)
+    raise_errors(errors)
     return found
 
 
@@ -248,5 +250,5 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _fault(key: str, got: str, expected: str) -> Fault:
-    return Fault(key=key, got=got, expected=expected)
+def _error(key: str, got: str, expected: str) -> ErrorDetails:
+    return ErrorDetails(key=key, got=got, expected=expected)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.models.matching import matching
 
 AUTO = "auto"
@@ -38,14 +38,14 @@ def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int
     return _large_enough(chosen, min_parameters)
 
 
-def scalar_faults(network: nn.Module) -> list[Fault]:
+def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
     """Return an error for each parameter without an axis: torch's fully_shard cannot divide it."""
     return [
-        Fault(
+        ErrorDetails(
             key="model",
             got=f"the parameter {name} of shape [], and a strategy that shards parameters",
             expected="parameters with an axis or more",
-            cure="Give it the shape [1], or write strategy=ddp",
+            fix="Give it the shape [1], or write strategy=ddp",
         )
         for name, parameter in network.named_parameters()
         if not parameter.dim()

@@ -112,7 +112,7 @@ def need(
 
 
 def _unfit(got: str, *, expected: str) -> ConfigError:
-    return config_error("sweep.devices_per_job", got=got, expected=expected, cure="Write sweep.devices_per_job=auto")
+    return config_error("sweep.devices_per_job", got=got, expected=expected, fix="Write sweep.devices_per_job=auto")
 
 
 def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:

@@ -106,7 +106,7 @@ class GpuView:
             if wanted not in self._known:
                 self._known[wanted] = need_of(config)
         except Exception as error:
-            if isinstance(error, ConfigError) and any(fault.key.startswith("sweep.") for fault in error.faults):
+            if isinstance(error, ConfigError) and any(error.key.startswith("sweep.") for error in error.errors):
                 raise
             return error
         need, machine = self._known[wanted]
@@ -117,10 +117,10 @@ class GpuView:
 def _ended(how: str) -> ConfigError:
     """Return the error of a job whose check did not finish."""
     got, expected = f"its check ended {how}", "a check that comes to its end"
-    cure = (
+    fix = (
         "The check runs constructors, imports and forwards of your own: leave them out one by one to find which ends it"
     )
-    return config_error("config", got=got, expected=expected, cure=cure)
+    return config_error("config", got=got, expected=expected, fix=fix)
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import early_faults, once, refuse_early
+from exp.check.stages import early_errors, once, refuse_early
 from exp.config.compose import Composition, composition_of, job_config, recorded
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
@@ -25,10 +25,10 @@ from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Reading, Unknown, Values, plain_values, read
 from exp.config.sources import source_of
 from exp.config.values import set_value
-from exp.errors import ConfigError, Fault, config_error
+from exp.errors import ConfigError, ErrorDetails, config_error
 from exp.spelling import show
 
-MAX_FAULTS = 30
+MAX_ERRORS = 30
 # Keys that a sweep reads once, before its jobs.
 READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
 # Returns the errors of each of several packed configs. None: it has none.
@@ -167,9 +167,9 @@ class Jobs:
             return replace(job, error=error)
 
     def _by_hydra(self, job: Job, lines: Sequence[Override]) -> Job:
-        check: Callable[[DictConfig], Sequence[Fault]] = early_faults
+        check: Callable[[DictConfig], Sequence[ErrorDetails]] = early_errors
         if self.everything:
-            from exp.check.examination import config_faults as check  # imports torch
+            from exp.check.examination import config_errors as check  # imports torch
         overrides, where = [*self._hydra_overrides, *job.overrides], (self._config_dir, self._config_name)
         composition = composition_of(overrides, config_dir=where[0], config_name=where[1], check=check)
         is_plain = _follows_no_hydra_value(composition.config)
@@ -179,8 +179,8 @@ class Jobs:
             options = [key for key in job.swept if composition.vocabulary.group_exists(key)]
             pairs = zip(lines, job.overrides, strict=True)
             groups = [text for line, text in pairs if line.key_or_group in options]
-            cure = f"Start one sweep for each option: -m {' '.join(groups)}"
-            raise ConfigError([replace(one, cure=cure, source=source_of(config, one.key)) for one in others])
+            fix = f"Start one sweep for each option: -m {' '.join(groups)}"
+            raise ConfigError([replace(one, fix=fix, source=source_of(config, one.key)) for one in others])
         job = _with_config(job, config, Path(config[COMPOSITION].directory))
         if is_plain and job.error is None:
             self._pattern = _Pattern(
@@ -214,18 +214,20 @@ class Jobs:
         for job in jobs:
             both = [one for one in (job.error, errors.get(job.number)) if one is not None]
             if both:
-                error = ConfigError(once([*both[0].faults, *both[-1].faults]))
+                error = ConfigError(once([*both[0].errors, *both[-1].errors]))
                 job = replace(job, packed=None, directory=None, error=error)
             found.append(job)
         return found
 
-    def _other_settings(self, config: DictConfig) -> list[Fault]:
+    def _other_settings(self, config: DictConfig) -> list[ErrorDetails]:
         """Return an error for each setting of the sweep that a job has and the sweep has not, or the reverse."""
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
         expected = "{}, the value of the whole sweep, which reads it before its jobs"
         return [
-            Fault(key=name, got=f"{show(mine)} in an option that is swept", expected=expected.format(show(whole)))
+            ErrorDetails(
+                key=name, got=f"{show(mine)} in an option that is swept", expected=expected.format(show(whole))
+            )
             for name, (mine, whole) in both.items()
             if not are_same(mine, whole)
         ]
@@ -235,8 +237,8 @@ class Jobs:
         for line in lines:
             if _is_security(line) and _setting(line) not in self._typed_security:
                 key, value = _setting(line)
-                cure = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-                raise config_error(key, got=f"{value} in a job", expected="one value for the whole sweep", cure=cure)
+                fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+                raise config_error(key, got=f"{value} in a job", expected="one value for the whole sweep", fix=fix)
 
 
 def _with_config(
@@ -302,16 +304,16 @@ def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> boo
     )
 
 
-def job_faults(jobs: Sequence[Job]) -> list[Fault]:
+def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
     """Return the errors of all jobs. An error of several jobs is listed once, with their numbers."""
-    where: dict[object, tuple[Fault, list[Job]]] = {}
+    where: dict[object, tuple[ErrorDetails, list[Job]]] = {}
     for job in jobs:
-        for fault in job.error.faults if job.error else ():
+        for error in job.error.errors if job.error else ():
             # The fixes may differ, because they list the keys of a swept option.
-            same = (fault.key, fault.got, fault.at, fault.subject, fault.source)
-            where.setdefault(same, (fault, []))[1].append(job)
-    faults = []
-    for fault, having in itertools.islice(where.values(), MAX_FAULTS):
+            same = (error.key, error.got, error.at, error.subject, error.source)
+            where.setdefault(same, (error, []))[1].append(job)
+    errors = []
+    for error, having in itertools.islice(where.values(), MAX_ERRORS):
         numbers = [job.number for job in having]
         if len(having) == 1:
             label = f"job {numbers[0]} ({' '.join(having[0].overrides)})"
@@ -319,14 +321,14 @@ def job_faults(jobs: Sequence[Job]) -> list[Fault]:
             label = "every job"
         else:
             label = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
-        if fault.got in (NO_SUCH_KEY, IS_THERE) and len(having) < len(jobs):
-            texts = [text for text in having[0].overrides if parse_override(text).key_or_group == fault.key]
-            cure = f"Write ++{texts[0].lstrip('+')}, which sets it or adds it" if texts else None
-            fault = replace(fault, cure=cure)
-        faults.append(replace(fault, source=f"{label}, {fault.source}" if fault.source else label))
-    if len(where) > MAX_FAULTS:
-        faults.append(Fault(key="sweep", got=f"{len(where) - MAX_FAULTS} more faults", expected="none"))
-    return faults
+        if error.got in (NO_SUCH_KEY, IS_THERE) and len(having) < len(jobs):
+            texts = [text for text in having[0].overrides if parse_override(text).key_or_group == error.key]
+            fix = f"Write ++{texts[0].lstrip('+')}, which sets it or adds it" if texts else None
+            error = replace(error, fix=fix)
+        errors.append(replace(error, source=f"{label}, {error.source}" if error.source else label))
+    if len(where) > MAX_ERRORS:
+        errors.append(ErrorDetails(key="sweep", got=f"{len(where) - MAX_ERRORS} more errors", expected="none"))
+    return errors
 
 
 def is_of_sweep(override: str) -> bool:

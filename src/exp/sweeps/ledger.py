@@ -184,14 +184,14 @@ def _entry(line: bytes, directory: Path) -> Entry:
     return entry
 
 
-def _refusal(got: str, expected: str, cure: str | None = None) -> ConfigError:
-    return config_error("sweep.resume", got=got, expected=expected, cure=cure)
+def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
+    return config_error("sweep.resume", got=got, expected=expected, fix=fix)
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     shown = os.path.relpath(path)
-    cure = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
-    return _refusal(f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it", cure)
+    fix = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
+    return _refusal(f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it", fix)
 
 
 def found_sweep(wanted: str, *, beside: Path) -> Path | None:
@@ -216,8 +216,8 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
             raise _refusal(f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto")
     if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(beside)):
         expected = "a directory below the working directory, or where hydra.sweep.dir leads"
-        cure = f"Add hydra.sweep.dir={directory.parent}/again, or start in the directory in which it was begun"
-        raise _refusal(f"{directory}", expected, cure)
+        fix = f"Add hydra.sweep.dir={directory.parent}/again, or start in the directory in which it was begun"
+        raise _refusal(f"{directory}", expected, fix)
     if is_locked(directory):
         raise _running(directory)
     return directory

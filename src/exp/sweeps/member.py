@@ -49,7 +49,7 @@ from exp.engine.checkpointing import (
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule
-from exp.engine.non_finite import CURES, broken_entries, kinds_by_design, refuse_lost
+from exp.engine.non_finite import FIXES, broken_entries, kinds_by_design, refuse_lost
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
@@ -442,7 +442,7 @@ class Member:
         if broken := broken_entries(found, self._by_design):
             what = among(broken, count=6)
             raise NonFiniteError(
-                f"not finite after step {step}: {what}. Nothing of it is saved; {self._saved}. {CURES}"
+                f"not finite after step {step}: {what}. Nothing of it is saved; {self._saved}. {FIXES}"
             )
         return found
 

@@ -215,14 +215,14 @@ def read_part(directory: Path, name: str, read: Callable[[Path], Any], problems:
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror or error}")
     except DAMAGE as error:
-        what = error.faults[0].got if isinstance(error, ConfigError) else str(error) or type(error).__name__
+        what = error.errors[0].got if isinstance(error, ConfigError) else str(error) or type(error).__name__
         what = f"it has no {what}" if isinstance(error, KeyError) else what
         problems.append(f"{name} is not as exp wrote it: {shortened(what, most=200)}")
     return None
 
 
 def _plain(path: Path) -> Any:
-    path.open("rb").close()  # of a file that cannot be opened, read_yaml makes a fault of a config
+    path.open("rb").close()  # of a file that cannot be opened, read_yaml makes an error of a config
     return read_yaml(path)
 
 

@@ -22,7 +22,7 @@ from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
-from exp.errors import ConfigError, Fault, config_error, raise_faults
+from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 from exp.spelling import among
 from exp.tensorboard.hparams import Domain
 
@@ -173,20 +173,20 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
     """
     axes: list[Axis] = []
     fixed: list[str] = []
-    faults: list[Fault] = []
+    errors: list[ErrorDetails] = []
     for line in _lines(config, vocabulary) or []:
         if not line.is_sweep_override():
             fixed.append(line.input_line or line.get_key_element())
             continue
-        fault, axis = _axis(line, vocabulary, seed=seed)
-        faults += fault
+        error, axis = _axis(line, vocabulary, seed=seed)
+        errors += error
         axes.append(axis)
-    if not faults:
-        axes = [replace(axis, when=_condition(axis.name, config, axes, faults)) for axis in axes]
+    if not errors:
+        axes = [replace(axis, when=_condition(axis.name, config, axes, errors)) for axis in axes]
         for key in set(map(str, config.sweep.when)) - {axis.name for axis in axes}:
             expected = f"one of {among([axis.name for axis in axes], word=key)}"
-            faults.append(Fault(key=f"sweep.when.{key}", got=f"{key}, which is not swept", expected=expected))
-    raise_faults(faults)
+            errors.append(ErrorDetails(key=f"sweep.when.{key}", got=f"{key}, which is not swept", expected=expected))
+    raise_errors(errors)
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
     return space
@@ -203,8 +203,8 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
         try:
             line = read_swept(text)
         except ConfigError as error:
-            source = error.faults[0].source if text in typed else "hydra.sweeper.params"
-            raise ConfigError([replace(error.faults[0], source=source)]) from error
+            source = error.errors[0].source if text in typed else "hydra.sweeper.params"
+            raise ConfigError([replace(error.errors[0], source=source)]) from error
         is_group = vocabulary.group_exists(line.key_or_group)
         if not line.is_delete() and not is_group:
             line = _behind_others(line, last)
@@ -227,9 +227,9 @@ def _behind_others(line: Override, last: dict[str, Override]) -> Override:
 
 
 def _condition(
-    key: str, config: DictConfig, axes: Sequence[Axis], faults: list[Fault]
+    key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]
 ) -> dict[str, tuple[str, ...]] | None:
-    """Return the values of other axes with which a key is there, from `sweep.when`. Add errors to `faults`."""
+    """Return the values of other axes with which a key is there, from `sweep.when`. Add errors to `errors`."""
     conditions = cast(dict[str, Any], OmegaConf.to_container(config.sweep.when, resolve=True))
     if key not in conditions:
         return None
@@ -238,44 +238,44 @@ def _condition(
     for name, wanted in conditions[key].items():
         if name not in known:
             expected = f"one of {among(known, word=name)}"
-            faults.append(Fault(key=f"sweep.when.{key}", got=f"{name}, which is not swept", expected=expected))
+            errors.append(ErrorDetails(key=f"sweep.when.{key}", got=f"{name}, which is not swept", expected=expected))
             continue
         values = wanted if isinstance(wanted, list) else [wanted]
         each = [known[name].texts_of(value) for value in values]
         if not values or not all(each):
             got = "[]" if not values else f"{values[each.index(())]}, which {name} never is"
             expected = f"one of {among(known[name].texts)}" if known[name].texts else "a key that is swept by a list"
-            faults.append(Fault(key=f"sweep.when.{key}.{name}", got=got, expected=expected))
+            errors.append(ErrorDetails(key=f"sweep.when.{key}.{name}", got=got, expected=expected))
         found[name] = tuple(text for texts in each for text in texts)
     return found
 
 
-def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Fault], Axis]:
+def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[ErrorDetails], Axis]:
     """Return the axis of an override, and its errors."""
     name, key, value = line.key_or_group, line.get_key_element(), line.value()
     if isinstance(value, IntervalSweep):
         # Their types stay, because sweep.json compares the axes of a resumed search.
         low, high, got = cast(float, value.start), cast(float, value.end), str(line.get_value_string())
         is_log, is_integer = "log" in value.tags, isinstance(low, int) and isinstance(high, int)
-        fault = None
+        error = None
         if tags := value.tags - {"log"}:
-            fault = Fault(key=name, got=f"the tag {min(tags)}", expected="log, the one tag that a search reads")
+            error = ErrorDetails(key=name, got=f"the tag {min(tags)}", expected="log, the one tag that a search reads")
         elif not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            fault = Fault(key=name, got=got, expected="an interval from a number to one that is not below it")
+            error = ErrorDetails(key=name, got=got, expected="an interval from a number to one that is not below it")
         elif is_log and low <= 0:
-            fault = Fault(key=name, got=got, expected="numbers above 0, of which there is a logarithm")
+            error = ErrorDetails(key=name, got=got, expected="numbers above 0, of which there is a logarithm")
         elif low == high:
-            got, cure = f"{got}, in which {low} is alone", f"Write {name}={low}"
-            fault = Fault(key=name, got=got, expected="an interval of several numbers", cure=cure)
+            got, fix = f"{got}, in which {low} is alone", f"Write {name}={low}"
+            error = ErrorDetails(key=name, got=got, expected="an interval of several numbers", fix=fix)
         axis = Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
-        return [] if fault is None else [fault], axis
+        return [] if error is None else [error], axis
     texts = _texts(line, vocabulary, seed=seed)
-    faults = []
+    errors = []
     if twice := [text for text, count in Counter(texts).items() if count > 1]:
         once = ",".join(dict.fromkeys(texts))
         short = f"Write {name}={once}" if len(once) < 60 else None
-        faults.append(Fault(key=name, got=f"{twice[0]}, twice", expected="each value once", cure=short))
-    return faults, Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
+        errors.append(ErrorDetails(key=name, got=f"{twice[0]}, twice", expected="each value once", fix=short))
+    return errors, Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
 
 
 def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:

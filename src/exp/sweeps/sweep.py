@@ -22,21 +22,21 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import open_dict
 
-from exp.check.stages import early_faults
+from exp.check.stages import early_errors
 from exp.config.compose import Composition, composition_of
 from exp.config.freeze import make_exclusively
 from exp.config.groups import COMMAND_LINE, PRIMARY
-from exp.config.hydra_adapter import fault_of, job_return, run_sweeper
+from exp.config.hydra_adapter import error_of, job_return, run_sweeper
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
-from exp.errors import ConfigError, Fault, Interrupted, RunError, raise_faults
+from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
 from exp.files import sweep_partial_files
 from exp.output import unwritable
 from exp.signals import heeding
 from exp.spelling import among
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
-from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_faults, packed
+from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, packed
 from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, found_sweep, held, identity_of, sweeps_of
 from exp.sweeps.search import Search
 from exp.sweeps.space import Combination
@@ -119,7 +119,7 @@ class Sweep:
             Interrupted: A signal came.
         """
         settings = self.settings
-        raise_faults(settings.faults())
+        raise_errors(settings.errors())
         if settings.is_search:
             self._search()
         else:
@@ -158,19 +158,19 @@ class Sweep:
         if not is_first or self._jobs.everything or not any(job.error for job in jobs):
             jobs = self._jobs.checked(jobs)
         if is_first and any(job.error for job in jobs):
-            faults = map(self._with_interval, job_faults(jobs)) if self.settings.is_search else job_faults(jobs)
-            raise ConfigError(list(dict.fromkeys(faults)))
+            errors = map(self._with_interval, job_errors(jobs)) if self.settings.is_search else job_errors(jobs)
+            raise ConfigError(list(dict.fromkeys(errors)))
         return list(jobs)
 
-    def _with_interval(self, fault: Fault) -> Fault:
+    def _with_interval(self, error: ErrorDetails) -> ErrorDetails:
         """Return the error of a drawn number with a fraction as an error of its interval."""
-        axis = self.settings.space.axis(fault.key)
-        if axis is None or not axis.is_interval or axis.is_integer or "integer" not in fault.expected:
-            return fault
+        axis = self.settings.space.axis(error.key)
+        if axis is None or not axis.is_interval or axis.is_integer or "integer" not in error.expected:
+            return error
         drawn = f"interval({axis.low:g},{axis.high:g})"
         drawn = f"tag(log,{drawn})" if axis.is_log else drawn
-        got, cure = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
-        return replace(fault, got=got, cure=cure, source=COMMAND_LINE)
+        got, fix = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
+        return replace(error, got=got, fix=fix, source=COMMAND_LINE)
 
     def _known(self, job: Job) -> Job:
         """Return a job with the number and the directory that it has from an earlier sweep of this directory."""
@@ -251,7 +251,7 @@ def compose_sweep(
     *,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    check: Callable[[DictConfig], Sequence[Fault]] = early_faults,
+    check: Callable[[DictConfig], Sequence[ErrorDetails]] = early_errors,
 ) -> Composition:
     """Compose what all jobs of a sweep share. check: As of exp.check.stages.compose.
 
@@ -324,7 +324,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
         with contextlib.suppress(OSError):  # the first error is raised
             _finish(jobs, directory)
         if isinstance(error, HydraException):
-            raise ConfigError([fault_of(error)]) from error
+            raise ConfigError([error_of(error)]) from error
         if isinstance(error, OSError):
             what, here = unwritable(error.filename or directory, error), os.path.relpath(directory)
             raise RunError(f"the sweep ended, for {what}, and go on with sweep.resume={here}") from error

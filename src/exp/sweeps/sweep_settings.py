@@ -16,7 +16,7 @@ from exp.config.compose import Composition, shared_config
 from exp.config.grammar import parse_override
 from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import hydra_config, recorded_overrides
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
 from exp.sweeps.results import FOLD, NONE
@@ -101,42 +101,42 @@ class SweepSettings:
         """Return the command that resumes the sweep of a directory."""
         return shlex.join(["python", "-m", "exp.train", "-m", *self.overrides, f"sweep.resume={directory}"])
 
-    def faults(self) -> Iterator[Fault]:
+    def errors(self) -> Iterator[ErrorDetails]:
         """Yield an error for each setting that does not fit what is swept."""
         if self.repeat_over is not None and self.repeated is None:
             got, expected = f"{self.repeat_over}, which is not swept", "a swept key, such as seed=0,1,2"
-            yield Fault(key="sweep.repeat_over", got=got, expected=expected)
-        yield from self._search_faults() if self.is_search else self._grid_faults()
+            yield ErrorDetails(key="sweep.repeat_over", got=got, expected=expected)
+        yield from self._search_errors() if self.is_search else self._grid_errors()
 
-    def _grid_faults(self) -> Iterator[Fault]:
+    def _grid_errors(self) -> Iterator[ErrorDetails]:
         interval = next((axis for axis in self.space.axes if axis.is_interval), None)
         if interval is not None:
             got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
-            yield Fault(key="sweep.sampler", got=got, expected=expected)
-        cure = "Write sweep.sampler=random, or another, to draw from lists, too"
+            yield ErrorDetails(key="sweep.sampler", got=got, expected=expected)
+        fix = "Write sweep.sampler=random, or another, to draw from lists, too"
         for name, none in (("trials", None), ("pruner", "none")):
             if (value := self.values[name]) != none:
                 expected = f"{'null' if none is None else none}: only a search has {name if none is None else 'one'}"
-                yield Fault(key=f"sweep.{name}", got=f"{value}, of a grid", expected=expected, cure=cure)
+                yield ErrorDetails(key=f"sweep.{name}", got=f"{value}, of a grid", expected=expected, fix=fix)
 
-    def _search_faults(self) -> Iterator[Fault]:
+    def _search_errors(self) -> Iterator[ErrorDetails]:
         if self.repeated is not None and self.repeated.is_interval:
-            yield Fault(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2")
+            yield ErrorDetails(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2")
         objectives, pruner = self.objectives, self.values["pruner"]
         if not objectives:
-            expected, cure = "the tag that a search compares", "Write monitor=loss/val"
-            yield Fault(key="monitor", got="null", expected=expected, cure=cure)
+            expected, fix = "the tag that a search compares", "Write monitor=loss/val"
+            yield ErrorDetails(key="monitor", got="null", expected=expected, fix=fix)
         if self.sampler == "cmaes" and len(objectives) > 1:
             got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
-            yield Fault(key="sweep.sampler", got=got, expected=expected)
+            yield ErrorDetails(key="sweep.sampler", got=got, expected=expected)
         if pruner != "none" and self.repeat_over is not None:
             got, expected = f"{pruner} beside sweep.repeat_over", "one of the two: a mean has no steps"
-            yield Fault(key="sweep.pruner", got=got, expected=expected)
+            yield ErrorDetails(key="sweep.pruner", got=got, expected=expected)
         if pruner != "none" and objectives and dict(objectives) != {self.monitor: self.mode}:
             tag, mode = next(iter(objectives.items()))
             got = f"{pruner} beside sweep.monitor={','.join(objectives)}, and jobs report {self.monitor}"
-            cure = f"Write monitor={tag} mode={mode} instead of sweep.monitor"
-            yield Fault(key="sweep.pruner", got=got, expected="one tag to compare", cure=cure)
+            fix = f"Write monitor={tag} mode={mode} instead of sweep.monitor"
+            yield ErrorDetails(key="sweep.pruner", got=got, expected="one tag to compare", fix=fix)
 
 
 def read_settings(master: Composition) -> SweepSettings:
@@ -159,27 +159,29 @@ def read_settings(master: Composition) -> SweepSettings:
 def refuse_settings(master: Composition) -> None:
     """Raise ConfigError for settings of the sweep itself that no sweep can have, before any of them is read."""
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
-    faults = [
-        Fault(key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE)
+    errors = [
+        ErrorDetails(
+            key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE
+        )
         for line in lines
         if line.is_sweep_override()
     ]
     for line in lines:
         if line.key_or_group == "sweep.trial" and not line.is_sweep_override() and line.value() is not None:
             text = line.get_value_string()
-            cure, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
-            faults.append(Fault(key="sweep.trial", got=text, expected=expected, cure=cure, source=COMMAND_LINE))
+            fix, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
+            errors.append(ErrorDetails(key="sweep.trial", got=text, expected=expected, fix=fix, source=COMMAND_LINE))
     launcher = str(master.config.hydra.launcher["_target_"])
     if not launcher.startswith(OUR_LAUNCHERS):
-        cure = "Leave it out: several jobs run at a time, as sweep.jobs says"
-        faults.append(Fault(key="hydra/launcher", got=launcher, expected="exp, slurm or ray", cure=cure))
-    raise_faults(faults)
+        fix = "Leave it out: several jobs run at a time, as sweep.jobs says"
+        errors.append(ErrorDetails(key="hydra/launcher", got=launcher, expected="exp, slurm or ray", fix=fix))
+    raise_errors(errors)
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     if config.sweep.retry_failed and config.sweep.resume is None:
         got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
-        fault = Fault(key="sweep.retry_failed", got=got, expected=expected, cure="Add sweep.resume=auto")
-        raise ConfigError(located(config, [fault]))
+        error = ErrorDetails(key="sweep.retry_failed", got=got, expected=expected, fix="Add sweep.resume=auto")
+        raise ConfigError(located(config, [error]))
 
 
 def refuse_size(master: Composition) -> None:
@@ -187,22 +189,22 @@ def refuse_size(master: Composition) -> None:
     counts = sizes(master.config, master.vocabulary)
     if counts is None:
         return
-    faults = [no_job(key) for key, count in counts.items() if count == 0]
+    errors = [no_job(key) for key, count in counts.items() if count == 0]
     jobs = math.prod(counts.values())
     key = max(counts, key=lambda key: counts[key], default="")
     if jobs > MAX_JOBS and master.config.sweep.sampler in ("auto", "grid"):
         got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
-        cure = "Take fewer values, or draw some of them: sweep.sampler=random sweep.trials=100"
-        faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", cure=cure))
+        fix = "Take fewer values, or draw some of them: sweep.sampler=random sweep.trials=100"
+        errors.append(ErrorDetails(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", fix=fix))
     elif jobs > MAX_JOBS and counts[key] > MAX_JOBS:
-        got, cure = f"{counts[key]:,} values", f"Draw from all numbers between two: {key}=interval(0,1000000)"
-        faults.append(Fault(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} at most", cure=cure))
-    raise_faults(faults)
+        got, fix = f"{counts[key]:,} values", f"Draw from all numbers between two: {key}=interval(0,1000000)"
+        errors.append(ErrorDetails(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} at most", fix=fix))
+    raise_errors(errors)
 
 
-def no_job(key: str) -> Fault:
+def no_job(key: str) -> ErrorDetails:
     """Return the error of a key without a value."""
-    return Fault(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
+    return ErrorDetails(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
 
 
 def wanted_directory(master: Composition) -> Path:

@@ -153,7 +153,7 @@ def _has_tensorboard(job: Job) -> bool:
 
 def _first_line(error: ExpError) -> str:
     if isinstance(error, ConfigError):
-        return "; ".join(str(fault) for fault in error.faults)
+        return "; ".join(str(error) for error in error.errors)
     # Without the command that resumes the run, for which a table has no room.
     lines = str(error.args[0]).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -58,7 +58,7 @@ class Finding:
     is_outside: bool
 
 
-@command(fault=UNREADABLE)
+@command(error_status=UNREADABLE)
 def main(argv: Sequence[str]) -> int:
     """Print what was found, beginning with what is outside the allow list.
 
@@ -117,8 +117,8 @@ def _of_file(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
     except (OSError, ValueError, zipfile.BadZipFile, IndexError) as error:
         yield Finding(kind="unreadable", what=str(error) or type(error).__name__, where=where, is_outside=True)
     except ConfigError as error:
-        for fault in error.faults:
-            what = f"{fault.got}; expected {fault.expected}"
+        for detail in error.errors:
+            what = f"{detail.got}; expected {detail.expected}"
             yield Finding(kind="unreadable", what=what, where=where, is_outside=True)
 
 
@@ -150,8 +150,8 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
     for key, value in settings_of(content, package):
         if key.startswith(("hydra.run.", "hydra.sweep.")):
             yield Finding(kind="path", what=str(value), where=f"{path}, {key}", is_outside=_leads_away(str(value)))
-    for fault in unused_settings(content, package):
-        yield Finding(kind="hydra", what=f"{fault.key}: {fault.got}", where=str(path), is_outside=True)
+    for error in unused_settings(content, package):
+        yield Finding(kind="hydra", what=f"{error.key}: {error.got}", where=str(path), is_outside=True)
 
 
 def _leads_away(text: str) -> bool:

@@ -181,7 +181,7 @@ class ClusterExecutor(ABC):
                 "sweep.stack",
                 got=f"{len(work.jobs)} jobs in one process, on a cluster",
                 expected="jobs with a process of their own",
-                cure="Write sweep.stack=false, or leave hydra/launcher unchanged",
+                fix="Write sweep.stack=false, or leave hydra/launcher unchanged",
             )
         (job,), (config,) = work.jobs, work.configs
         try:

@@ -1,6 +1,6 @@
 """The settings of hydra/launcher=slurm and hydra/launcher=ray, and the errors in their values.
 
-The dataclasses accept any value, so that Hydra composes them. `launcher_faults` then reports all errors together,
+The dataclasses accept any value, so that Hydra composes them. `launcher_errors` then reports all errors together,
 before a job is submitted.
 """
 
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
-from exp.errors import Fault, is_installed
+from exp.errors import ErrorDetails, is_installed
 from exp.spelling import show
 
 # The package of each launcher, which the extra of the same word installs.
@@ -85,52 +85,52 @@ RaySettings = _settings("RaySettings", RAY)
 OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error", "signal", "open-mode", "requeue")
 
 
-def launcher_faults(settings: Mapping[str, Any]) -> Iterator[Fault]:
+def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of hydra.launcher, of which `_target_` is SLURM or RAY."""
     from exp.check.kinds import fits, worded
 
     target = settings["_target_"]
     word, package, known = CLUSTERS[target].word, PACKAGES[target], SETTINGS[target]
     if not is_installed(package):
-        yield Fault(
+        yield ErrorDetails(
             key="hydra/launcher",
             got=f"{word}, without the package {package}",
             expected="the package, which an extra of exp brings",
-            cure=f"pip install 'exp-framework[{word}]'",
+            fix=f"pip install 'exp-framework[{word}]'",
         )
     wrong = set()
     for name, (_, kind) in known.items():
         if not fits(settings[name], kind):
             wrong.add(name)
-            yield Fault(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=worded(kind))
+            yield ErrorDetails(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=worded(kind))
     if target == SLURM:
-        yield from (fault for name, fault in _slurm_faults(settings, wrong) if name not in wrong)
+        yield from (error for name, error in _slurm_errors(settings, wrong) if name not in wrong)
 
 
-def _slurm_faults(settings: Mapping[str, Any], wrong: set[str]) -> Iterator[tuple[str, Fault]]:
+def _slurm_errors(settings: Mapping[str, Any], wrong: set[str]) -> Iterator[tuple[str, ErrorDetails]]:
     """Yield errors of settings that have the right kind, by the setting."""
     is_local = settings["cluster"] == "local"
     missing = [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if not is_local and missing:
         yield (
             "cluster",
-            Fault(
+            ErrorDetails(
                 key="hydra.launcher.cluster",
                 got=f"slurm, on a machine without {' and '.join(missing)}",
                 expected="a machine that can submit to SLURM",
-                cure="Start it on a login node, or try it here with hydra.launcher.cluster=local",
+                fix="Start it on a login node, or try it here with hydra.launcher.cluster=local",
             ),
         )
     if is_local and settings["nodes"] not in (None, 1):
         got = f"{settings['nodes']}, with cluster=local"
-        yield "nodes", Fault(key="hydra.launcher.nodes", got=got, expected="1: this machine")
+        yield "nodes", ErrorDetails(key="hydra.launcher.nodes", got=got, expected="1: this machine")
     timeout, delay = settings["timeout_min"], settings["signal_delay_s"]
     if wrong.isdisjoint({"timeout_min", "signal_delay_s"}) and delay >= 60 * timeout:
         got, expected = f"{delay}, with timeout_min={timeout}", f"less than the {60 * timeout:g} s of a job"
-        yield "signal_delay_s", Fault(key="hydra.launcher.signal_delay_s", got=got, expected=expected)
+        yield "signal_delay_s", ErrorDetails(key="hydra.launcher.signal_delay_s", got=got, expected=expected)
     own = settings["additional_parameters"]
     for name in own if isinstance(own, dict) else ():
         if name.replace("_", "-") in OWN_OPTIONS or name.replace("-", "_") in SETTINGS[SLURM]:
             key = f"hydra.launcher.additional_parameters.{name}"
             expected = f"options without a key below hydra.launcher, and none of {', '.join(OWN_OPTIONS)}"
-            yield "additional_parameters", Fault(key=key, got=show(own[name]), expected=expected)
+            yield "additional_parameters", ErrorDetails(key=key, got=show(own[name]), expected=expected)

@@ -128,7 +128,7 @@ class RayExecutor(ClusterExecutor):
                 "launch.nodes",
                 got=f"{placed.nodes}, with hydra/launcher=ray",
                 expected="1: a job of Ray runs on one node",
-                cure="Write hydra/launcher=slurm for several",
+                fix="Write hydra/launcher=slurm for several",
             )
         has, asked = self._ray.cluster_resources(), self._asked(frozen)
         short = {name: count for name, count in asked.items() if count > has.get(name, 0)}

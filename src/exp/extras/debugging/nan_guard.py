@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS
 
-from exp.errors import Fault, NonFiniteError, RunError
+from exp.errors import ErrorDetails, NonFiniteError, RunError
 from exp.extras.debugging.step_trace import Trace, trace_of
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
@@ -41,19 +41,19 @@ class NanGuard(Hook):
         super().__init__()
         self._before: dict[str, Tensor] = {}
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Report optimizers that may run the network several times a step."""
-        yield from super().faults(planned)
+        yield from super().errors(planned)
         # Optimizers of phases get no closure.
         for kind in planned.optimizers if not planned.config["phases"] else ():
             if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
                 continue
-            yield self.fault(
+            yield self.error(
                 key="optimizer._target_",
                 got=f"{planned.config['optimizer']['_target_']}, with hooks.{self.name}",
                 expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
                 "and steps by the last of them, whereas the first is looked at",
-                cure=f"Choose another optimizer, or {self.leave_out}",
+                fix=f"Choose another optimizer, or {self.leave_out}",
             )
 
     def teardown(self) -> None:

@@ -13,7 +13,7 @@ from annotated_types import Ge, MinLen
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.files import write_whole
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel, Text
@@ -77,24 +77,24 @@ class Profile(Hook):
         self._ranges: list[record_function] = []
         self._recorded: list[int] = []
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
         trainer, world = planned.config["trainer"], planned.placement.world_size
         limit, profiler = trainer["max_steps"], trainer["profiler"]
         if isinstance(limit, int) and 0 <= limit < self.last:
             got = f"{self.start}, of a window to step {self.last} in a run with trainer.max_steps={limit}"
-            yield self.fault("start_step", got=got, expected=f"a window that ends at step {limit} or before")
+            yield self.error("start_step", got=got, expected=f"a window that ends at step {limit} or before")
         if self.ranks != "all" and max(self.ranks) >= world:
             got = f"{list(self.ranks)}, of a run in {world} process{'es' if world > 1 else ''}"
-            yield self.fault("ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
+            yield self.error("ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
         others = [f"hooks.{name}" for name, hook in planned.hooks.items() if isinstance(hook, Profile)]
         if (profiler["_target_"] if isinstance(profiler, Mapping) else profiler) in LIGHTNINGS:
             others.append("trainer.profiler")
         if len(others) > 1 and others[0] == f"hooks.{self.name}":
-            yield self.fault(
+            yield self.error(
                 got=" and ".join(others),
                 expected="one of them: a process has one torch.profiler",
-                cure=f"Leave one out: ~hooks.{self.name}, or trainer.profiler=null",
+                fix=f"Leave one out: ~hooks.{self.name}, or trainer.profiler=null",
             )
 
     def setup(self, network: nn.Module) -> None:

@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.errors import Fault, MissingExtraError, is_installed
+from exp.errors import ErrorDetails, MissingExtraError, is_installed
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint, Held, Load, Place, Transfer, all_reduce, gather, whole
 from exp.strategies.model_parallel import ModelParallel
@@ -65,9 +65,9 @@ class DeepSpeed(Strategy):
         """One rank a device. In stage 3 ranks keep parts of one copy of the weights."""
         return Demand(rest="shard" if self.shards_parameters else "replicate")
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return the errors of a missing DeepSpeed, and of settings that its engine does not support."""
-        return [*([] if is_installed("deepspeed") else [_missing()]), *self._faults(planned)]
+        return [*([] if is_installed("deepspeed") else [_missing()]), *self._errors(planned)]
 
     def footprint(self, load: Load) -> Footprint:
         """Return the footprint of the stage. The engine's parts are flat: each rank has 1 / N of all numbers."""
@@ -102,7 +102,7 @@ class DeepSpeed(Strategy):
             raise missing_extra()
         return ZeroStrategy(placement=placement, options=self)
 
-    def _faults(self, planned: Blueprint) -> Iterator[Fault]:
+    def _errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         # DeepSpeed has a loss scale of its own, and casts the network itself; these words need neither.
         known = [
             word.name
@@ -110,32 +110,32 @@ class DeepSpeed(Strategy):
             if not word.needs_scaler and not word.float8 and word.parameters is None
         ]
         if planned.precision not in known:
-            yield Fault(
+            yield ErrorDetails(
                 key="precision.word",
                 got=f"{planned.precision} with strategy={self.name}",
                 expected=f"one of {', '.join(known)}: DeepSpeed would scale the loss or cast the network itself",
             )
         if planned.config["trainer"]["gradient_clip_algorithm"] == "value":
             got, expected = f"value with strategy={self.name}", "norm, or null: DeepSpeed clips by norm alone"
-            yield Fault(key="trainer.gradient_clip_algorithm", got=got, expected=expected)
+            yield ErrorDetails(key="trainer.gradient_clip_algorithm", got=got, expected=expected)
         placement = planned.placement
         if self.offload_optimizer and (placement.accelerator == "cpu" or placement.world_size == 1):
             expected = "false: on a CPU, and with one rank, nothing is offloaded"
-            yield Fault(key="strategy.offload_optimizer", got="true", expected=expected)
+            yield ErrorDetails(key="strategy.offload_optimizer", got="true", expected=expected)
         if self.stage < 3:
             return
         averages = [name for name, kind in planned.callbacks.items() if averages_weights(kind)]
         if averages:
             got = "an average of the weights with strategy.stage=3, which has them in parts"
-            yield Fault(key=f"callbacks.{averages[0]}", got=got, expected="strategy.stage=1 or 2")
+            yield ErrorDetails(key=f"callbacks.{averages[0]}", got=got, expected="strategy.stage=1 or 2")
         for name, hook in planned.hooks.items():
             names = {f"{base.__module__}.{base.__qualname__}" for base in type(hook).__mro__}
             if names.isdisjoint(WITHOUT_WEIGHTS) or getattr(hook, "modules", None) != ("*",):
-                yield Fault(
+                yield ErrorDetails(
                     key=f"hooks.{name}",
                     got=f"{type(hook).__name__} with strategy.stage=3",
                     expected="a hook that looks at no weight, for they lie in parts: gradients of all, throughput",
-                    cure=f"Take it out with ~hooks.{name}, or write strategy.stage=2",
+                    fix=f"Take it out with ~hooks.{name}, or write strategy.stage=2",
                 )
 
 
@@ -143,10 +143,10 @@ def missing_extra() -> MissingExtraError:
     return MissingExtraError(feature="strategy=deepspeed", package="deepspeed", extra="deepspeed")
 
 
-def _missing() -> Fault:
+def _missing() -> ErrorDetails:
     """Return the error as one of the config's."""
-    got, _, cure = str(missing_extra()).partition(": ")
-    return Fault(key="strategy.name", got=got, expected="it, or another strategy", cure=f"Install it: {cure}")
+    got, _, fix = str(missing_extra()).partition(": ")
+    return ErrorDetails(key="strategy.name", got=got, expected="it, or another strategy", fix=f"Install it: {fix}")
 
 
 class ZeroStrategy(ModelParallel):

@@ -96,7 +96,7 @@ def _run(device: str, precision: str) -> dict[str, Any]:
         try:
             report = exp.fit(exp.compose(overrides))
         except ConfigError as error:
-            return {"refused": str(error.faults[0])}
+            return {"refused": str(error.errors[0])}
     loss = float(report.metrics["loss/train"])
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss after three steps is {loss}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault, RunError
+from exp.errors import ErrorDetails, RunError
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
 from exp.shared_types import Stage
@@ -55,20 +55,20 @@ class ClassCounts(Hook, ABC):
     @property
     def classes(self) -> int:
         """V."""
-        assert self.num_classes is not None, "faults() refuses it"
+        assert self.num_classes is not None, "errors() refuses it"
         return self.num_classes
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
-        yield from stage_faults(self, self.stages, known=EVALUATIONS)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
+        yield from stage_errors(self, self.stages, known=EVALUATIONS)
         if self.num_classes is None or not 2 <= self.num_classes <= self.most_classes:
             got = "null" if self.num_classes is None else self.num_classes
             expected = f"2 to {self.most_classes} classes, of data that has classes"
-            yield self.fault("num_classes", got=got, expected=expected, cure=self.leave_out)
+            yield self.error("num_classes", got=got, expected=expected, fix=self.leave_out)
         elif planned.trace is not None:
-            yield from self._output_faults(planned.trace.output, self.num_classes)
+            yield from self._output_errors(planned.trace.output, self.num_classes)
 
-    def _output_faults(self, returned: object, classes: int) -> Iterator[Fault]:
+    def _output_errors(self, returned: object, classes: int) -> Iterator[ErrorDetails]:
         """Yield the error of an output without a score for each class. returned: by the network, on the meta device."""
         output = returned.get(self.output) if isinstance(returned, Mapping) else returned
         if not isinstance(output, Tensor) or (self.output != "output" and output is returned):
@@ -77,8 +77,8 @@ class ClassCounts(Hook, ABC):
         if classes != 2 and (output.dim() < 2 or output.shape[-1] != classes):
             got = f"{self.output}, which is [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
             expected = f"an output of the network that is [B, ..., {classes}]: a score for each class"
-            cure = f"Name another one. L{self.leave_out[1:]} otherwise"
-            yield self.fault("output", got=got, expected=expected, cure=cure)
+            fix = f"Name another one. L{self.leave_out[1:]} otherwise"
+            yield self.error("output", got=got, expected=expected, fix=fix)
 
     def setup(self, network: nn.Module) -> None:
         self._device = next((parameter.device for parameter in network.parameters()), self._device)
@@ -162,11 +162,11 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
     return scores.softmax(-1) if scores.dim() == 2 else scores.sigmoid()
 
 
-def stage_faults(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[Fault]:
+def stage_errors(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[ErrorDetails]:
     """Yield the error of an unknown stage, or of none at all."""
     expected = f"some of {', '.join(known)}"
     if not stages:
-        yield hook.fault("stages", got="[]", expected=expected, cure=hook.leave_out)
+        yield hook.error("stages", got="[]", expected=expected, fix=hook.leave_out)
     for stage in stages:
         if stage not in known:
-            yield hook.fault("stages", got=repr(stage), expected=expected)
+            yield hook.error("stages", got=repr(stage), expected=expected)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exp.errors import Fault
-from exp.extras.evaluation.class_counts import stage_faults
+from exp.errors import ErrorDetails
+from exp.extras.evaluation.class_counts import stage_errors
 from exp.hooks.hook import Hook, Values
 from exp.hooks.panels import Image, Panel, coloured, pictures
 from exp.hooks.step import Step
@@ -75,9 +75,9 @@ class Samples(Hook):
         self._draw = np.random.default_rng(0)
         self._drawn_step = 0
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
-        yield from stage_faults(self, self.stages, known=STAGES)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
+        yield from stage_errors(self, self.stages, known=STAGES)
         inputs = DataSpec.of(planned.config["data"]).inputs
         channels = None
         if self.input in inputs:
@@ -85,23 +85,23 @@ class Samples(Hook):
             channels = shape[0] if len(shape) == 3 else 1
             if len(shape) not in (2, 3) or channels not in CHANNELS or dtype.startswith("int"):
                 expected = "pictures, float32 or uint8 [H, W] or [C, H, W] with C of 1, 3 or 4"
-                yield self.fault(got=f"{dtype} input of shape {shape}", expected=expected, cure=self.leave_out)
+                yield self.error(got=f"{dtype} input of shape {shape}", expected=expected, fix=self.leave_out)
                 return
         elif self.input == "input":  # the data declare no other entries of a batch
-            yield self.fault("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
-        yield from self._scale_faults(channels)
+            yield self.error("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
+        yield from self._scale_errors(channels)
 
-    def _scale_faults(self, channels: int | None) -> Iterator[Fault]:
+    def _scale_errors(self, channels: int | None) -> Iterator[ErrorDetails]:
         if (self.mean is None) != (self.std is None):
             given, other = ("mean", "std") if self.std is None else ("std", "mean")
-            yield self.fault(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
+            yield self.error(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
             return
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and channels is not None and len(numbers) not in (1, channels):
                 expected = f"one number, or one a channel: {channels}"
-                yield self.fault(name, got=f"{len(numbers)} numbers", expected=expected)
+                yield self.error(name, got=f"{len(numbers)} numbers", expected=expected)
         if self.std is not None and min(self.std, default=0.0) <= 0:
-            yield self.fault("std", got=list(self.std), expected="numbers above 0")
+            yield self.error("std", got=list(self.std), expected="numbers above 0")
 
     def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         if "train" not in self.stages or self._drawn_step == step.index:

@@ -24,7 +24,7 @@ from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
 from exp.data.value_names import value_names
-from exp.errors import ConfigError, Fault, RunError, shortened
+from exp.errors import ConfigError, ErrorDetails, RunError, shortened
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
@@ -256,19 +256,19 @@ def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights
     if output is None:
         if run.directory is None:
             got = f"nothing, and {run.checkpoint} lies outside of its run directory"
-            raise ConfigError([_fault(got, cure=f"Write output={ENDINGS[format]}")])
+            raise ConfigError([_error(got, fix=f"Write output={ENDINGS[format]}")])
         return run.directory / EXPORTS / ENDINGS[format]
     path = Path(output)
     if path.is_dir():
-        raise ConfigError([_fault(f"{path}, a directory", cure=f"Write output={path / ENDINGS[format]}")])
+        raise ConfigError([_error(f"{path}, a directory", fix=f"Write output={path / ENDINGS[format]}")])
     run.refuse_own_file(path, weights=weights)
     for other in get_args(Format):
         if other != format and path.suffix == Path(ENDINGS[other]).suffix:
             got = f"{path}, whose suffix is that of format={other}, beside format={format}"
             right = path.with_suffix(Path(ENDINGS[format]).suffix)
-            raise ConfigError([_fault(got, cure=f"Write output={right}, or format={other}")])
+            raise ConfigError([_error(got, fix=f"Write output={right}, or format={other}")])
     return path
 
 
-def _fault(got: str, *, cure: str) -> Fault:
-    return Fault(key="output", got=got, expected="a file", cure=cure, source="command line")
+def _error(got: str, *, fix: str) -> ErrorDetails:
+    return ErrorDetails(key="output", got=got, expected="a file", fix=fix, source="command line")

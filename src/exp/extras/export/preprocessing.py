@@ -18,7 +18,7 @@ from exp.data.text import FITTED as CHARACTERS
 from exp.data.tokens import FITTED as TOKENIZER
 from exp.data.value_names import value_names
 from exp.data.windows import FITTED as WINDOWS
-from exp.errors import ConfigError, Fault, raise_faults
+from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.spelling import among
 
 TEXTS = {CHARACTERS: "characters, which a vocabulary numbers", TOKENIZER: "texts, which a tokenizer numbers"}
@@ -72,15 +72,15 @@ def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Standardizat
         ConfigError: No graph can prepare the data.
     """
     node = plain["data"]
-    faults = [_fault(f"data.{key}", got="Python functions", expected="none") for key in TRANSFORMS if node.get(key)]
-    faults += [
-        _fault("data.dataset", got=told, expected="numbers") for kind, told in TEXTS.items() if kind in data.fitted
+    errors = [_error(f"data.{key}", got="Python functions", expected="none") for key in TRANSFORMS if node.get(key)]
+    errors += [
+        _error("data.dataset", got=told, expected="numbers") for kind, told in TEXTS.items() if kind in data.fitted
     ]
     table, windows = data.fitted.get(TABLE), data.fitted.get(WINDOWS)
     if isinstance(table, Mapping) and table.get("words"):
         got = f"the columns {among(table['words'])}, whose words are numbered by training"
-        faults.append(_fault("data.dataset", got=got, expected="columns of numbers"))
-    raise_faults(faults)
+        errors.append(_error("data.dataset", got=got, expected="columns of numbers"))
+    raise_errors(errors)
     if isinstance(table, Mapping):
         fills = _option(node, "impute", otherwise=None)
         unit = f"the columns {among(table['numbers'], count=len(table['numbers']))}"
@@ -96,9 +96,9 @@ def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Standardizat
     pictures = [name for name, one in data.spec.inputs.items() if len(one.shape) == 3 and one.dtype.startswith("float")]
     if data.input_mean is None or data.input_std is None or not pictures:
         got = "no preparation that is known"
-        cure = "Leave preprocessing out, or state data.input_mean and data.input_std of pixels that were normalized"
+        fix = "Leave preprocessing out, or state data.input_mean and data.input_std of pixels that were normalized"
         expected = "a table, windows of a series, or pixels"
-        raise ConfigError([_fault("data.dataset", got=got, expected=expected, cure=cure)])
+        raise ConfigError([_error("data.dataset", got=got, expected=expected, fix=fix)])
     mean, deviation = (torch.as_tensor(one).reshape(-1, 1, 1) for one in (data.input_mean, data.input_std))
     unit = "pixels from 0 (black) to 1 (white), of the size that the network takes"
     return {name: Standardization(mean, deviation, fills=None, raw_dtype=torch.float32, unit=unit) for name in pictures}
@@ -120,11 +120,11 @@ def _of_columns(
     return Standardization(means, deviations, fills=fills, raw_dtype=torch.float64, unit=unit)
 
 
-def _fault(key: str, *, got: str, expected: str, cure: str | None = None) -> Fault:
-    return Fault(
+def _error(key: str, *, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    return ErrorDetails(
         key="preprocessing",
         got=f"true, and {key} has {got}",
         expected=f"{expected} there, which a graph can prepare",
-        cure=cure or "Leave preprocessing out: the inputs are then those that the network was trained with",
+        fix=fix or "Leave preprocessing out: the inputs are then those that the network was trained with",
         source="command line",
     )

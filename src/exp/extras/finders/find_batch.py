@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import Fault, RunError, config_error, raise_faults
+from exp.errors import ErrorDetails, RunError, config_error, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path, write_table
 from exp.output import command, outliving_output
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)
-        raise_faults(unfit(decided, limit=limit))
+        raise_errors(unfit(decided, limit=limit))
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
         print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)
@@ -86,18 +86,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unfit(decided: Plan, *, limit: int | None) -> Iterator[Fault]:
+def unfit(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
     """Yield the errors of a run without one size, or without a limit."""
     data = decided.plain["data"]
     if "batch_sampler" in data and data["batch_sampler"] is not None:
         expected = "null: it makes batches of several sizes, and data.batch_size is not one"
-        yield Fault(key="data.batch_sampler", got=str(data["batch_sampler"]["_target_"]), expected=expected)
+        yield ErrorDetails(key="data.batch_sampler", got=str(data["batch_sampler"]["_target_"]), expected=expected)
     if limit is None and decided.placement.accelerator != "cuda":
-        yield Fault(
+        yield ErrorDetails(
             key="--memory",
             got=f"no limit, on {decided.placement.accelerator}",
             expected="one: what does not fit there is swapped, or has the system end programs",
-            cure="Write --memory 2GiB",
+            fix="Write --memory 2GiB",
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import Fault, RunError, config_error, raise_faults
+from exp.errors import ErrorDetails, RunError, config_error, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
 from exp.output import command, outliving_output
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with outliving_output():
         config, decided = decide(arguments)
-        raise_faults(unfit(decided))
+        raise_errors(unfit(decided))
         test = {
             "_target_": "exp.extras.finders.range_test.RangeTest",
             "lowest": flags.min,
@@ -71,28 +71,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unfit(decided: Plan) -> Iterator[Fault]:
+def unfit(decided: Plan) -> Iterator[ErrorDetails]:
     """Yield the errors of a run without one learning rate to raise."""
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of
 
     plain = decided.plain
     if plain["phases"]:
-        yield Fault(
+        yield ErrorDetails(
             key="phases",
             got=f"{', '.join(plain['phases'])}, each with an optimizer of its own",
             expected="none: the range test raises the rate of one optimizer",
         )
     if "owns_step" in traits_of(decided.strategy):
         got = f"{plain['strategy']['name']}, whose engine makes the optimizer's steps"
-        yield Fault(key="strategy", got=got, expected="a strategy that leaves them to the optimizer")
+        yield ErrorDetails(key="strategy", got=got, expected="a strategy that leaves them to the optimizer")
     kind = resolve(plain["optimizer"]["_target_"], allow=plain["security"]["allow"])
     parameters = inspect.signature(kind).parameters
     if "lr" not in parameters:
         got = f"{kind.__name__}, which takes no lr"
-        yield Fault(key="optimizer._target_", got=got, expected="an optimizer with a learning rate of that name")
+        yield ErrorDetails(key="optimizer._target_", got=got, expected="an optimizer with a learning rate of that name")
     elif "lr" in plain["optimizer"] and plain["optimizer"]["lr"] == 0:
-        yield Fault(key="optimizer.lr", got="0", expected="above 0: the rates of groups are multiples of it")
+        yield ErrorDetails(key="optimizer.lr", got="0", expected="above 0: the rates of groups are multiples of it")
 
 
 def result(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
 from exp.config.module_key import has_module
-from exp.errors import Fault, Interrupted, raise_faults
+from exp.errors import ErrorDetails, Interrupted, raise_errors
 from exp.files import write_whole
 from exp.output import loading_torch
 
@@ -95,16 +95,18 @@ def parse(
     for flag in flags:
         parser.add_argument(flag.name, type=flag.kind, default=flag.default, help=f"{flag.help}; {flag.default}")
     own, rest = parser.parse_known_args(argv)
-    faults = []
+    errors = []
     for flag in flags:
         value = vars(own)[flag.name.lstrip("-").replace("-", "_")]
         if value is not None and flag.above is not None and not value > flag.above:  # also a nan
-            faults.append(Fault(key=flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}"))
+            errors.append(ErrorDetails(key=flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}"))
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
-        fault = Fault(key="--multirun", got="several runs", expected="one", cure="Leave -m out, and call it once each")
-        faults.append(fault)
-    raise_faults(faults)
+        error = ErrorDetails(
+            key="--multirun", got="several runs", expected="one", fix="Leave -m out, and call it once each"
+        )
+        errors.append(error)
+    raise_errors(errors)
     if answer_question(arguments):
         return own, None
     refuse_ranks(program)
@@ -128,8 +130,8 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
 
     decided = plan(resolve(config))
     plain = decided.plain
-    raise_faults(
-        Fault(key=key, got=str(got), expected=expected)
+    raise_errors(
+        ErrorDetails(key=key, got=str(got), expected=expected)
         for key, is_wrong, got, expected in (
             ("module", has_module(plain), plain["module"], "null: the command shortens exp's own training"),
             ("launch.nodes", plain["launch"]["nodes"] != 1, plain["launch"]["nodes"], "1: it starts its own ranks"),

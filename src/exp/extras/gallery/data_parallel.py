@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, whole
 from exp.strategies.placement import Demand, Placement
@@ -42,9 +42,9 @@ class DataParallel(Strategy):
         """One process with all devices of the run."""
         return Demand(rest="layers")
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
-        return list(self._faults(planned))
+        return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
         """All of it on the first device, and on each other one a copy of the weights while it computes."""
@@ -65,38 +65,40 @@ class DataParallel(Strategy):
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
-    def _faults(self, planned: Blueprint) -> Iterator[Fault]:
+    def _errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         placement = planned.placement
         if placement.world_size > 1:
-            yield Fault(
+            yield ErrorDetails(
                 key="launch.nodes",
                 got=f"{placement.nodes} with data_parallel",
                 expected="1: it is one process",
-                cure="Write strategy=ddp",
+                fix="Write strategy=ddp",
             )
         if planned.config["runtime"]["compile"] and placement.accelerator == "cuda":
-            yield Fault(
+            yield ErrorDetails(
                 key="runtime.compile",
                 got="true with data_parallel, whose replicas would all call the first one's compiled code",
                 expected="false",
-                cure="Or write strategy=ddp",
+                fix="Or write strategy=ddp",
             )
         if placement.accelerator == "cuda" and placement.layers > 1:
-            yield from self._precision_faults(planned)
+            yield from self._precision_errors(planned)
 
-    def _precision_faults(self, planned: Blueprint) -> Iterator[Fault]:
+    def _precision_errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         # Their hooks remember a forward from its start to its end, and the replicas run at once, in threads.
         reason = "with data_parallel, whose replicas would share what casts their numbers"
         word = WORDS[planned.precision]
         if word.half_parameters:
-            yield Fault(
+            yield ErrorDetails(
                 key="precision.word",
                 got=f"{planned.precision} {reason}",
                 expected=word.mixed_word.name,
-                cure="Or write strategy=ddp",
+                fix="Or write strategy=ddp",
             )
         if keep := planned.config["precision"]["keep"]:
-            yield Fault(key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", cure="Or write strategy=ddp")
+            yield ErrorDetails(
+                key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", fix="Or write strategy=ddp"
+            )
 
 
 class ReplicatingStrategy(SingleDeviceStrategy):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
 from torch.nn.parallel import DistributedDataParallel
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.spelling import among
 from exp.strategies.ddp import DDP, ExpDDPStrategy
 from exp.strategies.placement import Placement
@@ -33,15 +33,17 @@ KIB = 2**10
 class RingDDP(DDP):
     """Data parallel with the options of ddp, except `communication_hook` and `local_sgd`."""
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return the errors of ddp, of options that register a second hook, and of phases, which run no hook."""
-        faults = [*super().faults(planned), *self.hook_faults(expected="null: the ring averages the gradients")]
+        errors = [*super().errors(planned), *self.hook_errors(expected="null: the ring averages the gradients")]
         if planned.config["phases"] and planned.placement.world_size > 1:
             expected = "none: phases average their gradients without the ring"
-            faults.append(
-                Fault(key="phases", got=among(planned.config["phases"]), expected=expected, cure="Write strategy=ddp")
+            errors.append(
+                ErrorDetails(
+                    key="phases", got=among(planned.config["phases"]), expected=expected, fix="Write strategy=ddp"
+                )
             )
-        return faults
+        return errors
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return the strategy of one rank."""

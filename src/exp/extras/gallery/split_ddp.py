@@ -12,10 +12,10 @@ import torch
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import Fault, config_error
+from exp.errors import ErrorDetails, config_error
 from exp.strategies.ddp import DDP, ExpDDPStrategy
 from exp.strategies.footprint import Footprint, Load, averaged
-from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_faults
+from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_errors
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint
@@ -47,12 +47,12 @@ class SplitDDP(DDP):
         each = self.devices_per_rank
         return Demand(dimensions=Dimensions(layers=each), cpu_devices=CPU_RANKS * each)
 
-    def faults(self, planned: Blueprint) -> Sequence[Fault]:
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return what ddp refuses, an option that needs a network on one device, and a split that does not fit."""
         return [
-            *super().faults(planned),
-            *split_faults(planned, count=self.devices_per_rank, layers=self.layers),
-            *self.hook_faults(expected="null for a network over several devices"),
+            *super().errors(planned),
+            *split_errors(planned, count=self.devices_per_rank, layers=self.layers),
+            *self.hook_errors(expected="null for a network over several devices"),
         ]
 
     def footprint(self, load: Load) -> Footprint:

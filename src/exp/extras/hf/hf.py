@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from exp.data.data_errors import SampleError, data_error, fitted_entry, name_fix, require_extra
 from exp.data.dataset_files import data_folder
-from exp.data.faults import SampleError, data_fault, fitted_entry, name_cure, require_extra
 from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.in_memory import Fitted
 from exp.data.pictures import Mode, PictureForm
@@ -80,7 +80,7 @@ class HuggingFace(Dataset[object]):
         require_extra("datasets", feature="data=hf", extra="hf")
         if (path is None) == (source is None):
             got = "no data set" if path is None else "data.dataset.path and data.dataset.source"
-            raise data_fault("dataset", got=got, expected="one of data.dataset.path and data.dataset.source")
+            raise data_error("dataset", got=got, expected="one of data.dataset.path and data.dataset.source")
         found = _checked(source) if path is None else _saved(data_folder(path, directory=directory))
         self.held = _one_split(found, split)
         self.rows: datasets.Dataset | None = next(iter(self.held.values())) if len(self.held) == 1 else None
@@ -107,11 +107,11 @@ class HuggingFace(Dataset[object]):
         by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in PART_NAMES[stage]}
         if len(by_stage) < len(self.held) and len(self.held) > 1:
             other = next(name for name in self.held if not any(name in names for names in PART_NAMES.values()))
-            raise data_fault(
+            raise data_error(
                 "dataset.split",
                 got=f"null, and splits {', '.join(self.held)}, of which {other} is no part",
                 expected="splits train, validation and test",
-                cure=f"Take one with data.dataset.split={other}, or name data sets in data.train, data.val, data.test",
+                fix=f"Take one with data.dataset.split={other}, or name data sets in data.train, data.val, data.test",
             )
         by_stage = by_stage or {"train": next(iter(self.held.values()))}
         parts = {stage: rows for stage, rows in by_stage.items() if stage in sizes}
@@ -122,7 +122,7 @@ class HuggingFace(Dataset[object]):
                 parts |= {stage: by_stage["train"].select(indices.tolist()) for stage, indices in chosen.items()}
         if not parts:
             got = f"sizes of {', '.join(sizes)}, and splits {', '.join(self.held)}"
-            raise data_fault("parts", got=got, expected="a part that there is")
+            raise data_error("parts", got=got, expected="a part that there is")
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
@@ -184,11 +184,11 @@ class HuggingFace(Dataset[object]):
 
     def _rows(self) -> datasets.Dataset:
         if self.rows is None:
-            raise data_fault(
+            raise data_error(
                 "dataset.split",
                 got=f"null, and splits {', '.join(self.held)}",
                 expected="one of them for one part",
-                cure=f"Write split: {next(iter(self.held))}",
+                fix=f"Write split: {next(iter(self.held))}",
             )
         return self.rows
 
@@ -213,7 +213,7 @@ class HuggingFace(Dataset[object]):
         """Look at the columns and at the first row."""
         rows = next(iter(self.held.values()))
         if not len(rows):
-            raise data_fault("dataset", got="a data set without a row", expected="at least one")
+            raise data_error("dataset", got="a data set without a row", expected="at least one")
         first = _values(rows, 0)
         wanted = self.fields.wanted(list(first), where="the data set")
         for name in () if _is_transformed(rows) else wanted:
@@ -221,7 +221,7 @@ class HuggingFace(Dataset[object]):
         try:
             self.fields = self.fields.settled({name: first[name] for name in wanted}, where="the first row")
         except SampleError as error:
-            raise ConfigError([error.fault]) from error
+            raise ConfigError([error.error]) from error
 
 
 def _is_transformed(rows: datasets.Dataset) -> bool:
@@ -250,17 +250,17 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         scripts = [file.name for file in folder.glob("*.py")]
         told = f", a loading script, {scripts[0]}, which is never run," if scripts else ""
-        raise data_fault(
+        raise data_error(
             "dataset.path",
             got=f"{folder}{told} without a state.json or a dataset_dict.json",
             expected="a folder that save_to_disk made",
-            cure="data=parquet and data=csv read files of tables",
+            fix="data=parquet and data=csv read files of tables",
         )
     try:
         return _checked(datasets.load_from_disk(str(folder.absolute())))
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         got = f"{folder} ({_line(error)})"
-        raise data_fault("dataset.path", got=got, expected="a whole folder of save_to_disk") from error
+        raise data_error("dataset.path", got=got, expected="a whole folder of save_to_disk") from error
 
 
 def _checked(found: object) -> Mapping[str, datasets.Dataset]:
@@ -275,20 +275,20 @@ def _checked(found: object) -> Mapping[str, datasets.Dataset]:
         return {"train": found}
     if isinstance(found, Mapping) and found and all(isinstance(one, datasets.Dataset) for one in found.values()):
         return {str(name): one for name, one in found.items()}
-    cure = (
+    fix = (
         "One that streams has no index; data=stream reads files one after another"
         if "Iterable" in _kind(found)
         else None
     )
-    raise data_fault("dataset.source", got=f"a {_kind(found)}", expected="a datasets.Dataset or DatasetDict", cure=cure)
+    raise data_error("dataset.source", got=f"a {_kind(found)}", expected="a datasets.Dataset or DatasetDict", fix=fix)
 
 
 def _one_split(found: Mapping[str, datasets.Dataset], split: str | None) -> dict[str, datasets.Dataset]:
     if split is None:
         return dict(found)
     if split not in found:
-        cure = name_cure(split, list(found))
-        raise data_fault("dataset.split", got=split, expected="a split of the data set", cure=cure)
+        fix = name_fix(split, list(found))
+        raise data_error("dataset.split", got=split, expected="a split of the data set", fix=fix)
     return {"train": found[split]}
 
 
@@ -301,11 +301,11 @@ def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
         inner = inner.feature
     is_text = isinstance(inner, Value) and "string" in inner.dtype and key == "inputs"
     if is_text or not isinstance(inner, Value | ClassLabel | Image | Array2D | Array3D | Array4D | Array5D):
-        raise data_fault(
+        raise data_error(
             f"dataset.{key}",
             got=f"{name}, a column of {'texts' if is_text else type(inner).__name__}",
             expected="columns of numbers, lists of them or pictures",
-            cure="Leave it out of data.dataset.inputs; data=tokens turns files of text into tokens",
+            fix="Leave it out of data.dataset.inputs; data=tokens turns files of text into tokens",
         )
 
 

@@ -119,17 +119,17 @@ def _refuse_missing(place: Path) -> None:
     if not os.path.isdir(place):
         there = "is a file" if os.path.exists(place) else "is not there"
         near = nearest(place.name, (path.name for path in place.parent.glob("*/")))
-        cure = f". Did you mean {place.parent / near[0]}?" if near else ""
-        raise ReportError(f"{place} {there}; expected {EXPECTED}{cure}")
+        fix = f". Did you mean {place.parent / near[0]}?" if near else ""
+        raise ReportError(f"{place} {there}; expected {EXPECTED}{fix}")
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
     """Return the error that no run was found."""
     parents = [parent for place in places for parent in place.absolute().parents]
     above = next((parent for parent in parents if any(os.path.isfile(parent / name) for name in MARKS)), None)
-    cure = "" if above is None else f". Did you mean {os.path.relpath(above)}?"
+    fix = "" if above is None else f". Did you mean {os.path.relpath(above)}?"
     problems = "".join(f"\n  {problem}" for problem in found.problems)
-    return ReportError(f"{' '.join(map(str, places))}: no run is there; expected {EXPECTED}{cure}{problems}")
+    return ReportError(f"{' '.join(map(str, places))}: no run is there; expected {EXPECTED}{fix}{problems}")
 
 
 def parser() -> argparse.ArgumentParser:

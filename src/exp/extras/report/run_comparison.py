@@ -161,8 +161,8 @@ def _wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tupl
     (tag,) = tags_of([metric])
     known = list(dict.fromkeys(tag for record in records for tag in (*record.curves, *record.metrics)))
     if tag not in known:
-        cure = did_you_mean(tag, known) or f"There is {among(known, word=tag)}"
-        raise ReportError(f"--metric {tag}: no run has this tag. {cure}")
+        fix = did_you_mean(tag, known) or f"There is {among(known, word=tag)}"
+        raise ReportError(f"--metric {tag}: no run has this tag. {fix}")
     if tag != metric:
         return tag, "min" if metric.endswith(":min") else "max"
     modes = {record.mode for record in records if record.monitor == tag and record.mode is not None}
@@ -209,8 +209,8 @@ def _repeated(
         return None
     if asked is not None:
         if asked not in keys:
-            cure = did_you_mean(asked, keys) or f"They differ in {among(keys, word=asked)}"
-            raise ReportError(f"--repeat-over {asked}: the runs do not differ in it. {cure}; none is for no repeats")
+            fix = did_you_mean(asked, keys) or f"They differ in {among(keys, word=asked)}"
+            raise ReportError(f"--repeat-over {asked}: the runs do not differ in it. {fix}; none is for no repeats")
         return asked
     said = {record.repeat_over for record in records if record.repeat_over is not None}
     if len(said) == 1 and said <= set(keys):

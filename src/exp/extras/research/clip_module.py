@@ -10,7 +10,7 @@ import torch.distributed as dist
 from annotated_types import Gt
 from torch import Tensor
 
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.extras.research.gradient_transform import At, GradientTransform
 from exp.functions.identities import clip_gradient_by_norm, clip_gradient_by_value
 from exp.hooks.step import Step
@@ -49,19 +49,19 @@ class ClipModule(GradientTransform):
         self._ranks = 1
         self._now: float | Tensor = limit
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
         if "averages_between_steps" in planned.traits:
             expected = "null: ranks that step by themselves have no gradient in common"
-            yield self.fault(
+            yield self.error(
                 key="strategy.local_sgd.every_n_steps", got=f"a number, with hooks.{self.name}", expected=expected
             )
         if self.algorithm == "norm" and planned.placement.world_size > 1 and planned.config["runtime"]["compile"]:
-            yield self.fault(
+            yield self.error(
                 key="runtime.compile",
                 got=f"true over several ranks, with hooks.{self.name} of algorithm=norm",
                 expected="false: a compiled backward cannot ask other ranks for their norms",
-                cure="Or write algorithm=value",
+                fix="Or write algorithm=value",
             )
 
     def around_forward(self, step: Step) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from exp.errors import Fault, RunError
+from exp.errors import ErrorDetails, RunError
 from exp.hooks.hook import Hook, Values
 from exp.hooks.panels import Image
 from exp.hooks.step import Step
@@ -41,15 +41,15 @@ class Features(Hook):
         self.maps = maps
         self._images: dict[str, Image] = {}
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
         fitting = {name for name, calls in planned.calls.items() if _maps_of(calls[0].output) is not None}
         for pattern in self.modules:
             meant = {name for name, module in planned.network.named_modules() if matches(name, module, pattern)}
             if meant & planned.calls.keys() and not meant & fitting:
                 there = f"there are {', '.join(sorted(fitting)[:20])}" if fitting else "this network has none"
                 expected = f"a module whose output is [B, C, H, W]; {there}"
-                yield self.fault("modules", got=repr(pattern), expected=expected, cure=self.leave_out)
+                yield self.error("modules", got=repr(pattern), expected=expected, fix=self.leave_out)
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         maps = _maps_of(output)

@@ -9,7 +9,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from exp.errors import Fault, RunError
+from exp.errors import ErrorDetails, RunError
 from exp.extras.research.gradient_transform import At, GradientTransform
 from exp.functions.at_least_float32 import at_least_float32
 from exp.functions.identities import gradient_reversal, progressive_weight
@@ -53,16 +53,16 @@ class GradientReversal(GradientTransform):
             return self.schedule == "progressive"
         return super().overrides(method)
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
-        yield from super().faults(planned)
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
+        yield from super().errors(planned)
         trainer = planned.config["trainer"]
         endless = all(trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))
         if self.schedule == "progressive" and endless:
-            yield self.fault(
+            yield self.error(
                 "schedule",
                 got="progressive in a run without an end in steps",
                 expected="a run whose length is known: the weight follows the share of it that is done",
-                cure=f"Add trainer.max_steps=..., or write hooks.{self.name}.schedule=constant",
+                fix=f"Add trainer.max_steps=..., or write hooks.{self.name}.schedule=constant",
             )
 
     def setup(self, network: nn.Module) -> None:

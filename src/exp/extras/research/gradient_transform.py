@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ConfigError, Fault, RunError
+from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.hooks.hook import Hook
 from exp.models.matching import matching
 from exp.nested import mapped, tensors_in
@@ -62,9 +62,9 @@ class GradientTransform(Hook, ABC):
             raise RunError(f"hooks.{self.name}: no floating tensor is at the {self.at} of {name or 'the network'}")
         return mapped(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Yield the errors of every hook, of nested modules, and of modules without a gradient."""
-        yield from super().faults(planned)
+        yield from super().errors(planned)
         try:
             chosen = matching(planned.network, self.modules, key="")
         except ConfigError:  # reported above
@@ -77,17 +77,17 @@ class GradientTransform(Hook, ABC):
         ]
         if nested and not self.nests:
             outer, name = nested[0]
-            yield self.fault(
+            yield self.error(
                 "modules",
                 got=f"{outer or 'the network'} and {name}, which lies in it",
                 expected="modules that lie beside each other: the gradient would be changed twice",
-                cure=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
+                fix=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
             )
         # A term that differentiates with respect to the input has gradients where there are none without it.
         for name, calls in planned.calls.items() if not planned.needs else ():
             if name in chosen and not self._has_gradient(calls[-1]):
                 reason = f"no gradient flows back through the {self.at} of {name or 'the network'}"
-                yield self.fault("modules", got=name, expected=f"another module, or another `at`: {reason}")
+                yield self.error("modules", got=name, expected=f"another module, or another `at`: {reason}")
 
     def _has_gradient(self, call: Call) -> bool:
         values = call.inputs if self.at == "input" else call.output

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.data.randomness import preserve_generators
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.extras.research.clip_module import ClipModule
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
@@ -66,11 +66,11 @@ class PerSampleGradients(Hook):
         self.chunk_size = chunk_size
         self._noise = NoiseScale(smoothing=smoothing)
 
-    def faults(self, planned: Blueprint) -> Iterable[Fault]:
+    def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Yield the reasons why one sample has no gradient by itself, each at its own key."""
-        yield from super().faults(planned)
+        yield from super().errors(planned)
         for key, got, expected in self._reasons(planned):
-            yield self.fault(key=key, got=f"{got}, with hooks.{self.name}", expected=expected, cure=self.leave_out)
+            yield self.error(key=key, got=f"{got}, with hooks.{self.name}", expected=expected, fix=self.leave_out)
 
     def _reasons(self, planned: Blueprint) -> Iterator[tuple[str, str, str]]:
         """Yield the key, the value and the expected value of each error."""

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, Fault, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error
 from exp.output import command, loading_torch, outliving_output, passing_line, unwritable
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if answer_question(arguments):
         return 0
     if arguments.multirun:
-        raise config_error("--multirun", got="several configs", expected="one config", cure="Leave -m out")
+        raise config_error("--multirun", got="several configs", expected="one config", fix="Leave -m out")
     resolved = _resolved(arguments)
     with outliving_output():
         data = _built(resolved)
@@ -79,8 +79,8 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
         from exp.check.stages import located, once
 
     resolved = resolve(config)
-    if resolved.faults:
-        raise ConfigError(located(resolved.config, once(resolved.faults)))
+    if resolved.errors:
+        raise ConfigError(located(resolved.config, once(resolved.errors)))
     for note in resolved.notes:
         print(note, file=sys.stderr)
     return resolved
@@ -94,16 +94,16 @@ def _built(resolved: Resolved) -> Data:
     try:
         data: object = build_data(resolved.plain, keeps_raw=True)
     except ConfigError as error:
-        raise ConfigError(located(resolved.config, error.faults)) from error
+        raise ConfigError(located(resolved.config, error.errors)) from error
     if isinstance(data, Data):
         return data
-    fault = Fault(
+    detail = ErrorDetails(
         key="data._target_",
         got=f"{resolved.plain['data']['_target_']}, whose loaders give batches and know no samples",
         expected="exp.data.data.Data, which gives each sample of a part",
-        cure="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
+        fix="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
     )
-    raise ConfigError(located(resolved.config, [fault]))
+    raise ConfigError(located(resolved.config, [detail]))
 
 
 def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:

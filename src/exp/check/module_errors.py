@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from exp.check.own_training import LOADERS, STEPS, OwnTraining
 from exp.config.module_key import brings_data, target_of
-from exp.errors import Fault
+from exp.errors import ErrorDetails
 from exp.shared_types import Stage
 from exp.spelling import among, show
 
@@ -18,38 +18,40 @@ from exp.spelling import among, show
 EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 
-def module_faults(own: OwnTraining) -> Iterator[Fault]:
+def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
     """Yield what Lightning's Trainer would refuse later, or do otherwise than the config says."""
     plain, kind, data_kind = own.plain, own.kind, own.data_kind
     trains = "a LightningModule that trains", "Or train=false"
     if brings_data(plain) and data_kind is None:
         expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
-        yield Fault(key="data._target_", got=f"{plain['data']['_target_']} with a module", expected=expected)
+        yield ErrorDetails(key="data._target_", got=f"{plain['data']['_target_']} with a module", expected=expected)
     if plain["train"]:
         for method in ("training_step", "configure_optimizers"):
             if not is_overridden(method, kind, LightningModule):
-                yield Fault(key="module", got=f"{kind.__name__} without {method}", expected=trains[0], cure=trains[1])
+                yield ErrorDetails(
+                    key="module", got=f"{kind.__name__} without {method}", expected=trains[0], fix=trains[1]
+                )
         if data_kind is not None and not is_overridden(LOADERS["train"], data_kind, LightningDataModule):
             got = f"{data_kind.__name__} without train_dataloader"
-            yield Fault(key="data", got=got, expected="loaders to train on", cure="Or write train=false")
+            yield ErrorDetails(key="data", got=got, expected="loaders to train on", fix="Or write train=false")
     for key, stage in EVALUATIONS.items():
         if not plain["train"] and plain[key] and not own.has(stage):
-            yield Fault(key=key, got=f"true, and {_lacking(own, stage)}", expected="something to do")
+            yield ErrorDetails(key=key, got=f"true, and {_lacking(own, stage)}", expected="something to do")
     loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
     if loaders:
         got = f"{kind.__name__} with {among(loaders)}, which the loaders of data would replace"
         expected, fix = "loaders of a LightningDataModule, named by data", "Move them there: data._target_=mine.LitData"
-        yield Fault(key="module", got=got, expected=expected, cure=fix)
+        yield ErrorDetails(key="module", got=got, expected=expected, fix=fix)
     if "dataloader_iter" in inspect.signature(kind.training_step).parameters:
         expected = "training_step(self, batch, batch_idx): a run that fetches batches itself has no position to resume"
-        yield Fault(key="module", got="a training_step that takes dataloader_iter", expected=expected)
+        yield ErrorDetails(key="module", got="a training_step that takes dataloader_iter", expected=expected)
     if not own.network.automatic_optimization:
         for name, off in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
             value = plain["trainer"][name]
             if value not in off:
                 got = f"{show(value)} with {kind.__name__}, which steps its optimizers by hand"
                 expected = f"{show(off[0])}: its training_step does that itself"
-                yield Fault(key=f"trainer.{name}", got=got, expected=expected)
+                yield ErrorDetails(key=f"trainer.{name}", got=got, expected=expected)
 
 
 def module_notes(own: OwnTraining) -> Iterator[str]:

@@ -17,10 +17,10 @@ from torchmetrics import classification as classes
 from torchmetrics.wrappers import ClasswiseWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from exp.check.calls import call_fault
-from exp.check.input_faults import described
+from exp.check.calls import call_error
+from exp.check.input_errors import described
 from exp.data.randomness import preserve_generators
-from exp.errors import REFUSALS, Fault, RunError, one_line
+from exp.errors import REFUSALS, ErrorDetails, RunError, one_line
 from exp.nested import named_parts
 from exp.objectives.loss_inputs import Values
 from exp.objectives.measures import ENTRIES, EntryError, Measure, entries_of, entry_tag
@@ -31,7 +31,7 @@ OF_TENSORS = ("torchmetrics.classification.", "torchmetrics.regression.", "exp.o
 BY_GROUP = (classes.BinaryFairness, classes.BinaryGroupStatRates)
 
 
-def call_faults(measures: Iterable[Measure]) -> Iterator[Fault]:
+def call_errors(measures: Iterable[Measure]) -> Iterator[ErrorDetails]:
     """Return the errors of metrics whose update does not take an output and a target, or the names of `inputs`."""
     for measure in measures:
         metric = measure.metric
@@ -39,15 +39,15 @@ def call_faults(measures: Iterable[Measure]) -> Iterator[Fault]:
         given = ("output", "target") if measure.inputs is None else ()
         for part in parts:
             key, name, inputs = measure.key, type(part).__name__, measure.inputs
-            fault = call_fault(part.update, name=name, given=given, key=key, node=key, inputs=inputs, what="metric")
-            if fault is not None:
-                yield fault
+            error = call_error(part.update, name=name, given=given, key=key, node=key, inputs=inputs, what="metric")
+            if error is not None:
+                yield error
                 break
 
 
-def fit_faults(
+def fit_errors(
     measures: Iterable[Measure], draw: Callable[[int], Values], stage: Stage, entries: dict[str, tuple[str, ...]]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Return the errors of metrics that refuse the targets of a stage, or give values that no tag can hold.
 
     Args:
@@ -60,28 +60,28 @@ def fit_faults(
     for measure in measures:
         if not measure.is_known:
             continue
-        fault = _whole_fault(measure, draw(0))
-        if fault is None:
+        detail = _whole_error(measure, draw(0))
+        if detail is None:
             with warnings.catch_warnings(), preserve_generators(), torch.no_grad():
                 warnings.simplefilter("ignore")  # about few samples, and about outputs that no network made
                 called = measure.clone()
                 try:
                     found = _computed(called, draw)
-                    fault = _label_fault(called) or _entry_fault(measure, found)
-                    if fault is None and found:
+                    detail = _label_error(called) or _entry_error(measure, found)
+                    if detail is None and found:
                         entries[measure.name] = tuple(name for name, _ in entries_of(found[-1]))
                 except RunError as error:
-                    fault = _refusal(measure, draw(0), stage, error)
-        if fault is not None:
-            yield fault
+                    detail = _refusal(measure, draw(0), stage, error)
+        if detail is not None:
+            yield detail
 
 
-def _whole_fault(measure: Measure, values: Values) -> Fault | None:
+def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
     """Return the error of a metric that no run supports, or of one of two tensors that is given several."""
     kind = type(measure.metric).__name__
     if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
         got = f"{kind}, in which a batch without a group is counted under other groups (torchmetrics 1.9)"
-        return Fault(measure.key, got, "a metric of your own that adds up by group number")
+        return ErrorDetails(measure.key, got, "a metric of your own that adds up by group number")
     parts = [type(part).__module__ for _, part in measure.parts if not isinstance(part, WrapperMetric)]
     place = next((place for place, name in measure.names.items() if name == "output"), None)
     value = measure.read(values).get("output")
@@ -89,7 +89,9 @@ def _whole_fault(measure: Measure, values: Values) -> Fault | None:
         return None
     names = named_parts(value)
     fix = f"Write one of {among(names)}" if names else None
-    return Fault(f"{measure.key}.{place}", f"the network returns {described(value)}", "one tensor to compare", fix)
+    return ErrorDetails(
+        f"{measure.key}.{place}", f"the network returns {described(value)}", "one tensor to compare", fix
+    )
 
 
 def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
@@ -109,18 +111,18 @@ def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
     return found
 
 
-def _label_fault(called: Measure) -> Fault | None:
+def _label_error(called: Measure) -> ErrorDetails | None:
     """Return the error of too many or too few labels: torchmetrics drops the rest silently."""
     for path, part in called.parts:
         if isinstance(part, ClasswiseWrapper) and part.labels is not None:
             count = len(part.metric.compute())
             if len(part.labels) != count:
                 key = ".".join([called.key, *(["metrics", path] if path else []), "labels"])
-                return Fault(key=key, got=f"{len(part.labels)} labels", expected=f"{count}, one for each number")
+                return ErrorDetails(key=key, got=f"{len(part.labels)} labels", expected=f"{count}, one for each number")
     return None
 
 
-def _entry_fault(measure: Measure, found: Iterable[object]) -> Fault | None:
+def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | None:
     """Return the error of values that are not numbers, or not the same numbers each time."""
     kind = type(measure.metric).__name__
     try:
@@ -130,7 +132,7 @@ def _entry_fault(measure: Measure, found: Iterable[object]) -> Fault | None:
         got = f"{kind}, which gives {len(names[0])} numbers, and {len(names[1])} of twice as many samples"
     except EntryError as error:
         got = f"{kind}, which gives {error}"
-    return Fault(
+    return ErrorDetails(
         measure.key,
         got,
         ENTRIES,
@@ -138,11 +140,11 @@ def _entry_fault(measure: Measure, found: Iterable[object]) -> Fault | None:
     )
 
 
-def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> Fault:
+def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> ErrorDetails:
     """Return the error of a metric whose update failed. The cause of `error` is what the library raised."""
     expected = "outputs and targets that it takes"
     if error.__cause__ is None:
-        return Fault(measure.key, f"in the first samples of {stage}: {error}", expected)
+        return ErrorDetails(measure.key, f"in the first samples of {stage}: {error}", expected)
     kind, read = type(measure.metric).__name__, measure.read(values)
     output, target = read.get(measure.output), read.get(measure.target)
     if isinstance(output, Tensor) and isinstance(target, Tensor) and output.shape[:1] == target.shape[:1]:
@@ -151,13 +153,13 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
             if isinstance(held, int) and output.dim() == target.dim() + 1 and held != output.shape[1]:
                 width = output.shape[1]
                 got = f"{held}, and the network gives {width} for each sample"
-                return Fault(f"{measure.key}.{size}", got, f"{width}", f"Write {size}: {width}")
+                return ErrorDetails(f"{measure.key}.{size}", got, f"{width}", f"Write {size}: {width}")
     shown = ", ".join(f"{name} {described(value)}" for name, value in read.items())
     got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
-    return Fault(measure.key, got, expected)
+    return ErrorDetails(measure.key, got, expected)
 
 
-def mode_faults(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[Fault]:
+def mode_errors(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
     """Return the error of a mode that makes the worst checkpoint the best, by what the metric of an entry says."""
     name, _, rest = monitor.partition("/")
     if name not in measures or not (entry := rest.partition("/")[2]):
@@ -169,12 +171,12 @@ def mode_faults(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Ite
     is_higher = None if part is None else part.higher_is_better
     if isinstance(is_higher, bool) and is_higher != (mode == "max"):
         better, side = ("max", "higher") if is_higher else ("min", "lower")
-        yield Fault("mode", repr(mode), f"{better}: a {side} {monitor} is better", f"Add mode={better}")
+        yield ErrorDetails("mode", repr(mode), f"{better}: a {side} {monitor} is better", f"Add mode={better}")
 
 
-def monitor_faults(
+def monitor_errors(
     monitors: Mapping[str, str], entries: Mapping[str, tuple[str, ...]], stages: Collection[str]
-) -> Iterator[Fault]:
+) -> Iterator[ErrorDetails]:
     """Return the errors of monitors that name no entry of a metric, or a metric that gives several numbers.
 
     Args:
@@ -192,4 +194,4 @@ def monitor_faults(
             is_whole = monitor == entry_tag(name, stage, "")
             got = show(monitor) + (f", which gives {len(tags)} numbers" if is_whole else "")
             fix = None if is_whole else did_you_mean(monitor, tags)
-            yield Fault(key, got, f"a tag of this run: {among(tags, word=monitor)}", fix)
+            yield ErrorDetails(key, got, f"a tag of this run: {among(tags, word=monitor)}", fix)

@@ -1,4 +1,4 @@
-"""Faults below the config's `data`, and the sizes of its parts. Imports no torch."""
+"""Errors below the config's `data`, and the sizes of its parts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from exp.errors import ConfigError, Fault, MissingExtraError, RunError, config_error, is_installed, raise_faults
+from exp.errors import ConfigError, ErrorDetails, MissingExtraError, RunError, config_error, is_installed, raise_errors
 from exp.shared_types import STAGES
 from exp.spelling import among, did_you_mean, show
 
 
 class SampleError(RunError):
-    """A sample that cannot be used. fault: at the key of the config where it is mended; the check tells it, too."""
+    """A sample that cannot be used. error: at the key of the config where it is mended; the check tells it, too."""
 
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        super().__init__(str(fault))
+    def __init__(self, error: ErrorDetails) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
-def data_fault(key: str, *, got: str, expected: str, cure: str | None = None, subject: str = "") -> ConfigError:
-    """The error to raise for one fault below `data`. key: dotted, below `data.`. subject: see Fault."""
+def data_error(key: str, *, got: str, expected: str, fix: str | None = None, subject: str = "") -> ConfigError:
+    """The error to raise for one error below `data`. key: dotted, below `data.`. subject: see ErrorDetails."""
     key = f"data.{key}" if key else "data"
-    return config_error(key, got=got, expected=expected, cure=cure, subject=subject)
+    return config_error(key, got=got, expected=expected, fix=fix, subject=subject)
 
 
 def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
@@ -31,20 +31,20 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
 
     names: of the file's columns. wanted: the names that each option of the data set gives.
     """
-    faults = [
-        Fault(
-            key=f"data.dataset.{option}", got=name, expected=f"a column of {file}", cure=name_cure(name, names),
+    errors = [
+        ErrorDetails(
+            key=f"data.dataset.{option}", got=name, expected=f"a column of {file}", fix=name_fix(name, names),
             subject=name,
         )
         for option, given in wanted.items()
         for name in map(str, given)
         if name not in names
     ]  # fmt: skip
-    raise_faults(faults)
+    raise_errors(errors)
 
 
-def name_cure(name: str, names: Collection[str]) -> str | None:
-    """A cure that proposes the nearest spelling, or lists the names where none is near; None where there are none."""
+def name_fix(name: str, names: Collection[str]) -> str | None:
+    """A fix that proposes the nearest spelling, or lists the names where none is near; None where there are none."""
     return did_you_mean(name, names) or (f"There is: {among(sorted(names), word=name)}" if names else None)
 
 
@@ -55,7 +55,7 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     """
     if name in fitted:
         return fitted[name]
-    raise data_fault(
+    raise data_error(
         "train",
         got=f"a training part that tells {', '.join(fitted) or 'nothing'}, beside a part that is {type(part).__name__}",
         expected="one kind: what training has seen scales or encodes the other parts",
@@ -65,31 +65,31 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
 def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset._target_") -> None:
     """Raises: ConfigError where the package that a feature needs is not installed. key: of the config, that asks."""
     if not is_installed(package):
-        got, _, cure = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
-        raise data_fault(key, got=got, expected="it", cure=f"Install it: {cure}")
+        got, _, fix = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
+        raise data_error(key, got=got, expected="it", fix=f"Install it: {fix}")
 
 
-def share_faults(sizes: Mapping[str, object]) -> list[Fault]:
-    """The faults of data.parts, which holds the sizes of the parts train, val and test.
+def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
+    """The errors of data.parts, which holds the sizes of the parts train, val and test.
 
     A size is a fraction of the data set, of 1 at most together, or a number of samples.
     """
-    faults = []
+    errors = []
     fractions = 0.0
     for name, size in sizes.items():
         key = f"data.parts.{name}"
         if name not in STAGES:
-            cure = did_you_mean(str(name), STAGES)
-            faults.append(Fault(key=key, got="no part", expected="train, val or test", cure=cure))
+            fix = did_you_mean(str(name), STAGES)
+            errors.append(ErrorDetails(key=key, got="no part", expected="train, val or test", fix=fix))
         elif not is_share(size):
             expected = "a fraction from 0 to 1, or a whole number of samples"
-            faults.append(Fault(key=key, got=show(size), expected=expected))
+            errors.append(ErrorDetails(key=key, got=show(size), expected=expected))
         elif isinstance(size, float) and size <= 1:
             fractions += size
     if fractions > 1 + 1e-9:
         got = f"fractions that add up to {fractions:g}"
-        faults.append(Fault(key="data.parts", got=got, expected="1 at most", cure="Make one part smaller"))
-    return faults
+        errors.append(ErrorDetails(key="data.parts", got=got, expected="1 at most", fix="Make one part smaller"))
+    return errors
 
 
 def is_share(size: object) -> bool:

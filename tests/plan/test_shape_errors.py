@@ -1,6 +1,6 @@
 """An error of shape or dtype names the line of the YAML, the layer, what it is given and what it expects.
 
-Each document of shape_faults.yaml is a network of a user. Its first comments are the data, the overrides and parts of
+Each document of shape_errors.yaml is a network of a user. Its first comments are the data, the overrides and parts of
 the message. The wrong line ends in `# <-`.
 """
 
@@ -48,7 +48,7 @@ SMALL = ("metrics=[]", "hooks=[]", "logger=[]", "test=false")
 
 @dataclass(frozen=True)
 class Wrong:
-    """A document of shape_faults.yaml. line: of the fault in the written file; None is any."""
+    """A document of shape_errors.yaml. line: of the error in the written file; None is any."""
 
     name: str
     data: str
@@ -59,7 +59,7 @@ class Wrong:
 
 
 def documents() -> Iterator[Wrong]:
-    for text in re.split(r"^---\n", (HERE / "shape_faults.yaml").read_text(), flags=re.MULTILINE):
+    for text in re.split(r"^---\n", (HERE / "shape_errors.yaml").read_text(), flags=re.MULTILINE):
         head = dict(re.findall(r"^# (data|says|overrides): (.*)$", text, flags=re.MULTILINE))
         marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith(("# <-", "# <-'"))]
         yield Wrong(
@@ -106,8 +106,8 @@ def message_of(wrong: Wrong) -> str:
     words = [f"model={wrong.name}", f"data={wrong.data}", *SMALL, *objective, *wrong.overrides]
     with pytest.raises(ConfigError) as refused:
         plan(resolve(exp.compose(words)))
-    (fault,) = refused.value.faults
-    return str(fault)
+    (error,) = refused.value.errors
+    return str(error)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def message_of(wrong: Wrong) -> str:
         for place, wrong in enumerate(documents())
     ],
 )
-def test_a_fault_names_line_layer_and_values(wrong: Wrong) -> None:
+def test_a_error_names_line_layer_and_values(wrong: Wrong) -> None:
     message = message_of(wrong)
     for words in wrong.words:
         assert words in message

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from exp.errors import Fault, one_line, own_place
+from exp.errors import ErrorDetails, one_line, own_place
 from exp.models.compiler import FILE_PREFIX
 from exp.models.forward_trace import Call, Refused
 from exp.models.inference import LAZY_CLASSES
@@ -92,11 +92,11 @@ OPERANDS = {
 class Demand:
     """The input that a layer expects.
 
-    parameters: the parameters of the layer's constructor that caused the error. cure: the fix, if one is known.
+    parameters: the parameters of the layer's constructor that caused the error. fix: the fix, if one is known.
     """
 
     expected: str
-    cure: str | None = None
+    fix: str | None = None
     parameters: tuple[str, ...] = ()
 
 
@@ -133,7 +133,7 @@ def _given(values: object) -> str:
     return described(values, batch=BATCH)
 
 
-def layer_fault(error: BaseException, key: str, call: Call, refused: Refused | None = None) -> Fault:
+def layer_error(error: BaseException, key: str, call: Call, refused: Refused | None = None) -> ErrorDetails:
     """Return the error of a layer that refused its input.
 
     Args:
@@ -147,11 +147,11 @@ def layer_fault(error: BaseException, key: str, call: Call, refused: Refused | N
     demand = _dtype_demand(module, call, error) or _shape_demand(module, call)
     message = "" if demand is not None else f": {_first_line(error)}{own_place(error)}"
     demand = demand or _general_demand(module, error, refused)
-    cure = demand.cure
-    if cure is not None and key.rpartition(".")[2] in ATTENTIONS:
-        cure = cure.replace("embed_dim", "d_model")
+    fix = demand.fix
+    if fix is not None and key.rpartition(".")[2] in ATTENTIONS:
+        fix = fix.replace("embed_dim", "d_model")
     got = f"{_class_of(module).__name__} is given {given}{message}"
-    return Fault(key, got, demand.expected, cure, origins=_origins(key, module, demand.parameters))
+    return ErrorDetails(key, got, demand.expected, fix, origins=_origins(key, module, demand.parameters))
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -191,7 +191,7 @@ def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand
             return None
         return Demand(
             expected="whole numbers (int64), such as classes or characters",
-            cure="Give int64, of the data set or as x.long()",
+            fix="Give int64, of the data set or as x.long()",
         )
     own = {one.dtype for one in module.parameters(recurse=False)}
     others = [one.dtype for one in given if one.dtype not in own]
@@ -203,12 +203,12 @@ def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand
     if inputs:
         expected = f"{_text(inputs[0], module)}, of {expected}"
     if not other.is_floating_point and not other.is_complex:
-        cure = "Put a torch.nn.Embedding before it, or give it x.float() in a forward program"
+        fix = "Put a torch.nn.Embedding before it, or give it x.float() in a forward program"
     elif wanted is torch.float32:
-        cure = f"Give it float32: the layer or operation before it makes {_name(other)}"
+        fix = f"Give it float32: the layer or operation before it makes {_name(other)}"
     else:
-        cure = f"Leave dtype out, or give it x.to({_name(wanted)}) in a forward program"
-    return Demand(expected=expected, cure=cure, parameters=("dtype",))
+        fix = f"Leave dtype out, or give it x.to({_name(wanted)}) in a forward program"
+    return Demand(expected=expected, fix=fix, parameters=("dtype",))
 
 
 def _is_of_dtypes(error: BaseException) -> bool:
@@ -243,8 +243,8 @@ def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
     inputs = _inputs(module)
     value = call.inputs[0] if call.inputs else None
     if inputs and isinstance(value, list | tuple | dict):
-        cure = "Give it one of them by a forward program, such as `outputs, state = recurrent(x)`"
-        return Demand(expected=f"one tensor, {_text(inputs[0], module)}", cure=cure)
+        fix = "Give it one of them by a forward program, such as `outputs, state = recurrent(x)`"
+        return Demand(expected=f"one tensor, {_text(inputs[0], module)}", fix=fix)
     if not isinstance(value, Tensor):
         return None
     return (_axes_demand(module, inputs[0], value) if inputs else None) or _size_demand(module, inputs, call)
@@ -258,8 +258,8 @@ def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | Non
     if not axes or value.dim() == axes + 2 or is_row or is_sample:
         return None
     other = _class_of(module).__name__.replace(f"{axes}d", f"{value.dim() - 2}d")
-    cure = f"Use torch.nn.{other}" if hasattr(nn, other) else "Give the input these axes first, with torch.nn.Unflatten"
-    return Demand(expected=_text(first, module), cure=cure, parameters=("_target_",))
+    fix = f"Use torch.nn.{other}" if hasattr(nn, other) else "Give the input these axes first, with torch.nn.Unflatten"
+    return Demand(expected=_text(first, module), fix=fix, parameters=("_target_",))
 
 
 def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Demand | None:
@@ -276,7 +276,7 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
             there = value.shape[one.axis]
             is_right = there == size or not size
         if not is_right:
-            return Demand(expected=_text(one, module), cure=_write(one.size, there, module), parameters=(one.size,))
+            return Demand(expected=_text(one, module), fix=_write(one.size, there, module), parameters=(one.size,))
     return None
 
 
@@ -290,7 +290,7 @@ def _general_demand(module: nn.Module, error: BaseException, refused: Refused | 
     return Demand(expected=(refused and _operands(refused)) or expected, parameters=tuple(names))
 
 
-def operation_fault(error: BaseException, key: str, refused: Refused | None = None) -> Fault | None:
+def operation_error(error: BaseException, key: str, refused: Refused | None = None) -> ErrorDetails | None:
     """Return the error of an operation in a forward program; None if the error comes from another place.
 
     Args:
@@ -313,8 +313,10 @@ def operation_fault(error: BaseException, key: str, refused: Refused | None = No
         given = f"{_word(refused)} is given {', '.join(map(_given, refused.sources))}: "
     expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
     expected = (refused and _operands(refused)) or expected
-    fix = None if refused is None else _cure_of_operands(refused)
-    return Fault(f"{key}.forward", f"`{shown.strip()}`: {given}{_first_line(error)}", expected, fix, at=(line, column))
+    fix = None if refused is None else _fix_of_operands(refused)
+    return ErrorDetails(
+        f"{key}.forward", f"`{shown.strip()}`: {given}{_first_line(error)}", expected, fix, at=(line, column)
+    )
 
 
 def _word(refused: Refused) -> str:
@@ -332,7 +334,7 @@ def _operands(refused: Refused) -> str | None:
     return OPERANDS.get(_word(refused))
 
 
-def _cure_of_operands(refused: Refused) -> str | None:
+def _fix_of_operands(refused: Refused) -> str | None:
     """Return the fix of operands that nearly fit: a transposed second factor, or one dtype for both."""
     sources, dtypes = refused.sources, {one.dtype for one in refused.sources}
     if _is_of_dtypes(refused.error) and len(sources) == 2 and {torch.float64, torch.float32} == dtypes:

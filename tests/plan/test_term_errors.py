@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 import exp
 from exp.check.meta_forward import run_on_meta
-from exp.check.shapes import double_backward_faults
+from exp.check.shapes import double_backward_errors
 from exp.errors import ConfigError
 from exp.models.forward_trace import ForwardTrace
 from exp.objectives.objective import Objective
@@ -23,7 +23,7 @@ from exp.shared_types import DataSpec
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"), yaml.safe_load(Path(__file__).with_name("term_faults.yaml").read_text())
+    ("overrides", "message"), yaml.safe_load(Path(__file__).with_name("term_errors.yaml").read_text())
 )
 def test_an_unmet_need_of_a_term_is_an_error(
     overrides: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,12 +61,12 @@ def test_a_penalty_needs_a_backward_differentiable_twice(place: int) -> None:
         return found.traces[None]
 
     plain, penalised = Objective({"ce": CrossEntropy()}), Objective({"ce": CrossEntropy(), "r1": R1()})
-    assert list(double_backward_faults(trace(plain), plain)) == []
-    (fault,) = double_backward_faults(trace(penalised), penalised)
-    assert fault.key == f"model.{place}"
-    assert fault.got == "Squared, whose backward is marked once_differentiable, under objective.r1"
+    assert list(double_backward_errors(trace(plain), plain)) == []
+    (error,) = double_backward_errors(trace(penalised), penalised)
+    assert error.key == f"model.{place}"
+    assert error.got == "Squared, whose backward is marked once_differentiable, under objective.r1"
     layers[place] = nn.ReLU()
-    assert list(double_backward_faults(trace(penalised), penalised)) == []
+    assert list(double_backward_errors(trace(penalised), penalised)) == []
 
 
 class Centers(nn.Module):
@@ -85,11 +85,11 @@ class Centers(nn.Module):
 )
 def test_a_loss_with_parameters_is_an_error(node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    node = node.replace("NAME", "test_term_faults.Centers")
+    node = node.replace("NAME", "test_term_errors.Centers")
     with pytest.raises(ConfigError) as raised:
-        exp.validate(exp.compose([f"+objective.centers={node}", "security.allow=[test_term_faults]"]))
-    (fault,) = raised.value.faults
-    assert fault.key == ("objective.centers" if "Term" not in node else "objective.centers.loss")
-    assert fault.got == "Centers with parameters of its own (centers), which no optimizer would train"
-    frozen = node.replace("test_term_faults.Centers", "test_term_faults.Centers, frozen: true")
-    exp.validate(exp.compose([f"+objective.centers={frozen}", "security.allow=[test_term_faults]"]))
+        exp.validate(exp.compose([f"+objective.centers={node}", "security.allow=[test_term_errors]"]))
+    (error,) = raised.value.errors
+    assert error.key == ("objective.centers" if "Term" not in node else "objective.centers.loss")
+    assert error.got == "Centers with parameters of its own (centers), which no optimizer would train"
+    frozen = node.replace("test_term_errors.Centers", "test_term_errors.Centers, frozen: true")
+    exp.validate(exp.compose([f"+objective.centers={frozen}", "security.allow=[test_term_errors]"]))

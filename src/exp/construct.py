@@ -33,8 +33,18 @@ from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
 from exp.engine.datamodule import fitted_in
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, ExpError, RunError, config_error, refusal, said
-from exp.loggers.run_logger import made
+from exp.errors import (
+    LIBRARIES,
+    REFUSALS,
+    ConfigError,
+    ErrorDetails,
+    ExpError,
+    RunError,
+    config_error,
+    constructor_error,
+    message_of,
+)
+from exp.loggers.run_logger import make_logger
 from exp.models.containers import ProgramModel
 from exp.models.freezing import Freezing, find_frozen
 from exp.models.inference import example_inputs, lazy_class, materialise
@@ -47,7 +57,7 @@ from exp.objectives.objective import Objective
 from exp.optim.optimizer import Optimization
 from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision, build_precision
-from exp.redaction import redacted, revealed
+from exp.redaction import redact, reveal
 from exp.shared_types import DataSpec
 from exp.strategies.strategy import Strategy
 
@@ -114,11 +124,11 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         is_known = isinstance(error, (*REFUSALS, MisconfigurationException, SystemExit))
         if not is_known and target.__module__.partition(".")[0] in LIBRARIES:
             raise  # a bug; code of the user's own may have exceptions of its own
-        got = f"{node['_target_']} refused its values ({type(error).__name__}: {said(error)})"
+        got = f"{node['_target_']} refused its values ({type(error).__name__}: {message_of(error)})"
         make = functools.partial(target, *positional, **arguments)
-        detail = refusal(error, key=key, known=node, got=got, make=make)
+        detail = constructor_error(error, key=key, known=node, got=got, make=make)
         raise ConfigError([
-            dataclasses.replace(detail, got=redacted(detail.got), expected=redacted(detail.expected))
+            dataclasses.replace(detail, got=redact(detail.got), expected=redact(detail.expected))
         ]) from error  # fmt: skip
 
 
@@ -141,11 +151,12 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
     # What has a length and numbers its parts is no data set for that.
     other: tuple[type, ...] = (tuple, str) if MODULE in wanted else (tuple, str, nn.Module)
     other += () if wanted == SPLITS else (dict,)
+    kind = f"{type(made).__module__}.{type(made).__qualname__}"
     if wanted and (isinstance(made, other) or not isinstance(made, tuple(map(class_of, wanted)))):
-        got = f"{name}, which returned a {type(made).__module__}.{type(made).__qualname__}"
+        got = f"{name}, which returned a {kind}"
         raise config_error(f"{key}._target_", got=got, expected=f"a function that returns a {wanted[0]}")
     if key == "model" and trains_itself(type(made)):
-        raise ConfigError([own_training_error(name, kind=f"{type(made).__module__}.{type(made).__qualname__}")])
+        raise ConfigError([own_training_error(name, kind=kind)])
     return made
 
 
@@ -176,7 +187,7 @@ def _as_annotated(value: Any, annotation: Any, target: Any) -> Any:
 
 def _with_secrets(text: str, *, key: str) -> str:
     try:
-        return revealed(text)
+        return reveal(text)
     except LookupError as error:
         raise config_error(
             key, got=error.args[0], expected="a secret in the environment of each process of the run"
@@ -392,7 +403,7 @@ def build_loggers(plain: Plain, directory: Path) -> dict[str, Logger]:
     found: dict[str, Logger] = {}
     for name, node in plain["logger"].items():
         key = f"logger.{name}"
-        logger = made(functools.partial(construct, node, key=key, allow=_allow(plain), **offers), name=key)
+        logger = make_logger(functools.partial(construct, node, key=key, allow=_allow(plain), **offers), name=key)
         if logger is not None:
             found[name] = logger
     return found
@@ -412,7 +423,7 @@ def build_measures(plain: Plain) -> dict[str, Measure]:
         try:
             found[name] = Measure(name=name, metric=metric, **own)
         except ValueError as error:
-            raise ConfigError([refusal(error, key=key, known=own, got=said(error))]) from error
+            raise ConfigError([constructor_error(error, key=key, known=own, got=message_of(error))]) from error
     return found
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from exp.name_clash import refuse_a_foreign_init
-from exp.spelling import show
+from exp.spelling import among, did_you_mean, show
 
 refuse_a_foreign_init()
 
@@ -58,7 +58,97 @@ class ErrorDetails:
         return f"{line}  [{self.source}]" if self.source else line
 
 
-def refusal(
+def invalid_value(
+    key: str,
+    value: object,
+    expected: str,
+    fix: str | None = None,
+    *,
+    because: str = "",
+    source: str | None = None,
+    origins: tuple[str, ...] = (),
+    subject: str = "",
+) -> ErrorDetails:
+    """Return the error of a value that is not what is expected: `KEY: VALUE, BECAUSE; expected EXPECTED. FIX`.
+
+    Args:
+        key: Dotted config key.
+        value: The value, shown as in YAML.
+        expected: Noun phrase.
+        fix: The fix. Default: none.
+        because: What makes the value invalid, such as "and the data has 3 classes". Default: nothing.
+        source: The file with its line, or the command line. Default: found from the key.
+        origins: As in ErrorDetails.
+        subject: As in ErrorDetails.
+    """
+    got = f"{show(value)}, {because}" if because else show(value)
+    return ErrorDetails(key, got, expected, fix, source=source, origins=origins, subject=subject)
+
+
+def unknown_word(
+    key: str, word: str, known: Iterable[str], *, fix: str | None = None, source: str | None = None
+) -> ErrorDetails:
+    """Return the error of a word that is not one of the known words, with the closest one as the default fix."""
+    words = list(known)
+    return ErrorDetails(key, word, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
+
+
+def unknown_key(key: str, known: Iterable[str], *, holder: str, fix: str | None = None) -> ErrorDetails:
+    """Return the error of a key that its holder does not have, with the closest key as the default fix.
+
+    Args:
+        key: Dotted config key, whose last part is unknown.
+        known: Keys that the holder has.
+        holder: What the keys belong to, such as "a phase".
+        fix: The fix. Default: the closest known key.
+    """
+    words, name = list(known), key.rpartition(".")[2]
+    expected = f"one of {among(words, word=name, count=10)}"
+    return ErrorDetails(key, f"no key of {holder}", expected, fix or did_you_mean(name, words))
+
+
+def not_supported_with(
+    key: str, value: object, other: str, expected: str = "another value", fix: str | None = None
+) -> ErrorDetails:
+    """Return the error of a value that another setting excludes: `KEY: VALUE with OTHER; expected EXPECTED. FIX`.
+
+    Args:
+        key: Dotted config key.
+        value: The value; a text is shown without quotes.
+        other: The other setting, such as "strategy=ddp".
+        expected: Noun phrase, with the reason after a colon.
+        fix: The fix. Default: none.
+    """
+    shown = value if isinstance(value, str) else show(value)
+    return ErrorDetails(key, f"{shown} with {other}", expected, fix)
+
+
+def out_of_range(
+    key: str,
+    value: object,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    unit: str = "",
+    fix: str | None = None,
+) -> ErrorDetails:
+    """Return the error of a number outside its range, bounds included; without a bound the range is open."""
+    bounds = [f"at least {least:g}" if least is not None else "", f"at most {most:g}" if most is not None else ""]
+    expected = " and ".join(filter(None, bounds)) + (f" {unit}" if unit else "")
+    return ErrorDetails(key, show(value), expected, fix)
+
+
+def missing_value(key: str, expected: str, fix: str | None = None, *, got: str = "null") -> ErrorDetails:
+    """Return the error of a key without a value. got: `null`, or `nothing` for a key that is absent."""
+    return ErrorDetails(key, got, expected, fix)
+
+
+def not_installed(key: str, package: str, install: str, *, feature: str) -> ErrorDetails:
+    """Return the error of a feature whose package is not installed. install: Argument of pip install."""
+    return ErrorDetails(key, f"{feature}, without the package {package}", "it installed", f"pip install {install}")
+
+
+def constructor_error(
     error: BaseException,
     *,
     key: str,
@@ -71,8 +161,8 @@ def refusal(
     known: the parameters' names. got: what to say of any other message.
     make: the call. Of a class of a library the parameter is found that is to blame for any other message, too.
     """
-    got = shortened(got)
-    words, is_worded, expected = said(error).partition("; expected ")
+    got = shorten(got)
+    words, is_worded, expected = message_of(error).partition("; expected ")
     name, _, value = words.partition(" is ")
     if is_worded and name in known:
         return ErrorDetails(key=f"{key}.{name}", got=value, expected=expected)
@@ -81,16 +171,18 @@ def refusal(
     # Code of the user's own is not called again: nobody knows what else it does. A part of exp's may read files.
     top = "" if make is None else make.func.__module__.partition(".")[0]
     if make is not None and top in LIBRARIES:
-        others = None if top == "exp" else guilty_parameter(make.func, make)
-        guilty = others or _named(said(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords)
+        others = None if top == "exp" else find_rejected_parameter(make.func, make)
+        guilty = others or _find_named(
+            message_of(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords
+        )
         if guilty is not None:
             told = f"{show(make.keywords[guilty])}, and {got}"
-            fix = _fix_of_divisor(make, guilty) if "divisible" in said(error) else None
+            fix = _fix_of_divisor(make, guilty) if "divisible" in message_of(error) else None
             return ErrorDetails(key=f"{key}.{guilty}", got=told, expected="a value that it accepts", fix=fix)
     return ErrorDetails(key=key, got=got, expected="values that it accepts")
 
 
-def shortened(message: str, *, most: int = 400) -> str:
+def shorten(message: str, *, most: int = 400) -> str:
     """A message in one line, cut where a library says more than anybody reads."""
     line = " ".join(message.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
@@ -110,7 +202,7 @@ def _fix_of_divisor(make: functools.partial[Any], name: str) -> str | None:
     return None
 
 
-def guilty_parameter(
+def find_rejected_parameter(
     call: Callable[..., object], given: functools.partial[Any], *, accepts: Callable[[Any], bool] = lambda _: True
 ) -> str | None:
     """The first of the values that were given without which a call succeeds: with the default, or a plain value.
@@ -132,7 +224,7 @@ def guilty_parameter(
     return None
 
 
-def _named(message: str, names: Collection[str]) -> str | None:
+def _find_named(message: str, names: Collection[str]) -> str | None:
     """The one parameter that a message names, or the only one that there is."""
     named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", message)] or list(names)
     return named[0] if len(named) == 1 else None
@@ -145,10 +237,10 @@ class ExpError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default an exception is made again by its message, which is not what these are made of.
-        return _unpickled, (type(self), self.args, vars(self))
+        return _unpickle, (type(self), self.args, vars(self))
 
 
-def _unpickled(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str, Any]) -> ExpError:
+def _unpickle(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str, Any]) -> ExpError:
     error = kind.__new__(kind, *arguments)
     vars(error).update(state)
     return error
@@ -233,7 +325,7 @@ class UserCodeError(RunError):
     @classmethod
     def of(cls, error: BaseException, *, what: str) -> UserCodeError:
         """The error that tells another one, with its traceback as it is now."""
-        return cls(what=what, cause=one_line(error), frames=own_frames(error))
+        return cls(what=what, cause=one_line(error), frames=user_frames(error))
 
     def __str__(self) -> str:
         fix = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
@@ -259,14 +351,14 @@ def one_line(error: BaseException) -> str:
     return ": ".join(filter(None, [type(error).__name__, _first_line(error)]))
 
 
-def words_of(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """What an exception says in one line: the system's own words, and the path where it has one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return _first_line(error) or type(error).__name__
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What an exception says, also where its own `__str__` fails."""
     try:
         return str(error)
@@ -275,20 +367,20 @@ def said(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(said(error).strip().splitlines()), "")
+    return next(iter(message_of(error).strip().splitlines()), "")
 
 
-def own_frames(error: BaseException) -> str:
+def user_frames(error: BaseException) -> str:
     """The frames of an exception's traceback that are of the user's own code: not of exp, Python or a package."""
     if isinstance(error.__cause__, StopIteration):
         error = error.__cause__  # Python's "generator raised StopIteration" shows no frame of what raised it
     frames = traceback.extract_tb(error.__traceback__)
-    return "".join(traceback.format_list([frame for frame in frames if is_own_code(frame.filename)])).rstrip()
+    return "".join(traceback.format_list([frame for frame in frames if is_user_code(frame.filename)])).rstrip()
 
 
-def own_place(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """Where in the user's own code an exception was raised, ` (nets.py, line 12)`; empty where it was not there."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own_code(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     files = [frame for frame in frames if os.path.isfile(frame.filename)]
     return f" ({os.path.basename(files[-1].filename)}, line {files[-1].lineno})" if files else ""
 
@@ -296,10 +388,10 @@ def own_place(error: BaseException) -> str:
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
     """Where a thread stands: the user's own code that exp has called, or else whatever is innermost."""
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
-    return ([frame for frame in called if is_own_code(frame.filename)] or stack)[-1]
+    return ([frame for frame in called if is_user_code(frame.filename)] or stack)[-1]
 
 
-def is_own_code(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Whether a file is of the user's own: not of exp, Python or an installed package."""
     if {"site-packages", "dist-packages"} & set(file.split(os.sep)) or file.startswith(_FOREIGN):
         return False

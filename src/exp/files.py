@@ -13,34 +13,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from exp.redaction import redacted
+from exp.redaction import redact
 
 # Of a file that is being written, beside its target; and what older versions called a checkpoint's.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 PROBE_SECONDS = 0.1
 
 
-def write_whole(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
+def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
     """Write bytes, or text as UTF-8, in the place of what stood there. Secrets in a text are named, not written.
 
-    is_synced: see `replacing`.
+    is_synced: see `open_atomic`.
     Raises: OSError, with the path.
     """
-    with replacing(path, is_synced=is_synced) as file:
-        file.write(redacted(content).encode() if isinstance(content, str) else content)
+    with open_atomic(path, is_synced=is_synced) as file:
+        file.write(redact(content).encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
+def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Open a binary file that takes the place of `path` when it is closed well, and leaves nothing behind otherwise.
 
     is_synced: whether it is on the disk then, where it outlives the machine's fall, too; else it outlives the process's
         alone.
     Raises: OSError, with the path.
     """
-    partial = beside(path)
+    partial = partial_path(path)
     try:
-        with _held(partial) as file, not_inherited(file):
+        with _open_locked(partial) as file, close_in_forks(file):
             yield file
             file.flush()
             if is_synced:
@@ -58,18 +58,18 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
         raise
 
 
-def can_be_a_path(text: str) -> bool:
+def is_valid_path(text: str) -> bool:
     """Whether file systems take a text for the name of a file, with an ending behind it; else they raise OSError."""
     return len(text) < 2000 and all(len(part.encode(errors="replace")) <= 250 for part in text.split("/"))
 
 
-def beside(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """The name of a file until it is whole: in the same directory, for a rename between file systems is a copy."""
     # Of one's own, for several may write at once.
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
-def sweep_partial_files(directory: Path, *, levels: int = 0) -> None:
+def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
     """Remove what killed programs left half written in a directory. What somebody writes now stays.
 
     levels: how deep below the directory, too. Not the whole tree: a run directory may be anywhere, data beside it.
@@ -96,7 +96,7 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def holding(path: Path, *, alone: bool = False) -> Iterator[None]:
+def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
     """Lock a file or a directory that is there for as long as this is entered, where the file system lets it be locked;
     what this process starts does not hold it.
 
@@ -115,7 +115,7 @@ def holding(path: Path, *, alone: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def not_inherited(file: BinaryIO) -> Iterator[None]:
+def close_in_forks(file: BinaryIO) -> Iterator[None]:
     """Close a file in every process that another thread forks meanwhile, a loader's worker: it would keep its lock."""
     descriptor = file.fileno()
     _held_here.add(descriptor)
@@ -142,7 +142,7 @@ def _is_held_elsewhere(descriptor: int) -> bool:
             return False
 
 
-def _let_go() -> None:
+def _close_held() -> None:
     """In a forked process, such as a loader's worker, which may outlive this one for a while."""
     for descriptor in _held_here:
         os.close(descriptor)
@@ -150,7 +150,7 @@ def _let_go() -> None:
 
 
 _held_here: set[int] = set()
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_held)
 
 
 def is_locked(path: Path) -> bool:
@@ -171,7 +171,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _held(partial: Path) -> BinaryIO:
+def _open_locked(partial: Path) -> BinaryIO:
     """The new file, locked."""
     while True:
         file = partial.open("wb")

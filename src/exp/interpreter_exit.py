@@ -34,7 +34,7 @@ OWN = (
 )
 
 
-def without_teardown(status: int) -> int:
+def exit_without_teardown(status: int) -> int:
     """End this process at once, as soon as threads and what is registered for its exit are done, with a status.
 
     Returns: the status, where the interpreter has to end it: torch is not there; modules are that exp does not bring,
@@ -44,7 +44,7 @@ def without_teardown(status: int) -> int:
     """
     torch = sys.modules.get("torch")
     is_plain = torch is not None and is_program() and not torch.cuda.is_initialized()
-    if is_plain and not is_beside_foreign_code() and finish():
+    if is_plain and not has_foreign_code() and finish():
         os._exit(status)
     gc.unfreeze()  # else what was imported for every run keeps alive what of the user's it refers to
     return status
@@ -58,7 +58,7 @@ def is_program() -> bool:
     return program.startswith(PACKAGE) or program == os.path.join(sysconfig.get_path("scripts"), "exp")
 
 
-def is_beside_foreign_code() -> bool:
+def has_foreign_code() -> bool:
     """Whether something was imported that exp does not bring, such as a module of the user's."""
     program = sys.modules["__main__"]  # by another name, too, where a process was spawned
     for name, module in tuple(sys.modules.items()):

@@ -42,7 +42,7 @@ def install() -> None:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Collect no garbage while modules are imported within, and leave what they made out of later collections.
 
     As they grow, all that torch and Lightning have made of themselves is gone through five times, in 0.4 s, for the

@@ -15,7 +15,7 @@ from torch import Size, Tensor
 Nested = TypeVar("Nested")
 
 
-def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
+def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
     """Applies a function to each tensor and keeps the structure.
 
     A mapping that can be built from a dict, a namedtuple, a tuple, a list and a dataclass keep their classes; another
@@ -27,20 +27,20 @@ def mapped(data: Nested, function: Callable[[Tensor], object]) -> Nested:
         old = list(data.values())
     elif isinstance(data, list | tuple) and not isinstance(data, Size):
         old = list(data)
-    elif is_record(data):
+    elif is_dataclass_instance(data):
         old = list(_fields(data).values())
     else:
         return data
-    new = [mapped(value, function) for value in old]
-    return rebuilt(data, new) if any(map(is_not, new, old)) else data
+    new = [map_tensors(value, function) for value in old]
+    return rebuild(data, new) if any(map(is_not, new, old)) else data
 
 
-def moved(data: Nested, device: torch.device) -> Nested:
+def move_tensors(data: Nested, device: torch.device) -> Nested:
     """Moves the tensors to a device; copies from pinned memory run beside the computation."""
-    return mapped(data, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def rebuilt(data: Nested, parts: Sequence[object]) -> Nested:
+def rebuild(data: Nested, parts: Sequence[object]) -> Nested:
     """A mapping, list, tuple or dataclass like `data`, with these in the place of its values, in order."""
     made: object
     kind: Callable[..., object] = type(data)
@@ -67,7 +67,7 @@ def tensors_in(data: object) -> Iterator[Tensor]:
     elif isinstance(data, Mapping | list | tuple):
         for value in data.values() if isinstance(data, Mapping) else data:
             yield from tensors_in(value)
-    elif is_record(data):
+    elif is_dataclass_instance(data):
         yield from tensors_in(_fields(data))
 
 
@@ -86,11 +86,11 @@ def named_parts(output: object) -> Mapping[str, Any]:
     elif isinstance(output, list | tuple) and not isinstance(output, Size):
         found = {f"output_{place}": part for place, part in enumerate(output)}
     else:
-        found = _fields(output) if is_record(output) else {}
+        found = _fields(output) if is_dataclass_instance(output) else {}
     return {name: part for name, part in found.items() if part is not None}
 
 
-def is_record(data: object) -> bool:
+def is_dataclass_instance(data: object) -> bool:
     """Whether it is an instance of a dataclass."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 

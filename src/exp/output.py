@@ -14,12 +14,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, Protocol, TextIO, TypeVar, cast
 
-from exp.errors import INTERRUPTED_BY_KEY, ExpError, words_of
-from exp.lighter_imports import without_collection
-from exp.redaction import redacted, were_revealed
+from exp.errors import INTERRUPTED_BY_KEY, ExpError, describe_exception
+from exp.lighter_imports import pause_garbage_collection
+from exp.redaction import has_revealed, redact
 
 log = logging.getLogger(__name__)
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 
 # The attribute of a record of the log that says what could not be written.
 NOT_WRITTEN = "not_written"
@@ -27,9 +27,9 @@ NOT_WRITTEN = "not_written"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def tell_not_written(what: str, error: BaseException) -> None:
+def warn_not_written(what: str, error: BaseException) -> None:
     """Say in the log that something of a run cannot be written from now on; `NotWritten` keeps it for the report."""
-    entry = {"what": what, "error": words_of(error)}
+    entry = {"what": what, "error": describe_exception(error)}
     # A traceback is for train.log, where the error is not the system's.
     traceback = None if isinstance(error, OSError) else error
     log.warning(
@@ -37,7 +37,7 @@ def tell_not_written(what: str, error: BaseException) -> None:
     )
 
 
-def unwritable(place: object, error: OSError) -> str:
+def describe_write_error(place: object, error: OSError) -> str:
     """Return what is wrong with a place that cannot be written, in the system's own words, and the fix as far as they
     say it."""
     fix = "Make room there" if error.errno in NO_SPACE else "Fix that"
@@ -45,7 +45,7 @@ def unwritable(place: object, error: OSError) -> str:
 
 
 class NotWritten(logging.Handler):
-    """Collects what `tell_not_written` says, for the report.
+    """Collects what `warn_not_written` says, for the report.
 
     entries: {what, error} of each.
     """
@@ -60,7 +60,7 @@ class NotWritten(logging.Handler):
             self.entries.append(entry)
 
 
-class Outlived:
+class SafeStream:
     """A text stream whose writes do not fail: behind the first that would, nothing is written any more.
 
     A reader that has left (`| head -1`), a full disk, a terminal that was closed, a stream that was closed before
@@ -100,7 +100,7 @@ class Outlived:
     def _lose(self, error: OSError) -> None:
         self.lost = error
         self._discard()
-        tell_not_written(self.name, error)
+        warn_not_written(self.name, error)
 
     def _discard(self) -> None:
         """Let what waits in the stream, what C prints, and what Python flushes at its end fall away."""
@@ -116,7 +116,7 @@ class OutputError(OSError):
     """What a command prints cannot be written."""
 
 
-class _Checked(Outlived):
+class _CheckedStream(SafeStream):
     """Raises OutputError at the write that fails, BrokenPipeError of a reader that left, and is silent behind that."""
 
     def _lose(self, error: OSError) -> None:
@@ -134,7 +134,7 @@ def _checked_output() -> Iterator[None]:
     if before is None:  # closed by whoever started this process (`>&-`)
         yield
         return
-    sys.stdout = cast(TextIO, _Checked(before, "standard output"))
+    sys.stdout = cast(TextIO, _CheckedStream(before, "standard output"))
     try:
         yield
         sys.stdout.flush()
@@ -146,8 +146,8 @@ def _checked_output() -> Iterator[None]:
 
 
 def exit_status(
-    command: Callable[[], Done], *, interrupted: str = "interrupted", error_status: int | None = None
-) -> Done | int:
+    command: Callable[[], Result], *, interrupted: str = "interrupted", error_status: int | None = None
+) -> Result | int:
     """Run a command, and print on stderr what a user can fix.
 
     interrupted: the message after a Ctrl-C that the command does not handle.
@@ -163,7 +163,7 @@ def exit_status(
         print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
         return 1
     except ExpError as error:
-        print(redacted(str(error)), file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return error.exit_status if error_status is None else error_status
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
@@ -175,10 +175,10 @@ def exit_status(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
-        if not were_revealed():
+        if not has_revealed():
             raise
         # As Python prints it, but for what must not be shown.
-        print(redacted(traceback.format_exc()), file=sys.stderr, end="")
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 
 
@@ -214,13 +214,13 @@ def command(
 
 
 @contextmanager
-def outliving_output() -> Iterator[None]:
+def survive_output_errors() -> Iterator[None]:
     """Let standard output and error be outlived by what runs within; within another such context it does nothing."""
     before = sys.stdout, sys.stderr
     _occupy_descriptors()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout = _outlived(sys.stdout or nowhere, "standard output")
-        sys.stderr = _outlived(sys.stderr or nowhere, "standard error")
+        sys.stdout = _make_safe(sys.stdout or nowhere, "standard output")
+        sys.stderr = _make_safe(sys.stderr or nowhere, "standard error")
         try:
             yield
         finally:
@@ -228,7 +228,7 @@ def outliving_output() -> Iterator[None]:
 
 
 @contextmanager
-def passing_line(words: str) -> Iterator[None]:
+def show_transient_line(words: str) -> Iterator[None]:
     """Show words on a terminal while this goes on, to be written over; where standard error is none, nothing."""
     stream = cast("TextIO | None", sys.stderr)
     if stream is None or not stream.isatty():
@@ -244,18 +244,18 @@ def passing_line(words: str) -> Iterator[None]:
 
 
 @contextmanager
-def loading_torch() -> Iterator[None]:
+def announce_torch_import() -> Iterator[None]:
     """Say so on a terminal while torch is imported, and collect no garbage while torch and Lightning are."""
     if "lightning" in sys.modules:
         yield
         return
-    line = nullcontext() if "torch" in sys.modules else passing_line("loading torch")
-    with line, without_collection():
+    line = nullcontext() if "torch" in sys.modules else show_transient_line("loading torch")
+    with line, pause_garbage_collection():
         yield
 
 
-def _outlived(stream: TextIO, name: str) -> TextIO:
-    return stream if type(cast(object, stream)) is Outlived else cast(TextIO, Outlived(stream, name))
+def _make_safe(stream: TextIO, name: str) -> TextIO:
+    return stream if type(cast(object, stream)) is SafeStream else cast(TextIO, SafeStream(stream, name))
 
 
 def _occupy_descriptors() -> None:

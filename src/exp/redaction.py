@@ -29,8 +29,8 @@ def interpolation(name: str) -> str:
     return f"${{oc.env:{name}}}"
 
 
-def revealed(text: str) -> str:
-    """The text with the values of its secrets, of which `redacted` knows from then on.
+def reveal(text: str) -> str:
+    """The text with the values of its secrets, of which `redact` knows from then on.
 
     Raises: LookupError where one is not set in this process.
     """
@@ -49,26 +49,26 @@ def revealed(text: str) -> str:
     return INTERPOLATION.sub(value_of, text)
 
 
-def exposed(text: str) -> str | None:
+def find_exposed(text: str) -> str | None:
     """The variable of a secret whose value stands in a text, where a shell or a person has put it; None without one."""
-    return next((name for name, _ in _exposed(text)), None)
+    return next((name for name, _ in _exposed_secrets(text)), None)
 
 
-def covered(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text with the names of secrets in the place of values that nobody has revealed: of a command, of a diff."""
-    for name, value in sorted(_exposed(text), key=lambda found: len(found[1]), reverse=True):
+    for name, value in sorted(_exposed_secrets(text), key=lambda found: len(found[1]), reverse=True):
         text = text.replace(value, interpolation(name))
     return text
 
 
-def _exposed(text: str) -> Iterator[tuple[str, str]]:
+def _exposed_secrets(text: str) -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
         if len(value) >= MIN_EXPOSED and value in text and is_secret(name):
             yield name, value
 
 
-def were_revealed() -> bool:
-    """Whether this process has used a secret of which `redacted` knows."""
+def has_revealed() -> bool:
+    """Whether this process has used a secret of which `redact` knows."""
     return bool(_shown)
 
 
@@ -77,7 +77,7 @@ def forget() -> None:
     _shown.clear()
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text with the names of secrets in the place of the values that this process has used."""
     for value in sorted(_shown, key=len, reverse=True):
         text = text.replace(value, _shown[value])

@@ -11,7 +11,7 @@ from exp.hooks.figures import COLOURS, curves
 from exp.hooks.gradients import HEALTHY_NORM, NORM
 from exp.hooks.panels import png
 from exp.loggers.heat_maps import kept_heat_map
-from exp.shared_types import EPOCH_LOSS, parted
+from exp.shared_types import EPOCH_LOSS, split_tag
 from exp.tensorboard.curves import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"
@@ -19,7 +19,7 @@ TOTAL_NORM = f"{NORM}total"
 MOST_POINTS = 400
 
 
-def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
+def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
     """As PNG files by name, as far as a run has what they show: its event files, and its table.
 
     tags: of the run, whose last values the report has.
@@ -27,7 +27,7 @@ def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
     """
     groups: dict[str, list[str]] = {"loss": [], "metrics": []}
     for tag in sorted(tags):
-        name, stage = parted(tag)
+        name, stage = split_tag(tag)
         if tag == EPOCH_LOSS or (stage in ("train", "val") and name.partition("/")[0].startswith("loss")):
             groups["loss"].append(tag)
         elif stage in ("train", "val"):
@@ -35,7 +35,7 @@ def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
     wanted = {tag for group in groups.values() for tag in group[: len(COLOURS)]}
     found = read_curves(directory / "tensorboard", wants=lambda tag: tag in wanted or tag == TOTAL_NORM).by_tag
     drawn = {
-        name: _drawn({tag: found[tag] for tag in group if tag in found}, title=name) for name, group in groups.items()
+        name: _draw({tag: found[tag] for tag in group if tag in found}, title=name) for name, group in groups.items()
     }
     tag = NORM.rstrip("/")
     heat_map = kept_heat_map(directory, tag)
@@ -44,13 +44,13 @@ def pictures_of(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
             healthy=HEALTHY_NORM, title=f"{tag}, the norm of each parameter's gradient"
         )
     elif TOTAL_NORM in found:
-        drawn["gradients"] = _drawn({TOTAL_NORM: found[TOTAL_NORM]}, title="gradients")
+        drawn["gradients"] = _draw({TOTAL_NORM: found[TOTAL_NORM]}, title="gradients")
     return {name: png(sheet) for name, sheet in drawn.items() if sheet is not None}
 
 
-def _drawn(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
+def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
     """uint8 `[H, W, 3]`; None without two points of one of them."""
-    thinned = {tag: _thinned(curve) for tag, curve in named.items()}
+    thinned = {tag: _thin_out(curve) for tag, curve in named.items()}
     if not any(len(steps) > 1 for steps, _ in thinned.values()):
         return None
     x = np.unique(np.concatenate([steps for steps, _ in thinned.values()]))
@@ -61,7 +61,7 @@ def _drawn(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
     return curves(x.tolist(), lines, title=title, along="step")
 
 
-def _thinned(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+def _thin_out(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     """As many points as can be told apart, each the mean of its neighbours: steps and values, `[N]` each."""
     every = -(-len(curve.steps) // MOST_POINTS)
     if every == 1:

@@ -28,11 +28,11 @@ from exp.engine.console import run_log
 from exp.engine.datamodule import StagedData
 from exp.engine.runtime import block_launches, set_threads, threads_of
 from exp.errors import RunError, UserCodeError
-from exp.files import holding
+from exp.files import hold_lock
 from exp.launch.launcher import requeue
 from exp.loggers.run_logger import RunLogger, description_of
 from exp.run_report import Ongoing, Report, explain, forget_peak_memory, write_bad_end, write_end
-from exp.signals import behind, interrupting
+from exp.signals import find_interruption, raise_on_signal
 from exp.strategies.rank import ALONE, Rank
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def run(
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
     logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
-    with logged, _alive(directory, rank), interrupting() as raised_by_signal:
+    with logged, _alive(directory, rank), raise_on_signal() as raised_by_signal:
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
@@ -87,7 +87,7 @@ def run(
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = explain(behind(error, raised_by_signal), ongoing, parts=parts)
+            told = explain(find_interruption(error, raised_by_signal), ongoing, parts=parts)
             if rank.is_first:
                 write_bad_end(ongoing, told, parts=parts)
                 if is_again:
@@ -98,7 +98,7 @@ def run(
 
 def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
     """Lets other programs know that the run is still going on: none goes on from its checkpoints by itself."""
-    return holding(directory / "config.yaml") if rank.is_first else nullcontext()
+    return hold_lock(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
 def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Iterator[str]:

@@ -19,11 +19,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exp.config.frozen import read_parent, versions
-from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, one_line, own_frames, said
-from exp.files import write_whole
+from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, message_of, one_line, user_frames
+from exp.files import write_atomic
 from exp.launch.launcher import last_checkpoint
-from exp.output import NO_SPACE, markdown_table, tell_not_written
-from exp.shared_types import EPOCH_LOSS, STAGES, best_scalars, compared_tag, parted
+from exp.output import NO_SPACE, markdown_table, warn_not_written
+from exp.shared_types import EPOCH_LOSS, STAGES, best_scalars, compared_tag, split_tag
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -223,8 +223,8 @@ def write_report(report: Report, *, is_synced: bool = True) -> None:
     plain = dataclasses.asdict(report)
     try:
         text = json.dumps(_finite(plain), indent=2, sort_keys=True) + "\n"
-        write_whole(directory / "report.json", text, is_synced=is_synced)
-        write_whole(directory / "report.md", as_markdown(report), is_synced=is_synced)
+        write_atomic(directory / "report.json", text, is_synced=is_synced)
+        write_atomic(directory / "report.md", as_markdown(report), is_synced=is_synced)
     except OSError as error:
         place = error.filename or directory
         raise RunError(f"the report cannot be written to {place}: {error.strerror or error}") from error
@@ -339,7 +339,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
         told = UserCodeError.of(error, what="the run")
     elif is_out_of_memory(error):
         told = RunError(explained(error, is_built=parts is not None))
-    elif LOST_WORKER.search(said(error)):
+    elif LOST_WORKER.search(message_of(error)):
         told = RunError(
             f"{error} It was to read the data. The system kills one so when the memory is used up; else its code ended "
             "its process. With data.num_workers=0 its own error is told, and where"
@@ -399,7 +399,7 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
     kinds: dict[type, str] = {Callback: "callback", Logger: "logger", Metric: "metric", Hook: "hook"}
     kinds |= {Optimizer: "optimizer", LRScheduler: "schedule"}
     layers = {} if parts is None else {id(module): name for name, module in parts.network.named_modules()}
-    is_own = bool(own_frames(error))
+    is_own = bool(user_frames(error))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         holder = frame.f_locals.get("self")
         method, kind = frame.f_code.co_name, type(holder)
@@ -430,16 +430,16 @@ def draw_pictures(report: Report) -> bool:
     Returns: whether there is one.
     """
     # Here, because who only reads reports needs neither.
-    from exp.report_pictures import pictures_of
+    from exp.report_pictures import draw_report_pictures
 
     directory = Path(report.directory)
     try:
-        found = pictures_of(directory, tags=report.metrics)
+        found = draw_report_pictures(directory, tags=report.metrics)
         for name, picture in found.items():
             (directory / PICTURES).mkdir(exist_ok=True)
-            write_whole(directory / PICTURES / f"{name}.png", picture, is_synced=False)
+            write_atomic(directory / PICTURES / f"{name}.png", picture, is_synced=False)
     except Exception as error:
-        tell_not_written(f"{PICTURES}/", error)
+        warn_not_written(f"{PICTURES}/", error)
         return False
     return bool(found)
 
@@ -497,7 +497,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
     # The test stage evaluates the best weights, and the last validation may be of an earlier step.
     steps = report.stage_steps
     if report.steps and steps:
-        last = {tag: value for tag, value in last.items() if steps.get(parted(tag)[1]) == report.steps}
+        last = {tag: value for tag, value in last.items() if steps.get(split_tag(tag)[1]) == report.steps}
     word = f"last, step {report.steps}" if report.steps else "as loaded"
     if not report.steps or report.best is None or not report.best_metrics:
         groups = {word: last}
@@ -507,7 +507,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
         groups = {f"best, step {report.best['step']}": dict(report.best_metrics), word: last}
     rows = []
     for weights, metrics in groups.items():
-        cells = {parted(tag): f"{value:.4f}" for tag, value in metrics.items()}
+        cells = {split_tag(tag): f"{value:.4f}" for tag, value in metrics.items()}
         names = sorted({name for name, stage in cells if stage})
         rows += [(weights, name, *(cells.get((name, stage), "") for stage in STAGES)) for name in names]
     return rows

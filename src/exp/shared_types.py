@@ -49,7 +49,7 @@ def span_seconds(span: str) -> float:
     return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
 
 
-def parted(tag: str) -> tuple[str, str]:
+def split_tag(tag: str) -> tuple[str, str]:
     """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
     name, _, stage = tag.rpartition("/")
     if stage in STAGES:

@@ -21,20 +21,20 @@ SUPERVISED = "EXP_SUPERVISED"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def heeded() -> tuple[int, ...]:
+def ending_signals() -> tuple[int, ...]:
     """Return the signals that end a run: Ctrl-C, a scheduler's, a closed terminal's, which `nohup` lets it ignore."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
-def heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+def install_handler(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     """Install a handler for the signals that end a run, for good."""
-    for signum in heeded():
+    for signum in ending_signals():
         signal.signal(signum, handler)
 
 
 @contextmanager
-def heeding(
+def handle_signals(
     handler: Callable[[int, FrameType | None], None], *, over: tuple[Handler, ...] | None = None
 ) -> Iterator[None]:
     """Handle the signals that end a run, and put back what was there. Outside the main thread it does nothing.
@@ -43,7 +43,7 @@ def heeding(
     """
     before: dict[int, Handler] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {signum: signal.getsignal(signum) for signum in heeded()}
+        before = {signum: signal.getsignal(signum) for signum in ending_signals()}
     try:
         for signum, held in before.items():
             if over is None or held in over:
@@ -71,7 +71,7 @@ class SignalFlag:
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.received = None
-        for signum in heeded():
+        for signum in ending_signals():
             # None is a handler that was not installed from Python: it could not be put back.
             if signal.getsignal(signum) is not None:
                 self._before[signum] = signal.signal(signum, self._remember)
@@ -104,10 +104,11 @@ def _is_supervised() -> bool:
 
 
 @contextmanager
-def interrupting() -> Iterator[Sequence[Interrupted]]:
+def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
     """End the run at once at a signal, while nothing is there to save: as Interrupted, so that it is reported.
 
-    Yields what was raised so; see `behind`. Stopping has handlers of its own between the first batch and the last.
+    Yields the exceptions that it raised; see `find_interruption`. From the first batch to the last, Stopping has its
+    own handlers.
     Lightning answers a KeyboardInterrupt with SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
     """
     raised: list[Interrupted] = []
@@ -117,11 +118,11 @@ def interrupting() -> Iterator[Sequence[Interrupted]]:
         raise raised[-1]
 
     # A rank has handlers of its own.
-    with heeding(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
+    with handle_signals(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         yield raised
 
 
-def behind(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
+def find_interruption(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
     """Return the interruption that OmegaConf or Lightning replaced by another error; without one, the error itself.
 
     Args:

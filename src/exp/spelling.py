@@ -22,7 +22,7 @@ OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
 LIKENESS = 0.6
 
 
-def nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
+def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
     """The `count` names of `known` most like `word`, best first; fewer, or none, where nothing is like it.
 
     Case and the signs - and _ do not count, and a word that is the beginning or a whole part of a name is like it,
@@ -34,7 +34,7 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float 
     return [name for unlike, name in ranked if -unlike >= likeness][:count]
 
 
-def is_slip(word: str, known: Iterable[str]) -> bool:
+def is_typo(word: str, known: Iterable[str]) -> bool:
     """Whether a word is one of the known names but for one letter: too many, too few, another, or two swapped."""
     for name in known:
         longest = max(len(word), len(name))
@@ -45,7 +45,7 @@ def is_slip(word: str, known: Iterable[str]) -> bool:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The fix of a typo, `Did you mean lr?`, or None where nothing is near."""
-    found = nearest(word, known)
+    found = find_nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 
 
@@ -54,7 +54,7 @@ def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
     names = list(dict.fromkeys(names))
     if len(names) <= count:
         return ", ".join(names) if names else "(nothing)"
-    near = nearest(word, names, count=count) if word else []
+    near = find_nearest(word, names, count=count) if word else []
     first = (near + [name for name in names if name not in near])[: count - 2]
     return f"{', '.join(first)} ... ({len(names)} in all)"
 
@@ -69,7 +69,7 @@ def show(value: object) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def number_meant(text: str) -> str | None:
+def parse_number(text: str) -> str | None:
     """The number that a text stands for to a person, `10k`, `50%`, `1/8`, `2**5`, `1 000`, as YAML has it; or None."""
     plain = re.sub(r"(?<=\d)[ '](?=\d{3})", "", text.strip())
     found = NUMBER.fullmatch(plain)

@@ -12,7 +12,7 @@ import pytest
 import exp
 from exp.cli.commands import COMMANDS
 from exp.cli.dispatch import main
-from exp.output import loading_torch
+from exp.output import announce_torch_import
 
 ROOT = Path(exp.__file__).parent
 
@@ -100,11 +100,11 @@ def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stderr", Screen())
-    with loading_torch():  # loaded already
+    with announce_torch_import():  # loaded already
         assert sys.stderr.getvalue() == ""
     for name in ("torch", "lightning"):
         monkeypatch.delitem(sys.modules, name)
-    with loading_torch():
+    with announce_torch_import():
         assert sys.stderr.getvalue() == "loading torch\r"
     assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"
 

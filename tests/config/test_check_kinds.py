@@ -26,7 +26,7 @@ from exp.check.signature import signature_of
 from exp.config.reading import UNKNOWN
 from exp.construct import construct
 from exp.errors import ConfigError
-from exp.spelling import among, did_you_mean, nearest, show
+from exp.spelling import among, did_you_mean, find_nearest, show
 
 
 class Colour(enum.Enum):
@@ -278,7 +278,7 @@ def test_the_hidden_names_of_ddp_are_those_of_torch():
     ],
 )  # fmt: skip
 def test_the_nearest_spelling(word, known, found):
-    assert nearest(word, known) == ([found] if found else [])
+    assert find_nearest(word, known) == ([found] if found else [])
     assert did_you_mean(word, known) == (f"Did you mean {found}?" if found else None)
 
 

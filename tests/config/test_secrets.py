@@ -14,7 +14,7 @@ from exp.config.freeze import freeze
 from exp.config.frozen import read_frozen
 from exp.construct import plain_config
 from exp.launch.failure import failure_of
-from exp.redaction import forget, is_secret, redacted, revealed
+from exp.redaction import forget, is_secret, redact, reveal
 
 CANARY = "c4n4ry-s3cr3t-value"
 NAME = "MY_API_TOKEN"
@@ -154,10 +154,10 @@ def test_a_rank_reads_its_own_environment(place, monkeypatch):
     token = plain["callbacks"]["uploads"]["token"]
     assert token == KEPT
     monkeypatch.setenv(NAME, "4n0ther-s3cr3t")
-    assert revealed(token) == "4n0ther-s3cr3t"
+    assert reveal(token) == "4n0ther-s3cr3t"
     monkeypatch.delenv(NAME)
     with pytest.raises(LookupError, match="MY_API_TOKEN is not set"):
-        revealed(KEPT)
+        reveal(KEPT)
 
 
 def test_the_name_of_a_variable_tells_a_secret():
@@ -175,8 +175,8 @@ def test_the_name_of_a_variable_tells_a_secret():
 def test_short_values_and_other_configs_are_not_redacted(monkeypatch):
     assert OmegaConf.create({"a": KEPT}).a == CANARY
     monkeypatch.setenv(NAME, "lr")
-    assert revealed(KEPT) == "lr"
-    assert redacted("optimizer.lr") == "optimizer.lr"
+    assert reveal(KEPT) == "lr"
+    assert redact("optimizer.lr") == "optimizer.lr"
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_sweep_with_a_secret_writes_it_nowhere(place, capfd):
 
 
 def test_the_error_of_a_rank_holds_no_secret():
-    revealed(KEPT)
+    reveal(KEPT)
     failure = failure_of(RuntimeError(f"401: {CANARY}"), rank=1)
     assert CANARY not in repr(failure)
     assert KEPT in failure.reason

@@ -17,7 +17,7 @@ from exp.cli.command_line import parse_arguments
 from exp.config.compose import composition_of
 from exp.config.freeze import freeze
 from exp.config.frozen import COMPOSITION
-from exp.spelling import number_meant
+from exp.spelling import parse_number
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_a_number_is_whole_where_one_stands(typed, key, value):
     ("1e-3f", "0.001"), ("ten", None), ("1/0", None), ("k", None), ("1k5", None), ("9**999999", None),
 ])  # fmt: skip
 def test_a_number_as_a_person_writes_it_is_told_as_yaml_has_it(text, meant):
-    assert number_meant(text) == meant
+    assert parse_number(text) == meant
 
 
 def test_what_is_wrong_with_a_package_is_told_once_with_the_keys(capsys):

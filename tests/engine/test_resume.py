@@ -22,7 +22,7 @@ from exp.data.data import Data
 from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.pruning import Pruning
 from exp.errors import Interrupted, RunError
-from exp.files import replacing
+from exp.files import open_atomic
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -286,7 +286,7 @@ def test_a_run_removes_half_written_files(tmp_path: Path, small_run: ModuleType)
     for path in (*left, *others):
         path.touch()
     best = first.checkpointing.best_path
-    with replacing(best) as file:  # another process writes there
+    with open_atomic(best) as file:  # another process writes there
         file.write(b"whole")
         again = small_run.Small(tmp_path / "again", max_epochs=2)
         again.fit(resume=first.last)

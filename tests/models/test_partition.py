@@ -10,7 +10,7 @@ from exp.errors import ConfigError
 from exp.models.containers import ModuleDictModel, SequentialModel
 from exp.models.graphs import on_meta
 from exp.models.partition import split
-from exp.nested import mapped
+from exp.nested import map_tensors
 
 pytestmark = pytest.mark.numeric
 
@@ -71,7 +71,7 @@ def test_the_tuple_of_a_recurrent_layer_is_carried_whole():
     layers = {"first": nn.LSTM(5, 7, batch_first=True), "second": nn.LSTM(7, 7, batch_first=True)}
     network = lines(layers, "y, state = first(x)\nz, state = second(y, state)\nreturn z + y")
     parts = require_equal_to_the_whole(network, 2, torch.randn(2, 4, 5))
-    kinds = [mapped(parts.values[name], lambda _: "tensor") for name in parts.carried(0)]
+    kinds = [map_tensors(parts.values[name], lambda _: "tensor") for name in parts.carried(0)]
     assert sorted(map(str, kinds)) == sorted(["tensor", "('tensor', 'tensor')"])
 
 

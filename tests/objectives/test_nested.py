@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.engine.forward import make_passes
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -21,7 +21,7 @@ def test_mapped_keeps_classes_and_other_values() -> None:
     data = OrderedDict(
         a=Pair(torch.ones(2), [torch.ones(3), "word", None]), size=torch.Size([2, 3]), b=(1, torch.ones(4))
     )
-    result = mapped(data, lambda tensor: tensor * 2)
+    result = map_tensors(data, lambda tensor: tensor * 2)
     assert type(result) is OrderedDict
     assert type(result["a"]) is Pair
     assert type(result["size"]) is torch.Size

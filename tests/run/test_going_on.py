@@ -12,7 +12,7 @@ import exp
 from exp.cli import fork, resume
 from exp.engine.checkpoint import AtomicCheckpointIO, read_checkpoint
 from exp.errors import Interrupted
-from exp.files import holding
+from exp.files import hold_lock
 from exp.run import run as run_again
 from exp.run_report import read_report
 
@@ -100,7 +100,7 @@ def test_a_run_removes_partial_files_of_its_name():
 
 def test_auto_does_not_resume_a_run_in_progress(caplog):
     first = fit("trainer.max_epochs=1")
-    with holding(first / "config.yaml"):
+    with hold_lock(first / "config.yaml"):
         fit("resume=auto", "trainer.max_epochs=1")
     assert f"{first} is still going on" in caplog.text
     assert "it begins from the start" in caplog.text

@@ -14,7 +14,7 @@ from exp.check.examination import plan
 from exp.check.resolution import resolve
 from exp.engine.forward import forward_by_name
 from exp.errors import ConfigError
-from exp.nested import mapped, named_parts, tensors_in
+from exp.nested import map_tensors, named_parts, tensors_in
 
 NETS = '''
 from collections import OrderedDict, namedtuple
@@ -100,11 +100,11 @@ def test_the_parts_of_an_output_have_names(output, expected):
 def test_dataclasses_are_traversed_and_rebuilt():
     output = Scores(A, B)
     assert list(tensors_in({"x": [output]})) == [A, B]
-    found = mapped(output, lambda tensor: tensor + 1)
+    found = map_tensors(output, lambda tensor: tensor + 1)
     assert type(found) is Scores
     assert found.logits.tolist() == (A + 1).tolist()
     assert output.logits is A
-    assert mapped(output, lambda tensor: tensor) is output
+    assert map_tensors(output, lambda tensor: tensor) is output
 
 
 LOGITS = (

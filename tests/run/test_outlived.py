@@ -20,7 +20,7 @@ import exp
 from exp.cli.commands import COMMANDS
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted
-from exp.output import Outlived, outliving_output, unwritable
+from exp.output import SafeStream, describe_write_error, survive_output_errors
 from exp.run_report import Report, as_markdown, draw_pictures, read_report
 
 SMALL = ("debug=one_batch", "test=false")
@@ -33,7 +33,7 @@ NO_SPACE = "No space left on device"
 
 def test_a_full_stream_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
     with FULL.open("w", encoding="utf-8") as full:
-        stream = Outlived(full, "standard output")
+        stream = SafeStream(full, "standard output")
         print("a", file=stream, flush=True)
         assert stream.lost is not None
         assert stream.lost.errno == errno.ENOSPC
@@ -44,14 +44,14 @@ def test_a_full_stream_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_an_unencodable_letter_is_escaped() -> None:
     raw = io.BytesIO()
-    stream = Outlived(io.TextIOWrapper(raw, encoding="ascii"), "standard output")
+    stream = SafeStream(io.TextIOWrapper(raw, encoding="ascii"), "standard output")
     print("précis", file=stream, flush=True)
     assert raw.getvalue() == b"pr\\xe9cis\n"
 
 
 def test_a_closed_standard_output_takes_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    with outliving_output():
+    with survive_output_errors():
         print("nobody reads this", flush=True)
         sys.stdout.flush()
     assert sys.stdout is None
@@ -59,9 +59,9 @@ def test_a_closed_standard_output_takes_what_is_printed(monkeypatch: pytest.Monk
 
 def test_only_a_full_place_is_told_to_make_room() -> None:
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Make room there"
+        assert describe_write_error("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Make room there"
     for code in (errno.EIO, errno.EROFS, errno.ESTALE):
-        assert unwritable("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Fix that"
+        assert describe_write_error("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Fix that"
 
 
 def assert_reports_a_full_output(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:

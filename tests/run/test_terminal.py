@@ -20,7 +20,7 @@ import exp
 from exp.cli import check
 from exp.errors import Interrupted
 from exp.run_report import Ongoing, as_markdown, read_report
-from exp.signals import heeded
+from exp.signals import ending_signals
 
 SMALL = ("debug=one_batch", "trainer.enable_progress_bar=false")
 
@@ -68,10 +68,10 @@ def test_a_closed_terminal_saves_the_run(tmp_path):
 def test_an_ignored_hangup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert heeded() == (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signal.SIGHUP in heeded()
+    assert signal.SIGHUP in ending_signals()
 
 
 @pytest.mark.parametrize("command", ["train", pytest.param("check", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ import exp
 from exp.check.continuation import changed_values
 from exp.check.resolution import resolve
 from exp.engine.trial_record import STUDY, opened
-from exp.files import replacing
+from exp.files import open_atomic
 from exp.run_report import read_report
 from exp.sweeps.ledger import identity_of
 
@@ -59,7 +59,7 @@ def test_a_killed_sweep_resumes_exactly(commands, started):
     for path in (partial, mine):
         path.touch()
     first = (BROKEN / "0" / "report.json").stat().st_mtime_ns
-    with replacing(BROKEN / "written_now.csv") as file:
+    with open_atomic(BROKEN / "written_now.csv") as file:
         run(commands, *grid, f"sweep.resume={BROKEN}")
         file.write(b"whole")
     assert (BROKEN / "0" / "report.json").stat().st_mtime_ns == first, "a completed job ran again"

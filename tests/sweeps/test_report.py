@@ -27,7 +27,7 @@ from exp.extras.report import report
 from exp.extras.report.charts import band, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import compare
-from exp.files import holding
+from exp.files import hold_lock
 from exp.run_report import read_report
 from exp.sweeps.ledger import held
 from exp.sweeps.run_records import find_runs, read_run
@@ -237,7 +237,7 @@ def test_incomplete_runs_are_rows_with_their_problems(sweep):
     (sweep / "6" / "tensorboard" / "events.out.tfevents.1").write_bytes(b"")
     (sweep / "7" / "report.json").write_text('{"status": "completed", "directory": "x", "metrics": []}')
     (sweep / "8" / "report.json").unlink()
-    with holding(sweep / "8" / "config.yaml"):
+    with hold_lock(sweep / "8" / "config.yaml"):
         status, shown = run(sweep)
     assert status == 0
     first = shown.partition("over seed")[0]

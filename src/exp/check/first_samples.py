@@ -24,7 +24,7 @@ from exp.data.entries import inputs_in
 from exp.engine.forward import forward_by_name, named_values
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, RunError, one_line
 from exp.models.forward_trace import ForwardTrace
-from exp.nested import mapped, named_parts, tensors_in
+from exp.nested import map_tensors, named_parts, tensors_in
 from exp.objectives.loss_inputs import Values, pick
 from exp.objectives.objective import Objective, Term
 from exp.shared_types import DataSpec, Stage
@@ -184,7 +184,7 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
     """Return the stand-ins; None for texts of several lengths, whose outputs have other shapes each time."""
     each = max(1, sum(one[0].numel() for one in tensors_in(trace.output) if one.dim() and len(one)))
     count = max(2, min(CALLED, MOST_NUMBERS // each))
-    few = mapped(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
+    few = map_tensors(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
     found, names = inputs_in(few), tuple(spec.inputs)
     if not all(name in found and tuple(found[name].shape[1:]) == one.shape for name, one in spec.inputs.items()):
         return None
@@ -200,7 +200,7 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
             share = torch.full(shape, 0.5) if seed is None else 0.05 + 0.9 * torch.rand(shape, generator=draw)
             return share.to(tensor.dtype)
 
-        given = mapped(trace.output, made)
+        given = map_tensors(trace.output, made)
         return run(lambda *_, **__: given, few)
 
     return values

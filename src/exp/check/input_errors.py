@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from exp.errors import ErrorDetails, one_line, own_place
+from exp.errors import ErrorDetails, one_line, user_location
 from exp.models.compiler import FILE_PREFIX
 from exp.models.forward_trace import Call, Refused
 from exp.models.inference import LAZY_CLASSES
 from exp.models.matching import FEATURE_NORMS
-from exp.nested import is_record, named_parts, tensors_in
+from exp.nested import is_dataclass_instance, named_parts, tensors_in
 from exp.spelling import among
 
 # Samples of the stand-in batch in models/inference.py. An axis 0 of this size is the batch axis.
@@ -116,7 +116,7 @@ def described(value: object, *, batch: int | None = None) -> str:
         return "{" + ", ".join(f"{key}: {described(item, batch=batch)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"({', '.join(described(item, batch=batch) for item in value)})"
-    if is_record(value):
+    if is_dataclass_instance(value):
         return described(named_parts(value), batch=batch)
     # The repr of another object may fill pages.
     is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
@@ -145,7 +145,7 @@ def layer_error(error: BaseException, key: str, call: Call, refused: Refused | N
     module = call.module
     given = ", ".join(map(_given, call.inputs)) or "no input"
     demand = _dtype_demand(module, call, error) or _shape_demand(module, call)
-    message = "" if demand is not None else f": {_first_line(error)}{own_place(error)}"
+    message = "" if demand is not None else f": {_first_line(error)}{user_location(error)}"
     demand = demand or _general_demand(module, error, refused)
     fix = demand.fix
     if fix is not None and key.rpartition(".")[2] in ATTENTIONS:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from exp.config.plain_tree import is_node
-from exp.files import can_be_a_path
+from exp.files import is_valid_path
 from exp.shared_types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
@@ -18,7 +18,7 @@ UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 def _is_folder(value: object) -> bool:
     """Whether a name may become a part of a path: it may not leave its directory."""
     text = str(value)
-    return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and can_be_a_path(text)
+    return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and is_valid_path(text)
 
 
 def _is_duration(value: object) -> bool:

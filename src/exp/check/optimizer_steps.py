@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from exp.errors import REFUSALS, ConfigError, ErrorDetails, guilty_parameter, said
+from exp.errors import REFUSALS, ConfigError, ErrorDetails, find_rejected_parameter, message_of
 from exp.optim.optimizer import Optimization, sparse_parameters
 from exp.optim.schedules import build_schedule, changes_nothing, needs_total
 from exp.spelling import show
@@ -80,7 +80,7 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
             # The run's closure clears what the last step has left: the step may not depend on it.
             one, other = (_stepped(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3))
     except REFUSALS as error:
-        return f"{type(error).__name__}: {said(error)}"
+        return f"{type(error).__name__}: {message_of(error)}"
     if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
         return None
     return "it looks at gradients before it calls for them, which are those of the step before"
@@ -139,7 +139,7 @@ def rate_errors(
     trouble = stepped()
     if trouble is None:
         return
-    guilty = guilty_parameter(stepped, factory, accepts=lambda told: told is None)
+    guilty = find_rejected_parameter(stepped, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
     yield ErrorDetails(place, f"{value}, with which {trouble}", EXPECTED)

@@ -30,7 +30,7 @@ from exp.config.slots import (
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError
-from exp.spelling import among, nearest, show
+from exp.spelling import among, find_nearest, show
 
 # What is wrong with a package, and not with one class of it.
 OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
@@ -195,7 +195,7 @@ def _unknown(
         if name in slot.refused:
             yield ErrorDetails(f"{key}.{name}", "decided elsewhere", slot.refused[name], f"Leave {key}.{name} out")
         elif name not in known and name not in signature.parameters and not signature.open:
-            near, refused = nearest(str(name), known), nearest(str(name), slot.refused)
+            near, refused = find_nearest(str(name), known), find_nearest(str(name), slot.refused)
             fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
             if fix is None and slot.pattern == "objective.*" and name in ("weight", "output", "target"):
                 fix = f"Make {key} an exp.objectives.objective.Term with {name} and loss"
@@ -219,7 +219,7 @@ def _absent(
         if not parameter.required or name in given or name in slot.filled or is_bound:
             continue
         fix = None
-        if not any(nearest(str(other), [name]) for other in given if other not in signature.parameters):
+        if not any(find_nearest(str(other), [name]) for other in given if other not in signature.parameters):
             fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
         if _waits_for(target) == name:
             # Only a step of the user, such as configure_optimizers, has it.

@@ -15,7 +15,7 @@ from exp.check.kinds import worded
 from exp.check.structure import kind_errors
 from exp.config.reading import UNKNOWN, Values
 from exp.errors import ErrorDetails
-from exp.spelling import among, did_you_mean, nearest, show
+from exp.spelling import among, did_you_mean, find_nearest, show
 
 _NODE = Annotated[Node | None, "a node with a _target_, or null for the one at the top"]
 PHASE: dict[str, Any] = {
@@ -69,7 +69,7 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
 def _keys(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
     for name in phase:
         if name not in PHASE:
-            near = nearest(str(name), PHASE)
+            near = find_nearest(str(name), PHASE)
             fix = f"Did you mean {key}.{near[0]}?" if near else None
             yield ErrorDetails(f"{key}.{name}", "no key of a phase", f"one of {among(PHASE, count=10)}", fix)
     for name, rule in PHASE.items():

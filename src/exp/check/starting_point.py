@@ -21,7 +21,7 @@ from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import CHECKPOINTS, State, read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION, sweep_run
 from exp.errors import RunError, config_error
-from exp.files import is_locked, sweep_partial_files
+from exp.files import is_locked, remove_partial_files
 
 AUTO = "auto"
 # Of a run directory, below outputs/<name>: what hydra.run.dir names, or <date>/<time>.
@@ -90,7 +90,7 @@ def sweep_runs_beside(directory: Path, name: str) -> None:
             sweep_run(path.parent.parent)
         # Of one that was killed before it had checkpoints, too.
         for path in root.glob(f"{pattern}/.*.partial"):
-            sweep_partial_files(path.parent)
+            remove_partial_files(path.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:

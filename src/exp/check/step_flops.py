@@ -14,7 +14,7 @@ from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing
 from exp.models.containers import with_forward
 from exp.models.flop_count import FlopCount, counted
-from exp.nested import moved, tensors_in
+from exp.nested import move_tensors, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase
@@ -42,7 +42,7 @@ def flops_of_a_sample(
     """
     with preserve_generators(), torch.device(META):
         network.train()
-        fake = moved(data, META)
+        fake = move_tensors(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
         # Not whole numbers: a phase that is not due in every step counts by its share.

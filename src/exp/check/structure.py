@@ -21,7 +21,7 @@ from exp.config.search_path import OWN_CONF
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails
-from exp.spelling import among, did_you_mean, nearest, number_meant, show
+from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
 
 # A value that stands in a list without quotes.
 PLAIN_WORD = re.compile(r"[\w./-]+")
@@ -75,7 +75,7 @@ def _list_fix(key: str, value: Any, annotation: Any, default: Any) -> str | None
         return f"Write {key}=[{text}]"
     if fits([text], annotation, default):
         return f"Write '{key}=[\"{text}\"]'"
-    near = nearest(text, words_of(annotation))
+    near = find_nearest(text, words_of(annotation))
     return f"Write {key}=[{near[0]}]" if near and fits([near[0]], annotation, default) else None
 
 
@@ -112,7 +112,7 @@ def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
     if isinstance(value, str) and value.lower() in ("none", "nil"):
         return "Write null"
     if isinstance(value, str) and is_number:
-        meant = value if _is_number(value) else number_meant(value)
+        meant = value if _is_number(value) else parse_number(value)
         return f"Write {meant} without quotes" if meant == value else meant and f"Write {meant}"
     entries = value if isinstance(value, list) else [value]
     is_quotable = not any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries)
@@ -125,7 +125,7 @@ def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
 def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
     """A key that its holder does not have, with the nearest of those it has."""
     parent, _, name = key.rpartition(".")
-    near = nearest(name, known)
+    near = find_nearest(name, known)
     fix = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
     if not parent and fix is None:
         fix = f"Put it below vars, and refer to it as ${{vars.{name}}}"
@@ -187,7 +187,7 @@ def _node(key: str, node: Any) -> Iterator[ErrorDetails]:
     if node is None and "." in key:
         yield ErrorDetails(key, "null", "a node with a _target_", f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
-        near = nearest("_target_", [str(name) for name in node])
+        near = find_nearest("_target_", [str(name) for name in node])
         fix = f"{key}.{near[0]} should be {key}._target_" if near else fix_of_key(key, "VALUE")
         yield ErrorDetails(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError, raise_errors
-from exp.output import command, loading_torch
+from exp.output import announce_torch_import, command
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def _checked_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
-    with loading_torch():
+    with announce_torch_import():
         from exp.check.examination import config_errors, examine
         from exp.check.first_samples import compare_with_data
         from exp.check.resolution import resolve

@@ -28,7 +28,7 @@ from exp.cli.commands import COMMANDS, HYDRA_FLAGS, PATH
 from exp.config.plain_tree import leaves
 from exp.config.search_path import options_in, search_places
 from exp.config.slots import MANY, ONE
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.output import command
 
 # Hydra's own groups that exp reads.
@@ -275,4 +275,4 @@ def _keep(kept: dict[str, dict[str, str]]) -> None:
     file = _kept_file()
     with contextlib.suppress(OSError):  # where it cannot be written, the next key takes longer
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(file, json.dumps(kept))
+        write_atomic(file, json.dumps(kept))

@@ -54,9 +54,9 @@ def run(name: str) -> NoReturn:
         sys.exit(2)
     status = main()
 
-    from exp.interpreter_exit import without_teardown
+    from exp.interpreter_exit import exit_without_teardown
 
-    sys.exit(without_teardown(status))
+    sys.exit(exit_without_teardown(status))
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
@@ -113,12 +113,12 @@ def right_line(words: Sequence[str]) -> str | None:
     """
     import shlex
 
-    from exp.spelling import nearest
+    from exp.spelling import find_nearest
 
     first, rest = words[0], list(words[1:])
     if "=" in first or first[:1] in ("-", "+", "~"):
         named = next((word for word in rest if word in COMMANDS), None)
         return shlex.join([named or "train", first, *(word for word in rest if word != named)])
     plain = first.lower().removeprefix("exp.").removeprefix("exp-").replace("-", "_")
-    near = [plain] if plain in COMMANDS else HABITS[plain].split() if plain in HABITS else nearest(plain, COMMANDS)
+    near = [plain] if plain in COMMANDS else HABITS[plain].split() if plain in HABITS else find_nearest(plain, COMMANDS)
     return shlex.join([*near, *rest]) if near else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from exp.output import command, loading_torch, outliving_output
+from exp.output import announce_torch_import, command, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated
@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     refuse_ranks("exp.evaluate")
     arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
     # torch comes in here, behind every error of the command.
-    with loading_torch():
+    with announce_torch_import():
         from exp.run_report import print_report
         from exp.saved_runs.saved_run import load
 
-    with outliving_output():
+    with survive_output_errors():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         stage = cast("Evaluated", arguments.values["stage"] or "test")
         report = run.evaluate(stage=stage, weights=arguments.values["weights"], overrides=arguments.overrides)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error
-from exp.output import command, loading_torch
+from exp.output import announce_torch_import, command
 from exp.spelling import among
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     """
     import yaml
 
-    with loading_torch():
+    with announce_torch_import():
         from exp.check.continuation import changed_values, examine_resume
         from exp.check.resolution import resolve
         from exp.check.stages import compose

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
-from exp.output import command, loading_torch, outliving_output
-from exp.spelling import did_you_mean, nearest
+from exp.output import announce_torch_import, command, survive_output_errors
+from exp.spelling import did_you_mean, find_nearest
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     words = read_words(own)
     if arguments.multirun:
         raise config_error("--multirun", got="several runs", expected="one", fix="Leave -m out")
-    with outliving_output():
+    with survive_output_errors():
         _print(arguments, words, command=" ".join([PROGRAM, *argv]))
     return 0
 
@@ -79,7 +79,7 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
     from exp.config.groups import open_search_path
 
     pairs = [(key.lstrip("+~"), text) for text in arguments.overrides for key, sign, _ in [text.partition("=")] if sign]
-    slips = [(key, text) for key, text in pairs if "." not in key and key not in OWN and nearest(key, OWN)]
+    slips = [(key, text) for key, text in pairs if "." not in key and key not in OWN and find_nearest(key, OWN)]
     if not slips:
         return
     known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
@@ -88,7 +88,7 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
             key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", fix=did_you_mean(key, OWN)
         )
         for key, text in slips
-        if key not in known and nearest(key, [*OWN, *known])[0] in OWN
+        if key not in known and find_nearest(key, [*OWN, *known])[0] in OWN
     )
 
 
@@ -184,7 +184,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
 
 
 def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None:
-    with loading_torch():
+    with announce_torch_import():
         from exp.cli.check import summary
         from exp.cli.plan_printout import plain, text
         from exp.plan.savings import savings

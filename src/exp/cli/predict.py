@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exp.errors import config_error
-from exp.output import command, loading_torch, outliving_output
+from exp.output import announce_torch_import, command, survive_output_errors
 
 HELP = """Predict with the weights that a run saved.
 
@@ -51,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
         raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch comes in here, behind every error of the command.
-    with loading_torch():
+    with announce_torch_import():
         from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.prediction import predict
         from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)
     refuse_names(keep)
-    with outliving_output():
+    with survive_output_errors():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         run.refuse_own_file(output, weights=arguments.values["weights"])
         weights, overrides = arguments.values["weights"], arguments.overrides

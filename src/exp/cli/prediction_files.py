@@ -14,7 +14,7 @@ import numpy as np
 
 from exp.engine.predictions import archive_of
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
 from exp.saved_runs.run_files import is_same_file
@@ -69,14 +69,14 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
             _write_arrays(predictions, path)
         elif path.suffix == ".jsonl":
             lines = (json.dumps(row, ensure_ascii=False) for row in rows_of(predictions, is_flat=False))
-            write_whole(path, "\n".join(lines) + "\n")
+            write_atomic(path, "\n".join(lines) + "\n")
         else:
             rows = list(rows_of(predictions, is_flat=True))
             text = io.StringIO()
             writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-            write_whole(path, text.getvalue())
+            write_atomic(path, text.getvalue())
     except OSError as error:
         raise RunError(f"{error.filename or path}: {error.strerror or error}") from error
 
@@ -96,7 +96,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
     if predictions.files:
         arrays["file"] = np.array([str(file) for file in predictions.files])
     kept = {name: np.array(["" if one is None else one for one in held]) for name, held in predictions.kept.items()}
-    write_whole(path, archive_of(_beside(kept, arrays)))
+    write_atomic(path, archive_of(_beside(kept, arrays)))
 
 
 def _beside(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from exp.config.found_run import key_of
 from exp.config.grammar import parse_override
 from exp.errors import ErrorDetails, raise_errors
-from exp.spelling import among, did_you_mean, nearest
+from exp.spelling import among, did_you_mean, find_nearest
 
 ALLOW = "security.allow"
 RUN = "a run directory, a job's in a sweep's directory, or a checkpoint"
@@ -70,7 +70,7 @@ def read_arguments(
         if value == "":
             errors.append(_error(key, got="an empty value", expected=expected))
         elif value is None and key in needed:
-            near = nearest(key, [key_of(text) for text in others])
+            near = find_nearest(key, [key_of(text) for text in others])
             advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
             errors.append(_error(key, got="nothing", expected=expected, fix=advice))
         elif value is not None and not isinstance(known, str) and value not in known:

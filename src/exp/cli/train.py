@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import ConfigError, ErrorDetails, config_error
-from exp.output import command, loading_torch, outliving_output
+from exp.output import announce_torch_import, command, survive_output_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     refuse_ranks("exp.train")
     # What a run says is no reason to end it, whoever has stopped reading.
-    with outliving_output():
+    with survive_output_errors():
         if arguments.multirun:
             return _sweep(arguments)
         try:
@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.config.frozen import frozen_yaml
 
     # Said at once, for it is what the seconds before the first step are.
-    with loading_torch():
+    with announce_torch_import():
         config = compose(
             arguments.overrides,
             config_dir=arguments.config_dir,

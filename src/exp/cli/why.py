@@ -28,8 +28,8 @@ from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
 from exp.errors import ConfigError, ExpError, config_error
 from exp.output import command
-from exp.redaction import covered, redacted
-from exp.spelling import among, nearest, show
+from exp.redaction import mask_secrets, redact
+from exp.spelling import among, find_nearest, show
 
 PROGRAM = "python -m exp.why"
 # Of a value in a table.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     config = compose(overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     question = Question(config, typed=overrides)
     for line in question.answer(key):
-        print(redacted(line))
+        print(redact(line))
     return 0
 
 
@@ -133,7 +133,7 @@ class Question:
             value = shown(one.value)
         else:
             value = "(the whole node anew)" if isinstance(one.value, Mapping) else f"({one.key} is {shown(one.value)})"
-        return self._place(one), value, covered(one.text) if one.layer is None else one.layer.config_path
+        return self._place(one), value, mask_secrets(one.text) if one.layer is None else one.layer.config_path
 
     def _summary(self, key: str, written: Any) -> Row:
         value = self._values.get(key, UNKNOWN)
@@ -188,8 +188,8 @@ class Question:
         holder = self._values.get(parent)
         siblings = list(map(str, holder)) if isinstance(holder, Mapping) else []
         elsewhere = [one for one in self._values if one.rpartition(".")[2] == name]
-        near = [f"{parent}.{one}" for one in nearest(name, siblings)]
-        near = nearest(key, elsewhere, likeness=0.0) or near or nearest(key, list(self._values))
+        near = [f"{parent}.{one}" for one in find_nearest(name, siblings)]
+        near = find_nearest(key, elsewhere, likeness=0.0) or near or find_nearest(key, list(self._values))
         fix = fix_of_key(key, "VALUE") or (f"Did you mean {near[0]}?" if near else None)
         known = siblings or [one for one in self._values if "." not in one]
         return _error("there is no such key", f"one of {among(known, word=name)}", fix, key=key)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from exp.launch.lifecycle import live
-from exp.lighter_imports import without_collection
+from exp.lighter_imports import pause_garbage_collection
 from exp.strategies.rank import Rank
 
 
@@ -38,7 +38,7 @@ def work(
     allow: the packages that whoever started this rank trusts; what the run directory says of that is not believed.
     Raises: ConfigError where it asks for others.
     """
-    with without_collection():
+    with pause_garbage_collection():
         from exp.check.plan import Plan
         from exp.config.frozen import refuse_more_than
         from exp.run import run

@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.config.frozen import COMPOSITION, OUTPUT, TAKEN, frozen_yaml, literal, versions, with_texts
 from exp.config.revision import revision
 from exp.errors import RunError
-from exp.files import write_whole
-from exp.redaction import covered
+from exp.files import write_atomic
+from exp.redaction import mask_secrets
 
 MAX_TRIES = 100
 
@@ -58,7 +58,7 @@ def freeze(
             ("provenance.json", json.dumps(found, indent=2) + "\n"),
             ("config.yaml", frozen_yaml(config) if text is None else text),
         ):
-            write_whole(directory / name, content, is_synced=is_synced)
+            write_atomic(directory / name, content, is_synced=is_synced)
     except OSError as error:
         raise RunError(
             f"the run directory {wanted} cannot be written: {error.strerror or error}. "
@@ -117,12 +117,12 @@ def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:
     """Adds to provenance.json of which run, and of which step of it, this one is a fork."""
     path = directory / "provenance.json"
     found = _covered({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
-    write_whole(path, json.dumps(found, indent=2) + "\n")
+    write_atomic(path, json.dumps(found, indent=2) + "\n")
 
 
 def _covered(found: Mapping[str, object]) -> dict[str, Any]:
     # The diff may be of a file with secrets, the command of a program that was started with one.
-    return cast(dict[str, Any], with_texts(dict(found), covered))
+    return cast(dict[str, Any], with_texts(dict(found), mask_secrets))
 
 
 def shared_origin() -> Mapping[str, Any]:

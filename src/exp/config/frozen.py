@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.versions import with_present_keys
 from exp.config.yaml_files import parse_yaml, yaml_text
-from exp.errors import ConfigError, ErrorDetails, RunError, words_of
+from exp.errors import ConfigError, ErrorDetails, RunError, describe_exception
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 # The node of a composed config that records its composition; a frozen config has none.
@@ -104,7 +104,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} cannot be read: {words_of(error)}. Take the file of the run") from error
+        raise RunError(f"{path} cannot be read: {describe_exception(error)}. Take the file of the run") from error
 
 
 def _mapping(text: str, *, name: str) -> dict[str, Any]:

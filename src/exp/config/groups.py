@@ -14,7 +14,7 @@ from exp.config.search_path import Place, options_in, own_groups, search_places
 from exp.config.slots import AXIS, MANY
 from exp.config.yaml_files import choices_of, read_yaml
 from exp.errors import ConfigError, config_error
-from exp.files import can_be_a_path
+from exp.files import is_valid_path
 
 COMMAND_LINE = "command line"
 PRIMARY = "train"
@@ -47,7 +47,7 @@ class Vocabulary:
         contents: list[dict[Any, Any]] = []
         names = [self.config_name]
         for name in names:
-            paths = [place.directory / f"{name}.yaml" for place in self.places] if can_be_a_path(name) else []
+            paths = [place.directory / f"{name}.yaml" for place in self.places] if is_valid_path(name) else []
             file = next((path for path in paths if path.is_file()), None)
             content = None if file is None else read_yaml(file) or {}
             if isinstance(content, dict):
@@ -75,7 +75,7 @@ class Vocabulary:
 
     def group_exists(self, group: str) -> bool:
         """Return whether a place of configs has a folder of this name, or Hydra has the group and exp uses it."""
-        is_path = bool(group) and can_be_a_path(group)
+        is_path = bool(group) and is_valid_path(group)
         return group in USED_GROUPS or (is_path and any((place.directory / group).is_dir() for place in self.places))
 
     def options(self, group: str) -> list[str]:
@@ -85,7 +85,7 @@ class Vocabulary:
 
     def has_option(self, group: str, option: str) -> bool:
         """Return whether a group holds an option, also one of a folder within it (`model=mine/small`)."""
-        if not option or option.startswith("/") or ".." in option.split("/") or not can_be_a_path(option):
+        if not option or option.startswith("/") or ".." in option.split("/") or not is_valid_path(option):
             return False
         return option in self.options(group) or any(
             (place.directory / group / f"{option}.yaml").is_file() for place in self.places

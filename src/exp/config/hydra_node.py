@@ -22,7 +22,7 @@ from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import Choice, choices_of, read_yaml, split
 from exp.errors import ErrorDetails, raise_errors
-from exp.files import can_be_a_path
+from exp.files import is_valid_path
 from exp.redaction import INTERPOLATION
 from exp.spelling import among, did_you_mean, show
 
@@ -233,7 +233,7 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_error(key, repr(directory), "a directory below the working directory")]
     longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
-    if not can_be_a_path(directory):
+    if not is_valid_path(directory):
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
         got = f"{longest[:40]}..., {len(longest)} characters"
         return [_error(_name_or(key, config, longest), got, expected)]

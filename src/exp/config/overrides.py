@@ -23,8 +23,8 @@ from exp.config.plain_tree import leaves
 from exp.config.slots import AXIS, MANY, OF_CLASSES
 from exp.config.values import adds_keys, deepest, set_value, takes_new_key
 from exp.errors import ConfigError, ErrorDetails
-from exp.redaction import covered, exposed
-from exp.spelling import among, did_you_mean, is_slip, nearest
+from exp.redaction import find_exposed, mask_secrets
+from exp.spelling import among, did_you_mean, find_nearest, is_typo
 
 MAX_CHARACTERS = 20_000
 # Nodes of train.yaml that people take for groups.
@@ -92,7 +92,7 @@ def read_lines(overrides: Sequence[str], vocabulary: Vocabulary) -> tuple[list[L
     """The overrides that can be read, and an error for each that cannot."""
     lines, errors = [], []
     for text in overrides:
-        secret = exposed(text)
+        secret = find_exposed(text)
         if secret is not None:
             errors.append(_exposed_error(text, secret))
             continue
@@ -353,7 +353,7 @@ def _value_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
 def _unknown_word(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
     what = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
     # The keys below the top have to be composed, which a slip of one letter need not wait for.
-    is_near = is_slip(top, vocabulary.words())
+    is_near = is_typo(top, vocabulary.words())
     elsewhere = [] if is_near else [key for key in vocabulary.keys_below if key.rpartition(".")[2] == line.key]
     fix = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
     if fix is None or (line.sign in ("+", "++") and not is_near and not elsewhere):
@@ -442,7 +442,7 @@ def _missing_key_error(
     known = fix_of_key(line.key, line.value_text)
     if known is not None:
         return _habit_error(line, known)
-    near = nearest(word, siblings)
+    near = find_nearest(word, siblings)
     elsewhere = [key for key in dotted_keys(config) if key.rpartition(".")[2] == last]
     fix = None
     if parent in MANY and vocabulary.has_option(parent, word):
@@ -459,8 +459,8 @@ def _missing_key_error(
 
 
 def _exposed_error(text: str, secret: str) -> ErrorDetails:
-    key = covered(text).lstrip("+~").partition("=")[0]
-    fix = f"Write it in single quotes, for the shell to leave it alone: '{covered(text)}'"
+    key = mask_secrets(text).lstrip("+~").partition("=")[0]
+    fix = f"Write it in single quotes, for the shell to leave it alone: '{mask_secrets(text)}'"
     return _error(key, f"the value of {secret}", "its name, for a command is written down", fix)
 
 
@@ -479,7 +479,7 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
         return _error(key or "=", f"{short!r} begins with no key", "names joined by points, or a group's", meant)
     called = re.match(r"(\w+)\(", value)
     if called and called[1] not in FORMS:
-        near_forms = ["tag"] if "log" in called[1].lower() else nearest(called[1], FORMS) or ["interval"]
+        near_forms = ["tag"] if "log" in called[1].lower() else find_nearest(called[1], FORMS) or ["interval"]
         got = f"{short!r} cannot be read: there is no {called[1]}(...)"
         return _error(key, got, f"one of {', '.join(FORMS)}", f"Write {FORMS[near_forms[0]]}")
     message = str(error).split("\nSee ")[0].splitlines()

@@ -22,7 +22,7 @@ from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import ErrorDetails
 from exp.redaction import interpolation, is_secret
-from exp.spelling import among, nearest
+from exp.spelling import among, find_nearest
 
 # References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
 MAX_REFERENCES = 1_000
@@ -251,13 +251,13 @@ class _Reader:
             return None  # the list is there, and too short
         parent, _, word = reference.rpartition(".")
         siblings = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == parent}
-        found = nearest(word, siblings)
+        found = find_nearest(word, siblings)
         if found:
             return siblings[found[0]]
         # A part of the key itself is like it, and no help.
         others = [path for path in known if not reference.startswith(f"{path}.") and path != key]
         alike = [path for path in others if path.rpartition(".")[2] == word]
-        return next(iter([*alike, *nearest(reference, others, likeness=0.8)]), None)
+        return next(iter([*alike, *find_nearest(reference, others, likeness=0.8)]), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
         """References that resolving a text follows, at least; a circle ends where it closes."""

@@ -30,7 +30,7 @@ from exp.config.annotations import return_annotation
 from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
 from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of
-from exp.spelling import among, nearest
+from exp.spelling import among, find_nearest
 
 # Package: where a public alias found in it may really live.
 LISTED = {
@@ -223,7 +223,7 @@ def _found(dotted: str, *, home: str) -> Any:
         if attribute.startswith("_") or not isinstance(own, classmethod | staticmethod):
             got = f"{dotted}, which is no class method of {module_name}"
             expected = f"a class, such as {module_name} itself, or a class method that makes an object"
-            near = nearest(attribute, [name for name in vars(owner) if not name.startswith("_")])
+            near = find_nearest(attribute, [name for name in vars(owner) if not name.startswith("_")])
             fix = f"Did you mean {module_name}.{near[0]}?" if near else None
             raise TargetError(target=dotted, got=got, expected=expected, fix=fix)
         return getattr(owner, attribute)
@@ -336,7 +336,7 @@ def _fix_outside(dotted: str) -> str | None:
             return f"Did you mean {right}{dotted[len(wrong) :]}?"
     package, _, name = dotted.rpartition(".")
     top = dotted.split(".")[0]
-    near = nearest(package, [listed for listed in LISTED if nearest(top, [listed.split(".")[0]])])
+    near = find_nearest(package, [listed for listed in LISTED if find_nearest(top, [listed.split(".")[0]])])
     if near and name[0].isupper():
         return f"Did you mean {near[0]}.{name}?"
     if top in closed_packages() or top in sys.stdlib_module_names:
@@ -353,7 +353,7 @@ def _absent(dotted: str, module_name: str, module: Any, *, home: str) -> TargetE
     if home not in LISTED.values():
         # Names that are imported late are known by dir alone.
         known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
-    near = nearest(dotted.rpartition(".")[2], [name for name in known if not name.startswith("_")])
+    near = find_nearest(dotted.rpartition(".")[2], [name for name in known if not name.startswith("_")])
     fix = f"Did you mean {module_name}.{near[0]}?" if near else None
     return TargetError(
         target=dotted, got=f"{dotted}, which is not there", expected=f"a class of {module_name}", fix=fix
@@ -368,7 +368,7 @@ def _absent_module(dotted: str, missing: str) -> TargetError:
         own = vars(sys.modules[parent])
         # Lists names of files; imports none of them.
         siblings = [found.name for found in pkgutil.iter_modules(getattr(sys.modules[parent], "__path__", None) or [])]
-        near = [f"{one}{dotted[len(missing) :]}" for one in nearest(word, siblings)]
+        near = [f"{one}{dotted[len(missing) :]}" for one in find_nearest(word, siblings)]
         meant = [word] if word in own and inspect.isclass(own[word]) else [name] if name in own else near
         fix = f"Did you mean {parent}.{meant[0]}?" if meant else None
     return TargetError(target=dotted, got=f"{dotted}: no module {missing}", expected="a class in a module", fix=fix)

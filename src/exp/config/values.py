@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node
-from exp.spelling import is_slip
+from exp.spelling import is_typo
 
 # `1e3` and `1.5e3`, which Hydra reads as floats. Above the limit a float no longer counts one by one.
 WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
@@ -86,7 +86,7 @@ def takes_new_key(holder: str, node: Any, name: str) -> bool:
         return False
     target = "" if is_phase else str(node["_target_"])
     is_habit = fix_of_key(f"{holder}.{name}", "") is not None and target.partition(".")[0] in ("exp", "torch")
-    return not is_habit and not is_slip(name, map(str, node))
+    return not is_habit and not is_typo(name, map(str, node))
 
 
 def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, Any] | None = None) -> None:

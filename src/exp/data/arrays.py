@@ -19,7 +19,7 @@ from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
 from exp.data.in_memory import Entries
 from exp.data.labels import classes_in
-from exp.nested import mapped
+from exp.nested import map_tensors
 
 # Floating and complex numbers, whole ones, booleans; no texts, dates or objects.
 NUMERIC = "fciub"
@@ -87,7 +87,7 @@ class Arrays(Dataset[Entries]):
         return len(self._held[self.names[TARGET]])
 
     def __getitem__(self, index: int) -> Entries:
-        return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
+        return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
     def gather(self, indices: Tensor) -> Entries:
         rows = indices.numpy()
@@ -119,11 +119,11 @@ def map_file(file: Path) -> np.ndarray:
     Raises: ConfigError where it is no array of numbers.
     """
     try:
-        mapped: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        rows: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise data_error("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
-    _require_rows(mapped, f"{file}")
-    return mapped
+    _require_rows(rows, f"{file}")
+    return rows
 
 
 def read_archive(file: Path) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exp.data.data_errors import data_error
-from exp.nested import mapped
+from exp.nested import map_tensors
 
 TARGET = "target"
 PAIR = ("input", TARGET)
@@ -32,7 +32,7 @@ class BatchForm:
     def __call__(self, data: object) -> object:
         """Raises: ConfigError for more or fewer values than names."""
         named = by_name(data, self.names)
-        return named if self.keeps_doubles else mapped(named, _single)
+        return named if self.keeps_doubles else map_tensors(named, _single)
 
     def rounded(self, data: object) -> list[str]:
         """Return the entries of a batch, as it is read, that become float32."""

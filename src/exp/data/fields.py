@@ -264,7 +264,10 @@ class Fields:
             label = str(value)
             if label in self.classes:
                 return torch.tensor(self.classes.index(label))
-            got, expected = f"{row.place} of the class {label}", f"one of the classes {among(self.classes, word=label)}"
+            got, expected = (
+                f"{row.place} of the class {label}",
+                f"one of the classes {among(self.classes, word=label)}",
+            )
             raise record_error("target", got, expected, did_you_mean(label, self.classes))
         else:
             number = plain_number(value)

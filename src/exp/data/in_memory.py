@@ -15,7 +15,7 @@ from exp.data.labels import Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.shared_types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
@@ -124,10 +124,10 @@ class Tensors(Dataset[Entries]):
         return len(tensors_of(self.entries)[0])
 
     def __getitem__(self, index: int) -> Entries:
-        return mapped(self.entries, lambda tensor: tensor[index])
+        return map_tensors(self.entries, lambda tensor: tensor[index])
 
     def gather(self, indices: Tensor) -> Entries:
-        return mapped(self.entries, lambda tensor: tensor.index_select(0, indices))
+        return map_tensors(self.entries, lambda tensor: tensor.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Self:
         """Copies these samples into a data set of their own, of the same kind."""
@@ -154,7 +154,7 @@ class Selection(Dataset[Entries]):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Entries:
-        return mapped(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
+        return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
     def gather(self, indices: Tensor) -> Entries:
         return self.source.gather(self.indices.index_select(0, indices))
@@ -232,7 +232,7 @@ class IndexedLoader(Loader):
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
         if self.pin_memory:
-            entries = mapped(entries, Tensor.pin_memory)
+            entries = map_tensors(entries, Tensor.pin_memory)
         if isinstance(entries, Mapping):
             columns = [tensor.split(each) for tensor in entries.values()]
             return [dict(zip(entries, row, strict=True)) for row in zip(*columns, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from exp.data.data_errors import data_error
 from exp.data.entries import PAIR, TARGET, by_name, named_entries
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
 
@@ -184,7 +184,7 @@ def plain_tensors(data: object) -> object:
     """Return the data with its tv_tensors as plain tensors, of which networks and batches are made."""
     if "torchvision.tv_tensors" not in sys.modules:
         return data
-    return mapped(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
+    return map_tensors(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
 
 
 def callables(

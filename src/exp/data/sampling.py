@@ -17,7 +17,16 @@ from exp.data.data_errors import data_error
 from exp.data.loader import EpochBatches, Epochs
 from exp.data.orders import Listed, Order
 from exp.data.randomness import preserve_generators, reseed_sampler
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ExpError, RunError, UserCodeError, refusal, said
+from exp.errors import (
+    LIBRARIES,
+    REFUSALS,
+    ConfigError,
+    ExpError,
+    RunError,
+    UserCodeError,
+    constructor_error,
+    message_of,
+)
 from exp.shared_types import Stage
 
 # Makes a sampler: its class, or that with some of its values.
@@ -174,7 +183,8 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
         except Exception as error:
             if not isinstance(error, REFUSALS) and target.__module__.partition(".")[0] in LIBRARIES:
                 raise  # a bug
-            got = f"{getattr(target, '__name__', target)} refused its values ({type(error).__name__}: {said(error)})"
-            raise ConfigError([refusal(error, key=f"data.{key}", known=given, got=got)]) from error
+            name = getattr(target, "__name__", target)
+            got = f"{name} refused its values ({type(error).__name__}: {message_of(error)})"
+            raise ConfigError([constructor_error(error, key=f"data.{key}", known=given, got=got)]) from error
 
     return made

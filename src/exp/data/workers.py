@@ -24,7 +24,7 @@ from exp.data.loader import Loader, ShareSampler, tell_epoch, wanting_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, UserCodeError, one_line
 from exp.shared_types import Batch, Stage
-from exp.signals import heed
+from exp.signals import install_handler
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
 Item = TypeVar("Item")
@@ -249,7 +249,7 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
 
 def ignore_signals(worker: int) -> None:
     """Ignores signals to the group: the run's own process ends its workers once its state is saved."""
-    heed(signal.SIG_IGN)
+    install_handler(signal.SIG_IGN)
 
 
 def end_workers() -> None:

@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.files import beside, lock, not_inherited, replacing, sync_directory, write_whole
-from exp.nested import mapped, tensors_in
+from exp.files import close_in_forks, lock, open_atomic, partial_path, sync_directory, write_atomic
+from exp.nested import map_tensors, tensors_in
 
 # The folder of a run directory in which they are.
 CHECKPOINTS = "checkpoints"
@@ -41,7 +41,7 @@ class AtomicCheckpointIO(CheckpointIO):
     Lightning's own writes to $TMPDIR and moves the file, without a sync: on another filesystem that is a copy, which a
     kill or a full disk leaves half done where the good file was.
 
-    is_synced: whether a file is on the disk when it is saved; see exp.files.replacing.
+    is_synced: whether a file is on the disk when it is saved; see exp.files.open_atomic.
     """
 
     # A state of at most so many bytes is packed into the bytes of its file at once, which takes 1 ms a MB.
@@ -70,7 +70,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
-            write_whole(path, checkpoint, is_synced=self._is_synced)
+            write_atomic(path, checkpoint, is_synced=self._is_synced)
             return
         with _written(path, is_synced=self._is_synced) as file:
             torch.save(with_manifest(checkpoint), cast(BinaryIO, file))
@@ -260,14 +260,14 @@ def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None
 
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copy a file, whole or not at all; without writing its content again where the disk allows it."""
-    partial = beside(target)
-    with source.open("rb") as file, not_inherited(file):
+    partial = partial_path(target)
+    with source.open("rb") as file, close_in_forks(file):
         # The link is the same file, and whoever sweeps what the dead left asks for its lock.
         lock(file)
         try:
             os.link(source, partial)
         except OSError:  # a filesystem without hard links, or another one
-            with replacing(target) as copy:
+            with open_atomic(target) as copy:
                 shutil.copyfileobj(file, copy)
             return
         try:
@@ -321,7 +321,7 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
     if "optimizer_states" in checkpoint:
         is_last = any(_is_channels_last(parameter) for parameter in network.parameters())
         layout = torch.channels_last if is_last else torch.contiguous_format
-        checkpoint["optimizer_states"] = mapped(
+        checkpoint["optimizer_states"] = map_tensors(
             checkpoint["optimizer_states"],
             lambda value: value.contiguous(memory_format=layout) if value.dim() == 4 else value,
         )
@@ -330,7 +330,7 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 @contextmanager
 def _written(target: Path, *, is_synced: bool) -> Iterator[_Remembering]:
     """Give a file for torch.save that takes its target's place, and tell the system's own error of a write."""
-    with replacing(target, is_synced=is_synced) as raw:
+    with open_atomic(target, is_synced=is_synced) as raw:
         file = _Remembering(raw)
         try:
             yield file

@@ -35,8 +35,8 @@ from exp.engine.progress import (
     forget_restart,
 )
 from exp.errors import RunError
-from exp.files import is_locked, sweep_partial_files
-from exp.shared_types import EPOCH_LOSS, Mode, Stage, best_scalars, parted
+from exp.files import is_locked, remove_partial_files
+from exp.shared_types import EPOCH_LOSS, Mode, Stage, best_scalars, split_tag
 from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -433,7 +433,7 @@ def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bo
 
 def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:
     """Add a stage's loss and metrics to those of the best weights."""
-    best["metrics"] |= {tag: float(value) for tag, value in values.items() if parted(tag)[1] == stage}
+    best["metrics"] |= {tag: float(value) for tag, value in values.items() if split_tag(tag)[1] == stage}
 
 
 def restored_best(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -462,8 +462,8 @@ def sweep_run(directory: Path) -> None:
     """Remove what a killed run left half written in its run directory, if it is one."""
     if not (directory / CHECKPOINTS).is_dir():
         return
-    sweep_partial_files(directory, levels=1)
-    sweep_partial_files(directory / CHECKPOINTS / OF_LIGHTNING)
+    remove_partial_files(directory, levels=1)
+    remove_partial_files(directory / CHECKPOINTS / OF_LIGHTNING)
     if not is_locked(directory / "config.yaml"):
         for exchange in directory.glob(".launch-*"):  # where its ranks exchanged words
             shutil.rmtree(exchange, ignore_errors=True)

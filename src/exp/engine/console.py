@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.engine.datamodule import RunTrainer
 from exp.engine.recording import StepRecording
 from exp.errors import Interrupted
-from exp.output import NotWritten, Outlived, outliving_output, tell_not_written
-from exp.redaction import redacted
+from exp.output import NotWritten, SafeStream, survive_output_errors, warn_not_written
+from exp.redaction import redact
 from exp.strategies.rank import Rank
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
         opened = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
         unopened, opened = error, NOWHERE.open("a", encoding="utf-8")
-    with opened as text, warnings.catch_warnings(), outliving_output():
-        file = logging.StreamHandler(cast(TextIO, Outlived(text, path.name)))
+    with opened as text, warnings.catch_warnings(), survive_output_errors():
+        file = logging.StreamHandler(cast(TextIO, SafeStream(text, path.name)))
         file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         file.addFilter(is_of_the_run)
         try:
@@ -79,7 +79,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
             if unopened is not None:
-                tell_not_written(path.name, unopened)
+                warn_not_written(path.name, unopened)
             yield path
         finally:
             logging.captureWarnings(False)
@@ -100,7 +100,7 @@ class _Formatter(logging.Formatter):
     """Names the secrets that this process has used, of messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+        return redact(super().format(record))
 
 
 class _ScreenHandler(logging.Handler):
@@ -108,7 +108,7 @@ class _ScreenHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # A traceback is for the file; the screen has the message.
-        print(redacted(record.getMessage()), file=sys.stderr)
+        print(redact(record.getMessage()), file=sys.stderr)
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
@@ -364,4 +364,4 @@ class Progress(Callback):
             raise  # a signal came while it was drawn
         except Exception as error:
             self.display = None
-            tell_not_written("the progress display", error)
+            warn_not_written("the progress display", error)

@@ -20,7 +20,7 @@ from exp.data.value_names import class_names
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError
-from exp.nested import moved
+from exp.nested import move_tensors
 from exp.shared_types import Batch, Stage
 
 NO_BATCH = Batch(data=None, size=1, global_size=1, world_size=1)
@@ -153,7 +153,7 @@ class PlainData(StagedData):
 
 def placed(batch: Batch, device: torch.device) -> Batch:
     """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
-    return batch if device.type == "cpu" else batch.with_data(moved(batch.data, device))
+    return batch if device.type == "cpu" else batch.with_data(move_tensors(batch.data, device))
 
 
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:

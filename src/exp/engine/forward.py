@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from exp.engine.compilation import as_needed
 from exp.errors import RunError
 from exp.models.inference import input_names, network_call
-from exp.nested import Nested, mapped, named_parts
+from exp.nested import Nested, map_tensors, named_parts
 from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
 from exp.shared_types import INPUT
@@ -112,9 +112,9 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 def _outside_inference(data: Nested) -> Nested:
     """Copy the tensors of inference mode, in which evaluation reads its batches: no gradient can pass them."""
-    return mapped(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    return map_tensors(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def detached(output: Nested) -> Nested:
     """Return what a network gave, without the graph that led to it."""
-    return mapped(output, Tensor.detach)
+    return map_tensors(output, Tensor.detach)

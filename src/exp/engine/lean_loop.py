@@ -45,7 +45,7 @@ from torch.optim import LBFGS, Optimizer
 
 from exp.engine.datamodule import RunData, RunTrainer
 from exp.engine.module import TrainingModule
-from exp.errors import UserCodeError, own_frames
+from exp.errors import UserCodeError, user_frames
 from exp.optim.direct_step import DirectStep
 from exp.precision.plugin import RunPrecision, ScaledPrecision
 from exp.shared_types import Batch
@@ -126,7 +126,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self._advance(data_fetcher)
         except StopIteration as error:
             # Lightning would take one of the user's code for the end of the data.
-            if own_frames(error):
+            if user_frames(error):
                 raise UserCodeError.of(error, what="a step of training") from error
             raise
 

@@ -30,7 +30,7 @@ from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
 from exp.hooks.step import Window
-from exp.nested import moved
+from exp.nested import move_tensors
 from exp.objectives.measures import Measure, as_measure, as_scored
 from exp.objectives.objective import Mean, Objective
 from exp.optim.optimizer import Optimization
@@ -193,7 +193,7 @@ class TrainingModule(LightningModule):
         def named(data: Any) -> Values:
             values = {one: value for one, value in named_values(data).items() if read is None or one in read}
             converted: Values = self._trainer.precision_plugin.convert_input(values)
-            return moved(converted, self.device)
+            return move_tensors(converted, self.device)
 
         return self.objective.step_weights(batches, named, device=self.device)
 

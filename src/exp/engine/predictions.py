@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from exp.errors import RunError
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.nested import named_parts, tensors_in
 from exp.shared_types import Batch
 
@@ -60,7 +60,7 @@ class Predictions(Callback):
             return
         try:
             self.directory.mkdir(exist_ok=True)
-            write_whole(self.directory / f"{self.share}.npz", archive_of(self._arrays))
+            write_atomic(self.directory / f"{self.share}.npz", archive_of(self._arrays))
         except OSError as error:
             raise RunError(f"{error.filename or self.directory}: {error.strerror or error}") from error
 

@@ -40,7 +40,7 @@ from exp.hooks.panels import Panel
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger
 from exp.optim.phase import name_rates
-from exp.output import tell_not_written
+from exp.output import warn_not_written
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import EPOCH_LOSS, Batch, Stage
 
@@ -250,7 +250,7 @@ class StepRecording(Callback, ABC):
                 raise  # a signal came while it was drawn
             except Exception as error:
                 self._undrawn.add(tag)
-                tell_not_written(f"the picture {tag}", error)
+                warn_not_written(f"the picture {tag}", error)
         return shown
 
     def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:

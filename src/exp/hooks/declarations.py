@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import FunctionType
 
 from exp.errors import ErrorDetails
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 NEEDS = {
     "whole_parameters": "each rank holds whole weights and whole gradients",
@@ -39,7 +39,7 @@ def class_errors(kind: type, base: type, *, key: str) -> Iterator[ErrorDetails]:
         if name in known:
             problem = _misfit(name, method, known[name])
             errors += [problem] if problem else []
-        elif near := nearest(name, known, likeness=0.85):
+        elif near := find_nearest(name, known, likeness=0.85):
             errors.append((f"a method {name}, which nothing calls", f"{near[0]}, or another name"))
     acting = known.keys() - {"errors", "error", "due", "overrides", "attach", "engaged", "disengage", "detach"}
     if not errors and not own.keys() & acting:

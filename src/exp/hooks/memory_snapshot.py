@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.memory_peaks import MIB
 from exp.hooks.out_of_memory import asked_for
 from exp.hooks.saved_tensors import Kept, address, failing_module, held
@@ -65,7 +65,7 @@ class Snapshot:
         path = directory / f"out_of_memory.rank{self.rank}.json"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+            write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
             log.error("%s cannot be written: %s", path, error.strerror or error)
             return ""

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from exp.errors import said
+from exp.errors import message_of
 
 # What torch's allocators and CUDA's libraries say where they raise a plain RuntimeError (torch 2.13).
 ALLOCATORS = re.compile(
@@ -21,7 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and ALLOCATORS.search(said(error)) is not None
+    return isinstance(error, RuntimeError) and ALLOCATORS.search(message_of(error)) is not None
 
 
 def asked_for(error: BaseException) -> int | None:
@@ -35,9 +35,9 @@ def explained(error: BaseException, *, is_built: bool) -> str:
 
     is_built: Whether the run has its parts already. Before that no hook is called.
     """
-    said = str(error).partition("\n")[0] or type(error).__name__
+    message = str(error).partition("\n")[0] or type(error).__name__
     if is_built:
         without = "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory"
     else:
         without = "out of memory while the network and the data were made, before training"
-    return "\n".join([*(getattr(error, "__notes__", None) or [without]), said])
+    return "\n".join([*(getattr(error, "__notes__", None) or [without]), message])

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RankError, UserCodeError
-from exp.files import write_whole
-from exp.redaction import redacted
+from exp.files import write_atomic
+from exp.redaction import redact
 
 # What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
 NEIGHBOUR = re.compile(
@@ -83,15 +83,15 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     if isinstance(error, UserCodeError):
         # As any other exception: another attempt may go well, and a neighbour may be to blame.
         kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
-        reason, detail = redacted(f"failed with {error.cause}"), redacted(f"{error.what}\n{error.frames}".rstrip())
+        reason, detail = redact(f"failed with {error.cause}"), redact(f"{error.what}\n{error.frames}".rstrip())
         return Failure(rank=rank, time=now, kind=kind, reason=reason, detail=detail)
     if isinstance(error, ExpError):
         errors = [dataclasses.asdict(error) for error in error.errors] if isinstance(error, ConfigError) else []
         kind = "config" if errors else "known"
         reason = f"failed: {error}"
         return Failure(rank=rank, time=now, kind=kind, reason=reason, exit_status=error.exit_status, errors=errors)
-    text = redacted("".join(traceback.format_exception(error)).rstrip())
-    said = redacted(traceback.format_exception_only(error)[-1].strip())
+    text = redact("".join(traceback.format_exception(error)).rstrip())
+    said = redact(traceback.format_exception_only(error)[-1].strip())
     return Failure(
         rank=rank,
         time=now,
@@ -118,7 +118,7 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
 
 def write_failure(failure: Failure, directory: Path) -> None:
     """Write a failure whole or not at all."""
-    write_whole(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
+    write_atomic(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(directory: Path, *, rank: int) -> Failure | None:

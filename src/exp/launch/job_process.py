@@ -26,7 +26,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from exp.errors import INTERRUPTED_BY_KEY, Interrupted, RunError, words_of
+from exp.errors import INTERRUPTED_BY_KEY, Interrupted, RunError, describe_exception
 from exp.launch.failure import death
 from exp.launch.lifecycle import leave
 from exp.launch.spawn import import_path
@@ -76,7 +76,7 @@ class JobProcess(Generic[Result]):
             except (EOFError, ConnectionError):  # the server ends when it cannot fork
                 self.died = Died("could not be started: the system permits no more processes, or no more memory")
             except OSError as error:  # no descriptor is left, or the server's socket was removed
-                self.died = Died(f"could not be started: {words_of(error)}")
+                self.died = Died(f"could not be started: {describe_exception(error)}")
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process if it still runs."""
@@ -182,7 +182,7 @@ def start_server(module: str) -> None:
         os.environ.update(variables)
         forkserver.ensure_running()
     except OSError as error:
-        raise RunError(f"the process that starts the jobs cannot be started: {words_of(error)}") from error
+        raise RunError(f"the process that starts the jobs cannot be started: {describe_exception(error)}") from error
     finally:
         tempfile.tempdir = folder
         for name in variables:

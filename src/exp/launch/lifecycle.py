@@ -20,8 +20,8 @@ from exp.errors import Interrupted
 from exp.interpreter_exit import run_exit_functions
 from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
-from exp.output import outliving_output
-from exp.signals import SUPERVISED, behind, heed, heeded
+from exp.output import survive_output_errors
+from exp.signals import SUPERVISED, ending_signals, find_interruption, install_handler
 from exp.strategies.process_group import meet
 from exp.strategies.rank import ALONE, Rank, rank_of
 
@@ -36,7 +36,7 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
     DTensor).
     """
     status = 1
-    with outliving_output():
+    with survive_output_errors():
         try:
             if PARENT in os.environ:
                 end_with_parent(int(os.environ[PARENT]))
@@ -70,7 +70,7 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        return _told(behind(error, early), rank=rank)
+        return _told(find_interruption(error, early), rank=rank)
     return 0
 
 
@@ -117,9 +117,9 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         early.append(Interrupted(signum=signum, checkpoint=None))
         raise early[-1]
 
-    heed(leave)
+    install_handler(leave)
     # A process of Ray's starts others with SIGINT blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
 
 
 def end_with_parent(parent: int) -> None:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from exp.launch.failure import Failure, Kind, death, first_cause, read_failure, read_hang
 from exp.launch.spawn import RankProcess
-from exp.signals import heeding
+from exp.signals import handle_signals
 
 POLL_SECONDS = 0.05
 # Neighbours of a failed rank get so long to say what they saw, and so long after SIGTERM to leave.
@@ -47,7 +47,7 @@ def collected_signals() -> Iterator[list[int]]:
         yield before.received
         return
     collector = _Collector()
-    with heeding(collector):
+    with handle_signals(collector):
         yield collector.received
 
 

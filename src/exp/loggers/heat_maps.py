@@ -13,7 +13,7 @@ import torch
 from exp.errors import RunError
 from exp.hooks.panels import Column, Healthy, Image, Panel
 from exp.loggers.step_table import STEP, StepTable
-from exp.output import tell_not_written
+from exp.output import warn_not_written
 
 TABLE = "table.csv"
 # A picture of a long run is drawn when its number of columns has doubled, and not more often than this.
@@ -172,4 +172,4 @@ class HeatMaps:
             work(self._table)
         except (RunError, OSError, ValueError, LookupError) as error:  # the last two for a damaged table
             self._table = None
-            tell_not_written(TABLE, error)
+            warn_not_written(TABLE, error)

@@ -18,9 +18,9 @@ from lightning.pytorch.loggers.logger import Logger
 
 from exp.config.frozen import chosen_values, compared_tags
 from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.panels import Panel
-from exp.output import tell_not_written
+from exp.output import warn_not_written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ ASKED = (
 )
 
 
-def made(make: Callable[[], Logger], *, name: str) -> Logger | None:
+def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
     """Make a logger that a run outlives; None where it cannot be made, which is told.
 
     name: as in the config, `logger.tensorboard`.
@@ -103,9 +103,9 @@ def made(make: Callable[[], Logger], *, name: str) -> Logger | None:
         is_of_values = isinstance(cause, REFUSALS) and not isinstance(cause, OSError | RuntimeError)
         if cause is None or is_of_values or isinstance(cause, ExpError | MisconfigurationException | SystemExit):
             raise
-        tell_not_written(name, cause)
+        warn_not_written(name, cause)
     except Exception as error:
-        tell_not_written(name, error)
+        warn_not_written(name, error)
     return None
 
 
@@ -119,7 +119,7 @@ def has_begun(logger: Logger, *, name: str) -> bool:
     except Interrupted:
         raise
     except Exception as error:
-        tell_not_written(name, error)
+        warn_not_written(name, error)
         return False
     return True
 
@@ -143,7 +143,7 @@ def outlive(logger: Logger, *, name: str) -> Logger:
                 raise  # a signal came while it wrote
             except Exception as error:
                 has_failed = True
-                tell_not_written(name, error)
+                warn_not_written(name, error)
                 return None
 
         return call
@@ -174,7 +174,7 @@ class Notes:
     def keep(self, **values: Any) -> None:
         self.values.update(values)
         try:
-            write_whole(self.path, json.dumps(self.values) + "\n")
+            write_atomic(self.path, json.dumps(self.values) + "\n")
         except OSError as error:
             raise RunError(f"{self.path} cannot be written: {error.strerror or error}") from error
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from exp.errors import RunError
-from exp.files import replacing
-from exp.output import unwritable
+from exp.files import open_atomic
+from exp.output import describe_write_error
 
 STEP = "step"
 
@@ -66,7 +66,9 @@ class StepTable:
             work()
         except OSError as error:
             self._failed = True
-            raise RunError(f"the table cannot be written to {unwritable(self.path, error)}, or {self._fix}") from error
+            raise RunError(
+                f"the table cannot be written to {describe_write_error(self.path, error)}, or {self._fix}"
+            ) from error
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         if not self._columns and self.path.is_file():
@@ -99,7 +101,7 @@ class StepTable:
         rows = self.read()
         first = next(rows, None)
         self._columns = self._columns or list(first or [STEP])
-        with replacing(self.path) as raw:
+        with open_atomic(self.path) as raw:
             file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.DictWriter(file, self._columns, lineterminator="\n")
             writer.writeheader()

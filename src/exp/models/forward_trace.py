@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from exp.models.containers import path_of
 from exp.models.inference import network_call
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 
 # Functions that refuse a `dim` which the tensor does not have on every device but meta (torch 2.13, by its op_db).
 UNCHECKED_ON_META = frozenset({
@@ -260,7 +260,7 @@ def _can_be_asked(sources: Sequence[Tensor], name: str, arithmetic: Arithmetic) 
 def _on_a_cpu(value: object) -> object:
     if isinstance(value, torch.device):
         return torch.device("cpu")
-    return mapped(value, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
+    return map_tensors(value, lambda one: torch.zeros(one.shape, dtype=one.dtype, device="cpu"))
 
 
 def _require_channels(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from exp.errors import config_error
 from exp.models.matching import parameters_meant
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 SCHEMES: dict[str, Callable[..., object]] = {
     "constant": nn.init.constant_,
@@ -65,7 +65,7 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
     name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
     options.pop("name", None)
     if name not in SCHEMES:
-        near = nearest(str(name), SCHEMES)
+        near = find_nearest(str(name), SCHEMES)
         expected = near[0] if near else f"one of {', '.join(SCHEMES)}"
         raise config_error(key, got=f"the scheme {name!r}", expected=expected)
     function = SCHEMES[name]

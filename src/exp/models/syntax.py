@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from exp.errors import ExpError
 from exp.models import vocabulary
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 
 class ProgramError(ExpError):
@@ -54,7 +54,7 @@ def joined(errors: Iterable[ProgramError]) -> ProgramError:
 
 def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
     """What to expect instead of `name`: the nearest known spelling, or `otherwise` where none is near."""
-    found = nearest(name, known)
+    found = find_nearest(name, known)
     return f"`{found[0]}`" if found else otherwise
 
 

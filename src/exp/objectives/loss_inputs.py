@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from exp.errors import RunError
 from exp.shared_types import dtype_name
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 # What a step computed, by name: `output`, `target`, `input`, and whatever else the network and the batch name.
 Values = Mapping[str, Any]
@@ -47,7 +47,7 @@ def pick(values: Values, name: str, role: str) -> Tensor:
         if not isinstance(value, Mapping):
             raise RunError(f"a term's {role} {name!r} is a {type(value).__name__}; it must be a tensor")
         values = value
-    found = nearest(name, values)
+    found = find_nearest(name, values)
     hint = f". Nearest: {found[0]}" if found else ""
     there = ", ".join(sorted(values))
     raise RunError(f"a term's {role} is {name!r}, which neither network nor batch gives; there are {there}{hint}")

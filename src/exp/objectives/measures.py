@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, classification
 
-from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, said, shortened
+from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, message_of, shorten
 from exp.functions.at_least_float32 import summing_dtype
-from exp.nested import mapped
+from exp.nested import map_tensors
 from exp.objectives.loss_inputs import Values, full, names_of_values
 from exp.objectives.metrics import AUROC, in_order
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 # Metrics of torchmetrics that take probabilities, or make them of scores, and the losses that do so, too.
 OF_CLASSES = (
@@ -122,12 +122,12 @@ class Measure:
 
         Raises: RunError where there is none of a name, with what is there and the nearest one.
         """
-        return {name: mapped(self._pick(values, place, name), Tensor.detach) for place, name in self.names.items()}
+        return {name: map_tensors(self._pick(values, place, name), Tensor.detach) for place, name in self.names.items()}
 
     def _pick(self, values: Values, place: str, name: str) -> Any:
         if name in values:
             return values[name]
-        found = nearest(name, values)
+        found = find_nearest(name, values)
         hint = f" Did you mean {found[0]}?" if found else ""
         raise RunError(
             f"{self.key}.{place} is {name!r}, which neither network nor batch gives; there are "
@@ -141,7 +141,7 @@ class Measure:
 
         Raises: RunError where the metric refuses the values; UserCodeError where a metric of one's own fails.
         """
-        given = {name: mapped(read[name], _double if self.is_doubled else full) for name in self.names.values()}
+        given = {name: map_tensors(read[name], _double if self.is_doubled else full) for name in self.names.values()}
         device = _device_type(given)
         self._double_states(torch.device(device))
         with _blame(self, "update"):
@@ -358,7 +358,7 @@ def _blame(measure: Measure, doing: str) -> Iterator[None]:
         if not measure.is_known:
             raise
         name = type(measure.metric).__name__
-        raise RunError(f"{measure.key}: {name} refuses, in {doing}: {shortened(said(error))}") from error
+        raise RunError(f"{measure.key}: {name} refuses, in {doing}: {shorten(message_of(error))}") from error
     except StopIteration as error:  # which Lightning would take for the end of the data
         name = type(measure.metric).__name__
         raise UserCodeError.of(error, what=f"metric {name}, in {doing},") from error

@@ -21,7 +21,7 @@ from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, 
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.shared_types import Batch, StepWeights
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
@@ -268,7 +268,7 @@ class Objective(nn.Module):
         """
         for name in names:
             if name not in self.terms:
-                found = nearest(name, self.terms)
+                found = find_nearest(name, self.terms)
                 hint = f". Nearest: {found[0]}" if found else ""
                 raise RunError(f"the objective has no term {name!r}; there are {', '.join(self.terms)}{hint}")
         return Objective({name: term for name, term in self.terms.items() if name in names})

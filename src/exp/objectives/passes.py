@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.nested import mapped, rebuilt
+from exp.nested import map_tensors, rebuild
 from exp.objectives.loss_inputs import HALF, Values, full
 from exp.shared_types import dtype_name
 
@@ -70,7 +70,7 @@ class Passes:
             with self._as_the_step():
                 return self._run(self._runner, data)
         with torch.autocast(self._device, enabled=False):
-            return self._run(self._in_full(self.network), mapped(data, full))
+            return self._run(self._in_full(self.network), map_tensors(data, full))
 
     def call(self, part: str, *inputs: object, precision: Precision = "step") -> Any:
         """What one part of the network gives for some inputs, such as its discriminator.
@@ -87,7 +87,7 @@ class Passes:
             with self._as_the_step():
                 return module(*inputs)
         with torch.autocast(self._device, enabled=False):
-            return self._in_full(module)(*mapped(inputs, full))
+            return self._in_full(module)(*map_tensors(inputs, full))
 
     @overload
     def gradients(self, output: Tensor, inputs: Tensor, *, create_graph: bool = ...) -> Tensor: ...
@@ -158,7 +158,7 @@ def _leaves(data: object, inputs: Sequence[str]) -> object:
     if isinstance(data, Mapping):
         return {name: _leaf(value) if name in inputs else value for name, value in data.items()}
     assert isinstance(data, list | tuple), "a pair of input and target"
-    return rebuilt(data, [_leaf(data[0]), *data[1:]])
+    return rebuild(data, [_leaf(data[0]), *data[1:]])
 
 
 def _leaf(value: object) -> object:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from exp.errors import ErrorDetails, raise_errors
 from exp.objectives.loss_inputs import Values
 from exp.shared_types import Batch
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
@@ -84,7 +84,7 @@ def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
     words = frozenset([declared] if isinstance(declared, str) else declared)
     errors = []
     for word in sorted(words - NEEDS.keys()):
-        found = nearest(word, NEEDS)
+        found = find_nearest(word, NEEDS)
         errors.append(
             ErrorDetails(
                 key=key,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors, refusal
+from exp.errors import ConfigError, ErrorDetails, config_error, constructor_error, raise_errors
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
@@ -108,7 +108,9 @@ def build_optimizer(
         return make()
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{_name(factory)} refused its values ({error})"
-        raise ConfigError([refusal(error, key="optimizer", known=factory.keywords, got=got, make=make)]) from error
+        raise ConfigError(
+            [constructor_error(error, key="optimizer", known=factory.keywords, got=got, make=make)]
+        ) from error
 
 
 def _obstacles(

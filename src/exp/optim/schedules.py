@@ -15,7 +15,7 @@ from annotated_types import Ge, Interval
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from exp.errors import REFUSALS, ConfigError, ErrorDetails, config_error, refusal
+from exp.errors import REFUSALS, ConfigError, ErrorDetails, config_error, constructor_error
 
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
@@ -138,7 +138,7 @@ def build_schedule(
         got = f"{_function(factory).__name__} refused its values ({error})"
         known = inspect.signature(_function(factory)).parameters
         tried = None if "schedulers" in _given(factory) else make
-        raise ConfigError([refusal(error, key=key, known=known, got=got, make=tried)]) from error
+        raise ConfigError([constructor_error(error, key=key, known=known, got=got, make=tried)]) from error
 
 
 # Where torch's optimizers and schedules hold rates, the schedules that another one runs, and what each step changes.

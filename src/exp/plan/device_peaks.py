@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from exp.errors import config_error, shortened
+from exp.errors import config_error, shorten
 from exp.hooks.utilisation import arithmetic, card_of, card_peaks, measured_peak
 from exp.spelling import did_you_mean
 
@@ -100,7 +100,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
         expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
-        raise config_error("device", got=shortened(text), expected=expected)
+        raise config_error("device", got=shorten(text), expected=expected)
     return listed_device(names[word]), None if digits is None else int(digits)
 
 

@@ -39,7 +39,7 @@ from exp.errors import ConfigError, RunError, one_line
 from exp.hooks.saved_tensors import Kept, held, innermost_call, kept_by, storages
 from exp.models.containers import with_forward
 from exp.models.flop_count import flops_of
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import turns_of
@@ -213,7 +213,7 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> Any:
         shape = (samples, *tensor.shape[1:]) if tensor.dim() and len(tensor) == count else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype)
 
-    return mapped(read, resized)
+    return map_tensors(read, resized)
 
 
 def _declared_batch(plan: Plan, *, samples: int) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from exp.models.containers import forward_name
-from exp.nested import Nested, mapped
+from exp.nested import Nested, map_tensors
 from exp.precision.keep import outermost
 from exp.precision.words import HALF, Word, refuse_without_torchao
 
@@ -41,7 +41,7 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
             notes.append((changed, tensor))
         return changed
 
-    return mapped(data, change)
+    return map_tensors(data, change)
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
@@ -129,7 +129,7 @@ class Ends:
                     return before.float()
             return tensor
 
-        restored = mapped(output, full) if waiting else output
+        restored = map_tensors(output, full) if waiting else output
         if output is not None and call is not None:  # else the forward raised, and nothing is known of it
             self.known.setdefault(call, found)
         return restored

@@ -16,7 +16,7 @@ from torch import nn
 from exp.errors import ConfigError, ErrorDetails
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
-from exp.nested import moved, tensors_in
+from exp.nested import move_tensors, tensors_in
 from exp.shared_types import DataSpec
 from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
@@ -167,8 +167,8 @@ class SplitNetwork:
         inputs = self.cast(self.parts.bind(arguments, named))
         values: dict[str, object] = {}
         for part, device in zip(self.parts.parts, self.devices, strict=True):
-            read = [moved(inputs[name], device) for name in part.inputs]
-            read += [moved(values[name], device) for name in part.takes]
+            read = [move_tensors(inputs[name], device) for name in part.inputs]
+            read += [move_tensors(values[name], device) for name in part.takes]
             output = part.run(self.network, *read)
             if part is self.parts.parts[-1]:
                 return output

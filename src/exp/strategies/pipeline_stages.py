@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from exp.models.graphs import TENSOR
-from exp.nested import mapped, moved, tensors_in
+from exp.nested import map_tensors, move_tensors, tensors_in
 
 if TYPE_CHECKING:
     from exp.models.partition import Part, Split
@@ -67,10 +67,10 @@ class Stage:
         with self.around():
             result = self.part.run(self.network, *read)
         if self.is_last:
-            self.output = mapped(result, lambda _: TENSOR)
+            self.output = map_tensors(result, lambda _: TENSOR)
             return tuple(tensors_in(result))
         # A value that only passes through is a new one to autograd, for this stage may read it as well.
-        values = mapped(values, lambda tensor: tensor.view_as(tensor))
+        values = map_tensors(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
         return tuple(tensor.contiguous() for name in self.gives for tensor in tensors_in(values[name]))
 
@@ -134,12 +134,12 @@ class Stages:
                 found: list[Any] = [None]
                 source = dist.get_global_rank(self.group, source)
                 dist.recv_object_list(found, src=source, group=self.group, device=self.device)
-                tensors = moved(found[0], self.device)
+                tensors = move_tensors(found[0], self.device)
             tensors = stage.run(tensors, inputs)
             if not stage.is_last and (target := self.owner[stage.index + 1]) != place:
                 target = dist.get_global_rank(self.group, target)
                 # By way of the CPU, because a pickled tensor names the device of its rank.
-                dist.send_object_list([moved(tensors, CPU)], dst=target, group=self.group, device=self.device)
+                dist.send_object_list([move_tensors(tensors, CPU)], dst=target, group=self.group, device=self.device)
         return self.stages[-1].whole_output(tensors) if self.has_output else None
 
 
@@ -264,12 +264,12 @@ def micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]
 
 def cut(output: Data, size: int) -> Data:
     """The first `size` samples of an output."""
-    return mapped(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
+    return map_tensors(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
 def _filled(kind: object, tensors: Iterator[Tensor]) -> Any:
     """A value of this structure, with the next of the tensors in the place of each of its own."""
-    return mapped(kind, lambda _: next(tensors))
+    return map_tensors(kind, lambda _: next(tensors))
 
 
 def _slice(data: Data, *, start: int, stop: int, size: int, each: int) -> Data:
@@ -280,4 +280,4 @@ def _slice(data: Data, *, start: int, stop: int, size: int, each: int) -> Data:
         missing = each - (stop - start)
         return torch.cat([piece, tensor[size - 1 :].expand(missing, *tensor.shape[1:])]) if missing else piece
 
-    return mapped(data, sliced)
+    return map_tensors(data, sliced)

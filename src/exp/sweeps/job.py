@@ -22,10 +22,10 @@ from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_erro
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collected_signals
-from exp.output import passing_line
-from exp.redaction import redacted
+from exp.output import show_transient_line
+from exp.redaction import redact
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
-from exp.signals import heed
+from exp.signals import install_handler
 from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
 from exp.sweeps.jobs import unpacked
@@ -68,7 +68,7 @@ Asked = tuple[str, tuple[Need, Machine]]
 
 def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | ExpError]:
     """Yield what each job asks for, or its error, in the process of the check."""
-    heed(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
+    install_handler(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
     for config in map(unpacked, packed):
         try:
@@ -81,7 +81,7 @@ def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | Exp
             yield error
         except BaseException as error:
             traceback.print_exc()
-            yield _ended(f"with {redacted(one_line(error))}; its traceback is above")
+            yield _ended(f"with {redact(one_line(error))}; its traceback is above")
         else:
             yield asks(config), asked
 
@@ -170,7 +170,7 @@ class JobProcesses:
         deaths = 0
         # Before its first job, the other process imports torch.
         is_there = self._has_checked or "torch" in sys.modules
-        waiting = nullcontext() if is_there else passing_line("loading torch")
+        waiting = nullcontext() if is_there else show_transient_line("loading torch")
         self._has_checked = True
         with collected_signals() as received, waiting:
             while len(found) < len(configs) and deaths < MAX_DEATHS:

@@ -11,7 +11,7 @@ import importlib
 import os
 import weakref
 
-from exp.lighter_imports import without_collection
+from exp.lighter_imports import pause_garbage_collection
 
 
 def end_server(pid: int) -> None:
@@ -20,7 +20,7 @@ def end_server(pid: int) -> None:
         os._exit(0)
 
 
-with without_collection():
+with pause_garbage_collection():
     for name in importlib.import_module("exp.sweeps.job").MODULES:
         importlib.import_module(name)
 for finalizer in tuple(vars(weakref.finalize)["_registry"]):

@@ -25,7 +25,7 @@ from exp.config.frozen import COMPOSITION
 from exp.config.hydra_node import is_inside
 from exp.config.versions import as_before
 from exp.errors import ConfigError, RunError, config_error, one_line
-from exp.files import holding, is_locked, write_whole
+from exp.files import hold_lock, is_locked, write_atomic
 from exp.run_report import Report, read_report
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Ledger:
         return cast(Mapping[str, Any], found)
 
     def _keep_settings(self, settings: Mapping[str, Any]) -> None:
-        write_whole(self.directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        write_atomic(self.directory / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _entry(line: bytes, directory: Path) -> Entry:
@@ -237,7 +237,7 @@ def held(directory: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(holding(directory, alone=True))
+            stack.enter_context(hold_lock(directory, alone=True))
         except BlockingIOError as error:
             raise _running(directory) from error
         yield

@@ -55,7 +55,7 @@ from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
 from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
-from exp.files import holding
+from exp.files import hold_lock
 from exp.hooks.memory_peaks import MIB, peak_of_run
 from exp.launch.launcher import last_checkpoint
 from exp.loggers.heat_maps import HeatMaps
@@ -269,7 +269,7 @@ class Member:
 
     def begin(self) -> None:
         """Hold the run directory, so that no other program resumes it, open the loggers, and start the clock."""
-        self._hold.enter_context(holding(self.directory / "config.yaml"))
+        self._hold.enter_context(hold_lock(self.directory / "config.yaml"))
         self.log.begin(self._progress.step + 1)
         self._started = time.monotonic()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.config.frozen import OUTPUT
-from exp.redaction import redacted
+from exp.redaction import redact
 from exp.sweeps.job import last_line
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Progress:
 
     def _say(self, line: str) -> None:
         if self._live is not None:
-            self._live.console.print(redacted(line), markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(redact(line), markup=False, highlight=False, soft_wrap=True)
         else:
-            print(redacted(line), flush=True)
+            print(redact(line), flush=True)
 
     def refresh(self) -> None:
         """Draw the running jobs if there is a terminal."""
@@ -85,7 +85,7 @@ class Progress:
         for name in ("job", "seconds", "swept", "now"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")
         for job, (swept, output, began) in self._running.items():
-            cells = (str(job), f"{time.monotonic() - began:.0f}", swept, redacted(last_line(output)))
+            cells = (str(job), f"{time.monotonic() - began:.0f}", swept, redact(last_line(output)))
             table.add_row(*map(Text, cells))
         return table
 

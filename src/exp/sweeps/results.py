@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.output import markdown_table
 from exp.run_report import train_command
 from exp.shared_types import STAGES, Mode
@@ -177,8 +177,8 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
         cells = [[*line, *figures[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *cells])
-    write_whole(directory / "table.csv", text.getvalue())
-    write_whole(directory / "table.md", _markdown(rows, directory, repeat_over))
+    write_atomic(directory / "table.csv", text.getvalue())
+    write_atomic(directory / "table.md", _markdown(rows, directory, repeat_over))
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, ExpError, shortened
+from exp.errors import ConfigError, ExpError, shorten
 from exp.files import is_locked
-from exp.redaction import covered
+from exp.redaction import mask_secrets
 from exp.run_report import DAMAGE as REPORT_DAMAGE
 from exp.run_report import Report, parsed_report
 from exp.shared_types import Mode, compared_tag
@@ -72,7 +72,7 @@ class RunRecord:
         found = Values(dict(self.config))[key]
         if found is UNKNOWN or isinstance(found, dict | list):
             return self.typed.get(key)
-        return covered(text_of(found))
+        return mask_secrets(text_of(found))
 
 
 def text_of(value: object) -> str:
@@ -154,7 +154,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
     record = RunRecord(
         directory=directory,
         status=UNREADABLE,
-        typed={key: covered(text) for key, text in typed.items()},
+        typed={key: mask_secrets(text) for key, text in typed.items()},
         config=config,
         monitor=monitor,
         mode=mode,
@@ -162,7 +162,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
         curves=found.by_tag,
     )
     told = _reported(record, problems)
-    return replace(told, problems=tuple(map(covered, [*problems, *found.problems])))
+    return replace(told, problems=tuple(map(mask_secrets, [*problems, *found.problems])))
 
 
 def is_of_validation(tag: str) -> bool:
@@ -217,7 +217,7 @@ def read_part(directory: Path, name: str, read: Callable[[Path], Any], problems:
     except DAMAGE as error:
         what = error.errors[0].got if isinstance(error, ConfigError) else str(error) or type(error).__name__
         what = f"it has no {what}" if isinstance(error, KeyError) else what
-        problems.append(f"{name} is not as exp wrote it: {shortened(what, most=200)}")
+        problems.append(f"{name} is not as exp wrote it: {shorten(what, most=200)}")
     return None
 
 
@@ -268,5 +268,5 @@ def _facts(path: Path) -> dict[str, Any]:
         "metrics": {**report.metrics, **report.best_metrics},
         "seconds": float(report.wall_seconds),
         "peak_memory_mib": None if peak is None else float(peak),
-        "error": covered(next(iter(error.strip().splitlines()), "")),
+        "error": mask_secrets(next(iter(error.strip().splitlines()), "")),
     }

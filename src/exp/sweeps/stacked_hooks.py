@@ -20,7 +20,7 @@ from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Boundary, Hook
 from exp.hooks.memory import Memory
 from exp.hooks.step import Step
-from exp.nested import mapped
+from exp.nested import map_tensors
 from exp.shared_types import Batch
 
 Found = list[dict[str, Any]]
@@ -141,7 +141,7 @@ class StackedHooks:
 
 def _with_own_state(optimizer: Optimizer) -> Optimizer:
     found = copy.copy(optimizer)
-    found.state = mapped(optimizer.state, Tensor.clone)
+    found.state = map_tensors(optimizer.state, Tensor.clone)
     return found
 
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from exp.data.randomness import step_seed
 from exp.engine.forward import Forward, Values
 from exp.models.kept_state import KeptState
-from exp.nested import mapped
+from exp.nested import map_tensors
 from exp.objectives.objective import Objective
 from exp.shared_types import Batch
 
@@ -201,7 +201,7 @@ class StackedNetwork:
         with torch.no_grad(), self._autocast(), sdpa_kernel(SDPBackend.MATH):
             stacked = vmap(forward)(self._tensors)
         return [
-            {**shared, **{name: mapped(value, operator.itemgetter(place)) for name, value in stacked.items()}}
+            {**shared, **{name: map_tensors(value, operator.itemgetter(place)) for name, value in stacked.items()}}
             for place in range(len(self._networks))
         ]
 
@@ -254,7 +254,7 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
 
 def of_first(batch: Batch) -> Batch:
     """Return a batch with the data `[B, ...]` of the first member, from data `[M, B, ...]`."""
-    return batch._replace(data=mapped(batch.data, operator.itemgetter(0)))
+    return batch._replace(data=map_tensors(batch.data, operator.itemgetter(0)))
 
 
 def _watched(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> tuple[list[Dropout], Tensor]:

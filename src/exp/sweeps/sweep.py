@@ -30,9 +30,9 @@ from exp.config.hydra_adapter import error_of, job_return, run_sweeper
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
-from exp.files import sweep_partial_files
-from exp.output import unwritable
-from exp.signals import heeding
+from exp.files import remove_partial_files
+from exp.output import describe_write_error
+from exp.signals import handle_signals
 from exp.spelling import among
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
@@ -281,7 +281,7 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     """
     wanted = wanted_directory(master)
     resumed = _resumed(master, wanted)
-    with heeding(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
+    with handle_signals(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
             # The directory does not follow a swept name.
             directory = make_exclusively(wanted) if resumed is None else resumed
@@ -290,7 +290,7 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
         with held(directory):
             if resumed is not None:
                 # In the sweep, in the directories of its jobs, and one level below.
-                sweep_partial_files(directory, levels=2)
+                remove_partial_files(directory, levels=2)
             return _run(master, directory, executor=executor, check=check)
 
 
@@ -326,7 +326,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
         if isinstance(error, HydraException):
             raise ConfigError([error_of(error)]) from error
         if isinstance(error, OSError):
-            what, here = unwritable(error.filename or directory, error), os.path.relpath(directory)
+            what, here = describe_write_error(error.filename or directory, error), os.path.relpath(directory)
             raise RunError(f"the sweep ended, for {what}, and go on with sweep.resume={here}") from error
         raise
     if is_dry:

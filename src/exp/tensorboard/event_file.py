@@ -20,7 +20,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 
 from exp.errors import RunError
-from exp.output import unwritable
+from exp.output import describe_write_error
 
 
 class EventFile:
@@ -50,7 +50,7 @@ class EventFile:
             self.failed = True
             self.close()
             raise RunError(
-                f"TensorBoard events cannot be written to {unwritable(self._path or self.directory, error)}, "
+                f"TensorBoard events cannot be written to {describe_write_error(self._path or self.directory, error)}, "
                 "or turn it off: logger=[]"
             ) from error
 

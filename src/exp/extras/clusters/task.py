@@ -15,7 +15,7 @@ from types import FrameType
 
 from exp.launch.failure import death, read_failure, read_hang, write_failure
 from exp.launch.spawn import BOOTSTRAP, EXCHANGE, FOREIGN, IMPORT_PATH, PARENT, rank_environment
-from exp.signals import SUPERVISED, heed
+from exp.signals import SUPERVISED, install_handler
 from exp.strategies.rank import Rank, rank_of
 
 
@@ -55,7 +55,7 @@ def run_task(
     def pass_on(signum: int, frame: FrameType | None) -> None:
         process.send_signal(signum)
 
-    heed(pass_on)
+    install_handler(pass_on)
     returncode = process.wait()
     if returncode == 0 and (rank.global_rank or (Path(directory) / "report.json").is_file()):
         return

@@ -25,7 +25,7 @@ from pathlib import Path
 from exp.errors import ExpError
 from exp.extras.dashboard.run_names import LinkedRuns, runs_below
 from exp.output import command
-from exp.signals import heeding
+from exp.signals import handle_signals
 from exp.sweeps.run_records import is_sweep
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     page = arguments.page or page_for(arguments.directory, runs=count)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     with (
-        heeding(lambda signum, frame: signals.put(signum)),
+        handle_signals(lambda signum, frame: signals.put(signum)),
         tempfile.TemporaryDirectory(prefix="exp-dashboard-") as place,
     ):
         links = LinkedRuns(arguments.directory, Path(place))

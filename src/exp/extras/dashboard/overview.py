@@ -12,7 +12,7 @@ from typing import Any
 from tensorboard.backend.experimental_plugin import ExperimentalPlugin
 from tensorboard.plugins import base_plugin
 
-from exp.shared_types import parted
+from exp.shared_types import split_tag
 from exp.tensorboard.curves import read_curves
 
 # After losses, metrics and learning rates.
@@ -72,7 +72,7 @@ def in_order(tags: Iterable[str]) -> list[str]:
     """Return the most important tags in the order in which they are pinned."""
     known = sorted(tags)
     # A test has one point, which report.md shows.
-    named = {tag: parted(tag) for tag in known}
+    named = {tag: split_tag(tag) for tag in known}
     losses = [tag for tag, (name, stage) in named.items() if name.startswith("loss") and stage in ("train", "val")]
     losses = [tag for tag in losses if "/" not in named[tag][0]]  # the sum of several terms
     metrics = [tag for tag, (name, stage) in named.items() if stage == "val" and "/" not in name and tag not in losses]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.precision.conversion import Arguments, Keywords, cast
 from exp.precision.plugin import RunPrecision, TensorFloat32
 from exp.shared_types import dtype_name
@@ -213,7 +213,7 @@ def record_outputs(
 
 def _note(module: nn.Module, args: Arguments, kwargs: Keywords, *, calls: list[tuple[Arguments, Keywords]]) -> None:
     """Keep copies of what a layer is given: ReLU(inplace=True) leaves other numbers behind in it."""
-    calls.append((mapped(args, _copied), mapped(kwargs, _copied)))
+    calls.append((map_tensors(args, _copied), map_tensors(kwargs, _copied)))
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.extras.debugging.module_calls import ModuleCalls, running_node
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.hook import OBSERVING, Boundary, OnChosenSteps, Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.output import tell_not_written
+from exp.output import warn_not_written
 from exp.shared_types import dtype_name
 
 # The file has all rows.
@@ -85,9 +85,9 @@ class Operators(OnChosenSteps):
             path = self.directory / self.name / f"step-{step.index}.md"
             try:
                 path.parent.mkdir(exist_ok=True)
-                write_whole(path, f"# Operators of step {step.index}\n\n{table(calls, rows=None)}\n")
+                write_atomic(path, f"# Operators of step {step.index}\n\n{table(calls, rows=None)}\n")
             except OSError as error:
-                tell_not_written(str(path), error)
+                warn_not_written(str(path), error)
         return {self.name: Text(table(calls, rows=PANEL_ROWS))}
 
 

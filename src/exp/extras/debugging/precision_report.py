@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from exp.errors import config_error
-from exp.output import command, loading_torch, outliving_output
+from exp.output import announce_torch_import, command, survive_output_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,11 +47,11 @@ def main(argv: Sequence[str]) -> int:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
-    with loading_torch():
+    with announce_torch_import():
         from exp.check.examination import plan
         from exp.check.resolution import resolve
     decided = plan(resolve(config))
-    with outliving_output():
+    with survive_output_errors():
         print(report(decided))
     return 0
 
@@ -95,7 +95,7 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
     from exp.engine.checkpoint import read_checkpoint
     from exp.engine.forward import forward_by_name
     from exp.extras.debugging.comparison import compare
-    from exp.nested import mapped, moved
+    from exp.nested import map_tensors, move_tensors
     from exp.precision.plugin import build_precision
     from exp.precision.words import WORDS
 
@@ -105,7 +105,7 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
     # The weights of a loss are float64 with the network under fp64.
     parts = part, copy.deepcopy(part).double() if WORDS[precision["word"]].double else part
     batch = next(iter(plan.data.loader("train", rank=0, world_size=plan.placement.data_ranks)))
-    data = moved(batch.data, device)
+    data = move_tensors(batch.data, device)
 
     def network() -> nn.Module:
         if plain["resume"] is None:
@@ -122,7 +122,7 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
         def loss(network: nn.Module) -> Tensor:
             is_chosen = network is chosen
             # A copy, because a first layer may work in place.
-            given = mapped(data, torch.clone)
+            given = map_tensors(data, torch.clone)
             given = plugin.convert_input(given) if is_chosen else given
             values = forward_by_name(network, tuple(plan.spec.inputs))(network, given)
             total: Tensor = parts[is_chosen](values)[0]

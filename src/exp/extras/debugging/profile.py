@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from exp.errors import ErrorDetails
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel, Text
 from exp.hooks.step import Step
@@ -211,7 +211,7 @@ class Profile(Hook):
             f"{title}:\n\n```\n{averages.table(sort_by=order, row_limit=rows, max_name_column_width=80)}\n```\n"
             for rows in (-1, PANEL_ROWS)
         )
-        write_whole(folder / f"operators.rank{self._rank}.md", whole)
+        write_atomic(folder / f"operators.rank{self._rank}.md", whole)
         return {"profile/operators": Text(top)}
 
     # --- its ranges ---

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from exp.errors import words_of
+from exp.errors import describe_exception
 from exp.extras.doctor.finding import Finding
 
 MIB, GIB = 2**20, 2**30
@@ -59,7 +59,9 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
             os.fsync(file.fileno())
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return Finding("error", part, f"{place} cannot be written: {words_of(error)}", f"Get write access, or {other}")
+        return Finding(
+            "error", part, f"{place} cannot be written: {describe_exception(error)}", f"Get write access, or {other}"
+        )
     found = f"{place}: {free / GIB:,.1f} GiB free"
     if free < least:
         return Finding("error", part, found, f"Free some space, or {other}")

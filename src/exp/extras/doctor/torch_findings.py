@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from exp.errors import shortened
+from exp.errors import shorten
 from exp.extras.doctor.finding import Finding
 from exp.extras.doctor.installation import torch_requirement
 from exp.extras.doctor.machine import GIB
@@ -30,7 +30,7 @@ def broken(error: str, spec: ModuleSpec | None) -> Finding:
     if spec is None or spec.origin is None:
         return Finding("error", "torch", "it is not installed", f"pip install {REQUIREMENT}")
     place = Path(spec.origin).parent
-    found = f"importing it from {place} fails: {shortened(error, most=200)}"
+    found = f"importing it from {place} fails: {shorten(error, most=200)}"
     if "site-packages" not in place.parts:
         return Finding("error", "torch", found, f"Take {place.parent} off PYTHONPATH, or move {place} away")
     return Finding("error", "torch", found, AGAIN)
@@ -61,7 +61,7 @@ def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[s
             fix = f"unset {HIDDEN}, or write {HIDDEN}=0"
         elif "too old" in torch["cuda_error"] or "insufficient" in torch["cuda_error"]:
             fix = f"Update NVIDIA's driver, or {BUILD}"
-        found = f"torch sees none of {machine}: {shortened(torch['cuda_error'], most=200)}"
+        found = f"torch sees none of {machine}: {shorten(torch['cuda_error'], most=200)}"
         yield Finding("error", "CUDA", found, fix)
 
 
@@ -70,7 +70,7 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
         part, free, total = f"cuda:{index}", gpu["free"] / GIB, gpu["total"] / GIB
         found = f"{gpu['name']}, capability {gpu['capability']}, {free:.1f} of {total:.1f} GiB free"
         if gpu["error"]:
-            yield Finding("error", part, f"{found}; an addition fails: {shortened(gpu['error'], most=200)}", BUILD)
+            yield Finding("error", part, f"{found}; an addition fails: {shorten(gpu['error'], most=200)}", BUILD)
         elif free < 0.05 * total:
             yield Finding("note", part, found, "Other programs hold its memory: nvidia-smi lists them")
         else:
@@ -85,7 +85,7 @@ def group_finding(backend: str, trial: Facts) -> Finding:
         "gloo": "Bring up the loopback interface (ip link set lo up), or install an official build of torch",
         "nccl": "NCCL_DEBUG=INFO shows the reason; launch.backend=gloo works without NCCL",
     }
-    error = shortened(trial["error"], most=200)
+    error = shorten(trial["error"], most=200)
     return Finding("error", backend, f"a process group of one rank fails: {error}", fixes[backend])
 
 
@@ -96,7 +96,7 @@ def import_finding(trial: Facts) -> Finding:
     fix = "pip install --force-reinstall --no-deps the package that the error names"
     if "torchvision" in trial["error"]:
         fix = "Install torch and torchvision of one build, such as +cpu for both, or uninstall torchvision"
-    return Finding("error", "imports", shortened(trial["error"], most=200), fix)
+    return Finding("error", "imports", shorten(trial["error"], most=200), fix)
 
 
 def run_findings(device: str, trials: Mapping[str, Any]) -> Iterator[Finding]:
@@ -105,10 +105,10 @@ def run_findings(device: str, trials: Mapping[str, Any]) -> Iterator[Finding]:
     for precision, trial in trials.items():
         part = f"{precision} on {device}"
         if precision == "error" or "error" in trial:
-            error = shortened(trial if precision == "error" else trial["error"], most=200)
+            error = shorten(trial if precision == "error" else trial["error"], most=200)
             yield Finding("error", part, f"a run of three steps fails: {error}", f"Use another precision, or {AGAIN}")
         elif "refused" in trial:
-            yield Finding("note", part, shortened(trial["refused"], most=200))
+            yield Finding("note", part, shorten(trial["refused"], most=200))
         else:
             well.append(precision)
     if well:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from exp.output import command, loading_torch, outliving_output
+from exp.output import announce_torch_import, command, survive_output_errors
 
 HELP = """Export the network of a saved run, and compare the file with the network.
 
@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = read_arguments(argv, keys=keys, takes_overrides=False)
     values = arguments.values
     # Errors of the command are reported before torch is imported.
-    with loading_torch():
+    with announce_torch_import():
         from exp.extras.export.network_export import Format, export
         from exp.saved_runs.saved_run import load
 
-    with outliving_output():
+    with survive_output_errors():
         run = load(str(values["run"]), allow=arguments.allow)
         format = cast(Format, values["format"] or "onnx")
         print(export(run, format=format, output=values["output"], **options_of_a_run(values)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from exp.errors import RunError, is_own_code, one_line, shortened
+from exp.errors import RunError, is_user_code, one_line, shorten
 from exp.extras.export.named_network import NamedNetwork
 from exp.models.compiler import FILE_PREFIX
 from exp.models.containers import ProgramModel, config_key
@@ -113,7 +113,7 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
     steps = traceback.extract_tb(error.__traceback__)
     frames = [(step.filename, step.lineno or 1, step.line or "") for step in steps]
     place, layer = _place(network.network, entered[-1] if entered else "", frames)
-    reason = shortened(str(error).split("\n\n")[0] or one_line(error), most=300)
+    reason = shorten(str(error).split("\n\n")[0] or one_line(error), most=300)
     return ExportRefused(place, f"{layer or 'it'} cannot be captured: {reason}")
 
 
@@ -132,5 +132,5 @@ def _place(network: nn.Module, path: str, frames: list[tuple[str, int, str]]) ->
     if program and isinstance(layer, ProgramModel):
         line, text = program[-1]
         return f"{key}.forward, line {line}, `{text.strip()}`", ""
-    own = [f" ({Path(file).name}, line {line})" for file, line, _ in frames if is_own_code(file)]
+    own = [f" ({Path(file).name}, line {line})" for file, line, _ in frames if is_user_code(file)]
     return key, f"{type(layer).__name__}{own[-1] if own else ''}"

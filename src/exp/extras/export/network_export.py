@@ -24,14 +24,14 @@ from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
 from exp.data.value_names import value_names
-from exp.errors import ConfigError, ErrorDetails, RunError, shortened
+from exp.errors import ConfigError, ErrorDetails, RunError, shorten
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
 from exp.extras.export.preprocessing import Standardization, preparations
 from exp.extras.export.served_tables import table_form
-from exp.files import write_whole
-from exp.output import unwritable
+from exp.files import write_atomic
+from exp.output import describe_write_error
 from exp.saved_runs.prediction import readings_at, stated_classes
 from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.shared_types import Stage
@@ -126,9 +126,9 @@ def export(
         difference = compare(network, _program_runner(content), examples, named="the graph of torch.export")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
+        write_atomic(path, content)
     except OSError as error:
-        raise RunError(f"the network cannot be written to {unwritable(path, error)}") from error
+        raise RunError(f"the network cannot be written to {describe_write_error(path, error)}") from error
     return Export(
         path=path,
         bytes=len(content),
@@ -208,7 +208,7 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
             found = run(inputs)
         except (RunError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items())
-            reason = shortened(str(error), most=300)
+            reason = shorten(str(error), most=300)
             raise RunError(f"{named} cannot run it for {shapes}: {reason}. Nothing was written") from error
         for name, value in wanted.items():
             if found[name].shape != value.shape:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from exp.errors import MissingExtraError, RunError, chain_of, shortened
+from exp.errors import MissingExtraError, RunError, chain_of, shorten
 from exp.extras.export.graph_capture import Dimensions, ExportRefused, operator_of, quiet, refused
 from exp.extras.export.named_network import NamedNetwork
 
@@ -106,7 +106,7 @@ class OnnxModel:
         try:
             self._session = runtime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions have no common class
-            raise RunError(f"{name} cannot be read as ONNX: {shortened(str(error), most=300)}") from error
+            raise RunError(f"{name} cannot be read as ONNX: {shorten(str(error), most=300)}") from error
         self.inputs = [_port(one) for one in self._session.get_inputs()]
         self.outputs = [_port(one) for one in self._session.get_outputs()]
         found = self._session.get_modelmeta().custom_metadata_map
@@ -121,7 +121,7 @@ class OnnxModel:
         try:
             values = self._session.run(None, dict(inputs))
         except Exception as error:  # ONNX Runtime's exceptions have no common class
-            raise RunError(f"ONNX Runtime refuses them: {shortened(str(error), most=300)}") from error
+            raise RunError(f"ONNX Runtime refuses them: {shorten(str(error), most=300)}") from error
         return {port.name: value for port, value in zip(self.outputs, values, strict=True)}
 
 
@@ -170,7 +170,7 @@ def onnx_bytes(
     try:
         onnx.checker.check_model(proto, full_check=True)
     except Exception as error:  # onnx's and protobuf's exceptions have no common class
-        raise RunError(f"onnx.checker refuses what was exported: {shortened(str(error), most=300)}") from error
+        raise RunError(f"onnx.checker refuses what was exported: {shorten(str(error), most=300)}") from error
     content: bytes = proto.SerializeToString()
     return content
 
@@ -203,7 +203,7 @@ def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseExcepti
     texts = [str(cause) for cause in chain_of(error, explicit=True)]
     missing = MISSING.search("\n".join(texts))
     if missing is None:
-        return ExportRefused("model", f"an operator cannot be written as ONNX: {shortened(texts[-1], most=200)}")
+        return ExportRefused("model", f"an operator cannot be written as ONNX: {shorten(texts[-1], most=200)}")
     operator, why = ".".join(missing.groups()).removesuffix(".default"), "has no counterpart in ONNX"
     # The operator may be a part of another one.
     for graph in (program.graph, program.run_decompositions().graph):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ErrorDetails, RunError, config_error, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path, write_table
-from exp.output import command, outliving_output
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     from exp.cli.train import fit, validate
     from exp.sweeps.job import JobProcesses
 
-    with outliving_output():
+    with survive_output_errors():
         jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.errors import ErrorDetails, RunError, config_error, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
-from exp.output import command, outliving_output
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         raise config_error("--max", got=f"{flags.max:g}", expected=f"a rate above --min, {flags.min:g}")
     if arguments is None:
         return 0
-    with outliving_output():
+    with survive_output_errors():
         config, decided = decide(arguments)
         raise_errors(unfit(decided))
         test = {

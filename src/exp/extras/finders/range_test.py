@@ -20,10 +20,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from exp.engine.recording import Recording
 from exp.errors import RunError
 from exp.extras.finders.short_run import write_table
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.figures import curves
 from exp.hooks.panels import png
-from exp.output import tell_not_written
+from exp.output import warn_not_written
 from exp.shared_types import Batch
 from exp.strategies.whole_state import local
 
@@ -117,11 +117,11 @@ class RangeTest(Callback):
         steps = zip(range(1, done + 1), rates, self.losses, self.smoothed, strict=True)
         write_table(directory / TABLE, ("step", "lr", "loss", "smoothed_loss"), steps)
         summary = {"end": self.end, "steps": done, "own_lr": self._own, "suggestion": found}
-        write_whole(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_atomic(directory / SUMMARY, json.dumps(summary, indent=2) + "\n")
         try:
-            write_whole(directory / PICTURE, png(picture(rates, self.losses, found)))
+            write_atomic(directory / PICTURE, png(picture(rates, self.losses, found)))
         except OSError as error:  # the numbers are more important than the picture
-            tell_not_written(str(directory / PICTURE), error)
+            warn_not_written(str(directory / PICTURE), error)
 
     def _set_rate(self) -> None:
         rate = self.rates[len(self.losses)]

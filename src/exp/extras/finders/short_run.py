@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exp.config.found_run import key_of
 from exp.config.module_key import has_module
 from exp.errors import ErrorDetails, Interrupted, raise_errors
-from exp.files import write_whole
-from exp.output import loading_torch
+from exp.files import write_atomic
+from exp.output import announce_torch_import
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -124,7 +124,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     config.runtime.autoresume = False
     refuse_early(config)
-    with loading_torch():
+    with announce_torch_import():
         from exp.check.examination import plan
         from exp.check.resolution import resolve
 
@@ -202,7 +202,7 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
     """Write rows as CSV, with all digits."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
 
 
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:

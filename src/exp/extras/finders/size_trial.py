@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.hooks.memory_peaks import peak_of
 from exp.hooks.out_of_memory import is_out_of_memory
 from exp.shared_types import Batch
@@ -60,7 +60,7 @@ class SizeTrial(Callback):
         # The first that runs out of memory may be any rank.
         if trainer.is_global_zero or not found["fits"]:
             path = Path(trainer.default_root_dir) / SUMMARY
-            write_whole(path, json.dumps(found, indent=2) + "\n")
+            write_atomic(path, json.dumps(found, indent=2) + "\n")
 
 
 def _is_cuda(trainer: Trainer) -> bool:

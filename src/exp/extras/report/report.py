@@ -21,9 +21,9 @@ from exp.errors import MissingExtraError, RunError
 from exp.extras.report.charts import Chart, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import Comparison, ReportError, compare, tags_of
-from exp.files import sweep_partial_files, write_whole
+from exp.files import remove_partial_files, write_atomic
 from exp.output import command
-from exp.spelling import nearest
+from exp.spelling import find_nearest
 from exp.sweeps.results import again_command, best_line, rich_tables
 from exp.sweeps.run_records import MARKS, Found, find_runs, is_sweep, read_run
 
@@ -85,10 +85,10 @@ def _write(arguments: argparse.Namespace, text: str, charts: Sequence[Chart]) ->
         if arguments.output is None and (len(places) > 1 or not is_sweep(places[0])):
             directory = make_exclusively(Path("outputs", "reports", *time.strftime("%Y-%m-%d %H-%M-%S").split()))
         directory.mkdir(parents=True, exist_ok=True)
-        sweep_partial_files(directory)
+        remove_partial_files(directory)
         for chart in charts:
-            write_whole(directory / f"{chart.name}.png", chart.png, is_synced=False)
-        write_whole(directory / PAGE, text, is_synced=False)
+            write_atomic(directory / f"{chart.name}.png", chart.png, is_synced=False)
+        write_atomic(directory / PAGE, text, is_synced=False)
     except OSError as error:
         where = f"{error.filename or directory}: {error.strerror or error}"
         raise RunError(f"the report cannot be written to {where}. Choose another --output") from error
@@ -118,7 +118,7 @@ def _refuse_missing(place: Path) -> None:
     """Raise ReportError if a place is not a directory."""
     if not os.path.isdir(place):
         there = "is a file" if os.path.exists(place) else "is not there"
-        near = nearest(place.name, (path.name for path in place.parent.glob("*/")))
+        near = find_nearest(place.name, (path.name for path in place.parent.glob("*/")))
         fix = f". Did you mean {place.parent / near[0]}?" if near else ""
         raise ReportError(f"{place} {there}; expected {EXPECTED}{fix}")
 

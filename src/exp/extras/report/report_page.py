@@ -11,7 +11,7 @@ from pathlib import Path
 
 from exp.extras.report.charts import Chart
 from exp.extras.report.run_comparison import Comparison
-from exp.redaction import covered
+from exp.redaction import mask_secrets
 from exp.sweeps.results import again_command, best_line, repeat_cells, table_cells
 
 STYLE = """
@@ -57,7 +57,7 @@ def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str
         *(f"<li>{escape(note)}</li>" for note in notes),
         f"</ul></main><footer><p><small>{escape(about)}</small></p></footer></body></html>",
     ]
-    return covered("\n".join(lines) + "\n")
+    return mask_secrets("\n".join(lines) + "\n")
 
 
 def _summary(comparison: Comparison) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.hooks.hook import Hook
 from exp.models.matching import matching
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from exp.models.forward_trace import Call
@@ -60,7 +60,7 @@ class GradientTransform(Hook, ABC):
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):
             raise RunError(f"hooks.{self.name}: no floating tensor is at the {self.at} of {name or 'the network'}")
-        return mapped(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
+        return map_tensors(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         """Yield the errors of every hook, of nested modules, and of modules without a gradient."""

@@ -24,7 +24,7 @@ from exp.hooks.panels import Histogram
 from exp.hooks.step import Step
 from exp.models.inference import network_call
 from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.shared_types import Batch
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class PerSampleGradients(Hook):
 
         def loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
             rest = iter(sample)
-            data = mapped(batch.data, lambda _: next(rest)[None])
+            data = map_tensors(batch.data, lambda _: next(rest)[None])
             assert step.loss_with is not None
             with step.autocast():
                 return step.loss_with(partial(_called, network, parameters), data) * factor

@@ -20,7 +20,7 @@ from exp.config.search_path import search_places
 from exp.config.slots import AXIS, MANY, ONE, nodes_in
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, RunError
-from exp.files import write_whole
+from exp.files import write_atomic
 from exp.output import exit_status
 
 FOLDER = Path(".exp", "schema")
@@ -50,7 +50,7 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)
         for name, schema in schemas.items():
-            write_whole(FOLDER / f"{name}.json", json.dumps(schema, separators=(",", ":")), is_synced=False)
+            write_atomic(FOLDER / f"{name}.json", json.dumps(schema, separators=(",", ":")), is_synced=False)
     except OSError as error:
         raise RunError(f"{error.filename}: {error.strerror}. Run it where you may write") from error
     print(f"{len(schemas)} schemas in {FOLDER}/")

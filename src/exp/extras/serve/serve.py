@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from exp.errors import MissingExtraError, config_error, is_installed
 from exp.extras.export.export import keys_of_a_run, options_of_a_run
-from exp.output import command, loading_torch, outliving_output
-from exp.signals import heeding
+from exp.output import announce_torch_import, command, survive_output_errors
+from exp.signals import handle_signals
 
 if TYPE_CHECKING:
     from exp.cli.run_arguments import RunArguments
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if host not in LOOPBACK_NAMES:
         print(f"{host}: whoever reaches this address can use the model, for there is no password", file=sys.stderr)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with outliving_output(), _file(arguments) as path, heeding(lambda signum, frame: ended.put(signum)):
+    with survive_output_errors(), _file(arguments) as path, handle_signals(lambda signum, frame: ended.put(signum)):
         # With more threads for each call, requests wait for threads longer than small networks compute.
         model = OnnxModel(path, threads=1)
         with ModelServer(model, host=host, **numbers) as server:
@@ -87,7 +87,7 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     if values["model"] is not None:
         yield Path(values["model"])
         return
-    with loading_torch():
+    with announce_torch_import():
         from exp.extras.export.network_export import export
         from exp.extras.export.served_tables import table_form
         from exp.saved_runs.saved_run import load

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error
-from exp.output import command, loading_torch, outliving_output, passing_line, unwritable
+from exp.output import announce_torch_import, command, describe_write_error, show_transient_line, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.check.plan import Resolved
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.multirun:
         raise config_error("--multirun", got="several configs", expected="one config", fix="Leave -m out")
     resolved = _resolved(arguments)
-    with outliving_output():
+    with survive_output_errors():
         data = _built(resolved)
         from exp.data.entries import TARGET
         from exp.extras.survey.survey import survey
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         # The entries of a batch that are targets, as objective terms and metrics name them.
         nodes = [node for group in ("objective", "metrics") for node in resolved.plain[group].values() if node]
         targets = sorted({TARGET, *(name for node in nodes if isinstance(name := node.get("target"), str))})
-        with passing_line("reading the data"):
+        with show_transient_line("reading the data"):
             found = survey(data, count=arguments.samples or sys.maxsize, targets=targets)
         directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
         print((directory / "data.md").read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
-    with loading_torch():
+    with announce_torch_import():
         from exp.check.resolution import resolve
         from exp.check.stages import located, once
 
@@ -120,7 +120,7 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
     from exp.extras.survey.read_once import origin
     from exp.extras.survey.survey_pictures import sheets
     from exp.extras.survey.survey_text import findings, markdown
-    from exp.files import write_whole
+    from exp.files import write_atomic
     from exp.hooks.panels import png
 
     lines = findings(
@@ -143,11 +143,13 @@ def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> 
         wanted = wanted.parents[1].joinpath("data", *wanted.parts[-2:])
     try:
         directory = make_exclusively(wanted)
-        write_whole(directory / "data.md", markdown(found, command=command, findings=lines))
-        write_whole(directory / "data.json", json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
+        write_atomic(directory / "data.md", markdown(found, command=command, findings=lines))
+        write_atomic(directory / "data.json", json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
         for name, sheet in drawn.items():
-            write_whole(directory / f"{name}.png", png(sheet))
+            write_atomic(directory / f"{name}.png", png(sheet))
     except OSError as error:
         elsewhere = "or choose another place with hydra.run.dir=outputs/elsewhere"
-        raise RunError(f"the results cannot be written to {unwritable(wanted, error)}, {elsewhere}") from error
+        raise RunError(
+            f"the results cannot be written to {describe_write_error(wanted, error)}, {elsewhere}"
+        ) from error
     return directory

@@ -123,8 +123,9 @@ def test_two_ranks_log_one_process_values(fit, ranks, events, without) -> None:
     one = fit(*RUN, *with_hooks(names))
     two = ranks.train(*RUN, *with_hooks(names), "strategy=ddp", "launch.devices=2", ranks=2)
     assert_equal_values(one, two, events)
-    curve = make_ndarray(events(two.directory).Tensors("pr_curve/val/3")[-1].tensor_proto)
-    assert curve[:4].sum(0).tolist() == [269] * curve.shape[1], "each sample of the validation split counts once"
+    if "pr_curve" in names:
+        curve = make_ndarray(events(two.directory).Tensors("pr_curve/val/3")[-1].tensor_proto)
+        assert curve[:4].sum(0).tolist() == [269] * curve.shape[1], "each sample of the validation split counts once"
     for found, count in ((one, 1), (two, 2)):
         for step, rate in found.values["throughput/samples_per_second"].items():
             assert found.values["throughput/mfu"][step] == pytest.approx(rate * 1e6 / (count * 1e12))

@@ -301,8 +301,10 @@ def _trainer(
     # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
+    # Layers of torchao 0.18 do not run under autocast in inference mode (test_fp8.py).
+    mode = {"inference_mode": False} if precision.word.float8 else {}
     trainer = Trainer(
-        **{**arguments, "enable_progress_bar": has_bar},
+        **{**mode, **arguments, "enable_progress_bar": has_bar},
         **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
         logger=list(loggers.values()),

@@ -17,7 +17,10 @@ from exp.precision.conversion import convert_linear
 from exp.precision.words import float8_error, refuse_without_torchao
 
 HAS_TORCHAO = find_spec("torchao") is not None
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+# torchao 0.18 registers enums in a way that torch 2.13 is about to change, and Python 3.12 warns of an escape sequence.
+WARNINGS_OF_TORCHAO = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::SyntaxWarning"
+)
 
 
 def test_a_cpu_is_refused() -> None:
@@ -45,8 +48,7 @@ def test_a_run_without_torchao_is_refused() -> None:
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
-# Of torchao 0.18 with torch 2.13: it registers enums in a way that is about to change.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@WARNINGS_OF_TORCHAO
 def test_linear_layers_become_float8() -> None:
     """Emulated: numbers rounded to float8, products in float32."""
     torch.manual_seed(0)
@@ -66,9 +68,12 @@ def test_linear_layers_become_float8() -> None:
     assert 1e-3 < (output - plain(x)).norm() / plain(x).norm() < 1e-1
 
 
-@pytest.mark.skipif(not (HOPPER and HAS_TORCHAO), reason="needs a GPU of compute capability 9.0 and torchao")
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
+@WARNINGS_OF_TORCHAO
 def test_a_run_in_float8_on_a_gpu(parts: Callable[..., Parts]) -> None:
-    assert float8_error("cuda") is None
+    if error := float8_error("cuda"):
+        pytest.skip(str(error))
     run = ("launch.accelerator=cuda", "model=mlp", "trainer.max_steps=20", "data.batch_size=64")
     losses = []
     for word in ("bf16", "fp8"):
@@ -77,3 +82,5 @@ def test_a_run_in_float8_on_a_gpu(parts: Callable[..., Parts]) -> None:
         losses.append(float(built.module.last.loss))
     assert type(built.module.network.stem).__name__ == "Float8Linear"
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    # In inference mode torchao's layers fail.
+    built.trainer.test(built.module, datamodule=built.data)

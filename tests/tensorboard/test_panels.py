@@ -12,7 +12,7 @@ from sklearn.metrics import precision_recall_curve
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text, on_host
+from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text, deterministic_counts, on_host
 from exp.tensorboard.logger import TensorBoardLogger
 
 
@@ -96,18 +96,20 @@ def test_a_curve_equals_that_of_scikit_learn(tmp_path):
         assert (here, there) == (pytest.approx(all_precision[place]), pytest.approx(all_recall[place]))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU runs ahead of its host")
-def test_panels_of_a_gpu_do_not_wait():
+def test_deterministic_counts_equal_those_of_histc():
+    shares = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    shares[:6] = torch.tensor([0.0, 1.0, -0.1, 1.1, float("inf"), float("nan")])
+    assert torch.equal(deterministic_counts(shares, 64), torch.histc(shares, 64, 0.0, 1.0))
+
+
+@pytest.mark.gpu
+def test_panels_of_a_gpu_do_not_wait(without_waiting):
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     values[7] = float("inf")
     on_gpu, maps = values.cuda(), torch.rand(4, 1, 8, 8, device="cuda")
     scores, targets = torch.rand(100, device="cuda"), torch.ones(100, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         found = [Histogram.of(on_gpu), Image.of(maps, stretched=True), PrecisionRecallCurve.of(scores, targets)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     histogram, image, curve = on_host(found)
     expected = Histogram.of(values)
     assert (histogram.low, histogram.high) == (expected.low, expected.high)

@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 # Lightning's loggers print to the screen by themselves.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
-ADVICE = ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker)"
+ADVICE = (
+    ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker"
+    "|GPU available but not used)"
+)
 NOWHERE = Path(os.devnull)
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 # A person reads at most four numbers per second.

@@ -96,8 +96,18 @@ def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
     # Halves, because the distance of two finite floats may be infinite.
     half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
     shares = torch.add(low / -2, flat, alpha=0.5) / half
+    if shares.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return deterministic_counts(shares, bins)
     # Between 0 and 1: histc with limits that are tensors would wait for them. It leaves out what is not finite.
     return torch.histc(shares, bins, 0.0, 1.0)
+
+
+def deterministic_counts(shares: Tensor, bins: int) -> Tensor:
+    """Return the counts of torch.histc between 0 and 1, which has no deterministic implementation on CUDA."""
+    counted = (shares >= 0.0) & (shares <= 1.0)
+    # A share of 1 is in the last bin, and a share that is not counted in a bin after it.
+    places = (shares * bins).clamp(0, bins - 1).masked_fill(~counted, bins).long()
+    return shares.new_zeros(bins + 1).index_add_(0, places, torch.ones_like(shares))[:bins]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class RunPrecision(Precision):
         self._tf32 = TensorFloat32(allowed=word.tf32, matmul=matmul)
         self._handles: list[RemovableHandle] = []
         self.kept: dict[str, torch.dtype] = {}
-        self._has_spoken = False
+        self._has_spoken = self._has_converted = False
 
     # --- the loss scale ---
 
@@ -129,7 +129,9 @@ class RunPrecision(Precision):
         cast_tensors(network, self.word, kept)
         if self.word.float8:
             names = convert_linear(network, kept=kept)
-            log.info("float8: %s", ", ".join(names) or "no linear layer")
+            if names or not self._has_converted:
+                log.info("float8: %s", ", ".join(names) or "no linear layer")
+            self._has_converted = True
         return module
 
     def convert_module(self, module: nn.Module) -> nn.Module:

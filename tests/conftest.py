@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -114,6 +115,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not is_gpu_suite(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     examples = round(ALL_EXAMPLES * config.option.share)
     slow = is_slow_suite(config)
     # How long an example takes depends on the load of the machine.
@@ -145,6 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ranks")
         if "commands" in fixtures or "scripts" in fixtures:
             item.add_marker("process")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and pytest -m gpu"))
         if is_slow_suite(config) and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("slow")
 
@@ -184,6 +189,10 @@ def removed_extras(text: str) -> list[str]:
 
 def is_slow_suite(config: pytest.Config) -> bool:
     return "slow" in config.option.markexpr and "not slow" not in config.option.markexpr
+
+
+def is_gpu_suite(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
 def speed_sample() -> float:
@@ -234,6 +243,24 @@ class Share:
 def share(request: pytest.FixtureRequest) -> Share:
     """What `--share` and `--hypothesis-seed` ask for."""
     return Share(part=request.config.option.share, seed=int(request.config.option.hypothesis_seed or 0))
+
+
+@pytest.fixture
+def without_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context manager in which a CUDA operation that waits for the device raises an error."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 # The script that pip writes for an entry of [project.scripts].

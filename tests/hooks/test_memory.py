@@ -238,9 +238,11 @@ def test_forward_and_backward_of_pipelines_share_a_peak(step):
     assert peaks == {"memory/host_peak_forward_backward_mib", "memory/host_peak_step_mib"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the counters of the CUDA allocator need a GPU")
+@pytest.mark.gpu
 def test_cuda_has_peaks_and_fragmentation(step):
+    kept = torch.ones(MIB, device="cuda:0")
     values = peaks_of(step, device="cuda:0")
+    assert values["memory/allocated_mib"] >= kept.nbytes / MIB
     assert values["memory/peak_forward_mib"] - values["memory/peak_backward_mib"] == pytest.approx(256, abs=2)
     assert values["memory/peak_mib"] >= values["memory/peak_forward_mib"]
     assert 0.0 < values["memory/fragmentation"] < 1.0

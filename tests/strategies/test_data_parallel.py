@@ -38,6 +38,7 @@ def test_replicas_refuse_what_casts_at_edges(word, keep, key):
         assert [error.key for error in strategy.errors(planned)] == ([refused] if refused else [])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel needs two GPUs")
 def test_two_gpus_train_what_one_process_trains(ranks):
     one = ranks.train(*SHORT, "strategy=single")

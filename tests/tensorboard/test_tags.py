@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -54,7 +53,7 @@ def test_runs_write_every_tag_of_the_snapshot(ranks, tags_of_text):
     assert SNAPSHOT.read_text().split() == sorted(known)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA allocator's figures need a CUDA device")
+@pytest.mark.gpu
 def test_a_gpu_has_tags_of_its_allocator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = exp.fit(exp.compose(["hooks=[memory]", "hooks.memory.details=true", "trainer.max_steps=2", "test=false"]))

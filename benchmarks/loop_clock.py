@@ -1,9 +1,11 @@
-"""The clocks of benchmarks/loop.py and benchmarks/checkpoints.py, and the hooks that turn them in a run of exp."""
+"""The clocks of benchmarks/loop.py, checkpoints.py and gpu.py, and the hooks that turn them in a run of exp."""
 
 from __future__ import annotations
 
 import time
 from typing import ClassVar
+
+import torch
 
 from exp.hooks.hook import Hook
 from exp.hooks.step import Step
@@ -52,6 +54,38 @@ class ClockHook(Hook):
             wall, processor = (1e6 * (b - a) / (end - begin) for a, b in zip(started, ended, strict=True))
             ClockHook.measured = wall, processor
             self._seen = []
+
+
+class DeviceClock:
+    """Times the steps after the warm-up until the last one, and synchronizes a GPU at both."""
+
+    def __init__(self, *, warm_up: int, steps: int) -> None:
+        self.warm_up, self.steps = warm_up, steps
+        self.microseconds = self._start = 0.0
+
+    def step(self, index: int) -> None:
+        if index not in (self.warm_up, self.steps):
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if index == self.warm_up:
+            self._start = time.perf_counter()
+        else:
+            self.microseconds = 1e6 * (time.perf_counter() - self._start) / (self.steps - self.warm_up)
+
+
+class DeviceClockHook(Hook):
+    """Runs a DeviceClock, and keeps its result in `measured`. `steps` must be a multiple of `warm_up`."""
+
+    measured = 0.0
+
+    def __init__(self, *, warm_up: int, steps: int) -> None:
+        super().__init__(every_n_steps=warm_up)
+        self._clock = DeviceClock(warm_up=warm_up, steps=steps)
+
+    def after_step(self, step: Step) -> None:
+        self._clock.step(step.index)
+        DeviceClockHook.measured = self._clock.microseconds
 
 
 class StepTimes(Hook):

@@ -328,13 +328,6 @@ def test_empty_nodes_are_reported_and_never_raise(empty):
     }
 
 
-@pytest.mark.parametrize("inner", ["local_sgd", "powersgd"])
-def test_a_part_of_ddp_may_be_null_beside_a_hook_that_asks_for_it(inner):
-    whole = OmegaConf.to_container(compose(["+hooks=clip_module", "strategy=ddp", "hooks.clip_module.at=input"]))
-    config = {**whole, "strategy": {**whole["strategy"], inner: None}}
-    assert not examine(resolve(OmegaConf.create(config))).errors
-
-
 def test_a_config_made_by_hand_is_checked_without_a_composition(valid):
     plain = copy.deepcopy(valid)
     del plain[COMPOSITION]

@@ -178,8 +178,8 @@ def test_a_job_has_the_identity_that_it_had_with_removed_parameters():
 @pytest.mark.parametrize(
     ("target", "parameter", "harmless", "others"),
     [
-        ("exp.strategies.ddp.LocalSGD", "within_node", [False], [True]),
-        ("exp.strategies.ddp.LocalSGD", "average_optimizer_state", [True], [False]),
+        ("exp.strategies.ddp.DDP", "powersgd", [{"_target_": "exp.strategies.ddp.PowerSGD"}], [{"rank": 4}]),
+        ("exp.strategies.fsdp.FSDP", "no_sync", [False], [True]),
         ("exp.strategies.tensor_parallel.TensorParallel", "sequence", [False, True], []),
         ("exp.strategies.hybrid.Hybrid", "sequence", [False, True], []),
         ("exp.engine.range_test.RangeTest", "stop_factor", [4.0, 4], [None, 8.0]),
@@ -195,14 +195,14 @@ def test_only_harmless_values_of_removed_parameters_are_dropped(target, paramete
 
 @pytest.mark.parametrize("value", [False, True])
 def test_a_removed_value_that_changes_the_run_is_an_error(value):
-    run = frozen("strategy=ddp")
+    run = frozen("strategy=fsdp")
     content = config_of(run)
-    content["strategy"]["local_sgd"]["within_node"] = value
+    content["strategy"]["no_sync"] = value
     (run / "config.yaml").write_text(yaml.safe_dump(content))
-    (run / "overrides.yaml").write_text(f"- strategy=ddp\n- +strategy.local_sgd.within_node={str(value).lower()}\n")
+    (run / "overrides.yaml").write_text(f"- strategy=fsdp\n- +strategy.no_sync={str(value).lower()}\n")
     errors = examine(resolve(compose([f"from_run={run}"]))).errors
-    assert [error.key for error in errors] == ["strategy.local_sgd.within_node"] * value
-    assert all("Leave strategy.local_sgd.within_node out" in str(error) for error in errors)
+    assert [error.key for error in errors] == ["strategy.no_sync"] * value
+    assert all("Leave strategy.no_sync out" in str(error) for error in errors)
 
 
 def test_a_run_with_a_removed_option_is_reported(folder, capsys):

@@ -331,7 +331,6 @@ def test_lightnings_loop_has_what_the_adapter_leans_on(tmp_path: Path, small_run
 
 STRATEGIES: dict[str, Any] = {
     "ddp": ("strategy=ddp", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "precision=fp16"),
-    "local_sgd": ("strategy=ddp", "strategy.local_sgd.every_n_steps=2"),
     "fsdp": ("strategy=fsdp", "trainer.accumulate_grad_batches=2"),
     "pipeline": ("strategy=pipeline",),
 }

@@ -21,8 +21,8 @@ def note(rank, value):
 def joined(rank, timeout_seconds=60):
     import torch
     from exp.strategies.process_group import join
-    from exp.strategies.placement import Machine, adopted
-    join(rank, adopted(rank, "ddp", machine=Machine(gpus=0)), timeout_seconds=timeout_seconds)
+    from exp.strategies.placement import Machine, adopt_placement
+    join(rank, adopt_placement(rank, "ddp", machine=Machine(gpus=0)), timeout_seconds=timeout_seconds)
     return torch
 
 def meet(rank):

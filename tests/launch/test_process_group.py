@@ -16,7 +16,7 @@ torch = joined(rank)
 import psutil
 from lightning.pytorch import LightningModule, Trainer
 from exp.strategies.ddp import DDP
-from exp.strategies.placement import Machine, adopted
+from exp.strategies.placement import Machine, adopt_placement
 from exp.strategies.strategy import trainer_arguments
 
 class Line(LightningModule):
@@ -29,7 +29,7 @@ class Line(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-arguments = trainer_arguments(DDP(), placement=adopted(rank, "ddp", machine=Machine(gpus=0)), rank=rank)
+arguments = trainer_arguments(DDP(), placement=adopt_placement(rank, "ddp", machine=Machine(gpus=0)), rank=rank)
 trainer = Trainer(
     max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     **arguments,

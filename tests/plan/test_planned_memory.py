@@ -26,7 +26,7 @@ from exp.hooks.saved_tensors import kept_by, storages
 from exp.nested import tensors_in
 from exp.plan.estimate import Estimator
 from exp.plan.fake_step import Setting, take_step
-from exp.strategies.units import checkpoint_activations, matched
+from exp.strategies.units import checkpoint_activations, match_modules
 
 MIB = 2**20
 PARTS = ("parameters", "gradients", "optimizer", "activations")
@@ -68,7 +68,7 @@ def one_step(run: Plan, *, recomputed: tuple[str, ...] = ()) -> dict[str, int]:
     plain, network = run.plain, build_network(run.plain, run.spec)
     precision = build_run_precision(plain, device_type="cpu")
     precision.convert_module(network)
-    checkpoint_activations(matched(network, recomputed, key="").values())
+    checkpoint_activations(match_modules(network, recomputed, key="").values())
     optimizer, _ = build_optimization(plain).make(network, total_steps=10, total_epochs=10)
     objective, batch = build_objective(plain), next(iter(build_data(plain).loader("train")))
     forward = forward_by_name(network, tuple(run.spec.inputs))

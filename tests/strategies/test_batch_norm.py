@@ -33,7 +33,7 @@ def steps_of_a_rank(rank):
 
 
 def steps_of_a_kind(rank, kind):
-    from exp.strategies.batch_norm import GlobalBatchNorm, Share, join_statistics, part_statistics
+    from exp.strategies.batch_norm import GlobalBatchNorm, Share, join_statistics, restore_classes
 
     layer, batches, factors = layer_and_batches(kind)
     network, share = nn.Sequential(layer), Share()
@@ -50,7 +50,7 @@ def steps_of_a_kind(rank, kind):
         (output.square() * weights * float(share.counts)).sum().backward()
         outputs.append(output.detach().numpy())
         gradients.append(part.grad.numpy())
-    part_statistics(before)
+    restore_classes(before)
     assert type(layer) is KINDS[kind][0]
     own = [parameter.grad.numpy() for parameter in layer.parameters()]
     return outputs, gradients, own, {name: value.numpy() for name, value in layer.state_dict().items()}

@@ -31,7 +31,6 @@ PHASES = "+phases.all={terms: [cross_entropy], parameters: '*'}"
         (("strategy=ddp", PHASES), 3),
         (("strategy=ddp", PHASES, "callbacks=[ema]", "strategy.broadcast_buffers=false"), 2),
         (("strategy=ddp", "callbacks=[ema]", "strategy.broadcast_buffers=false"), 2),
-        (("strategy=ddp", "strategy.local_sgd.every_n_steps=2", "strategy.local_sgd.start_step=9"), 2),
         (("strategy=fsdp", "callbacks=[ema]"), 2),
     ],
 )

@@ -7,13 +7,13 @@ from torch import nn
 
 from exp.errors import ConfigError
 from exp.models.matching import matching
-from exp.strategies.units import uniform, units
+from exp.strategies.units import choose_units, split_by_dtype
 
 
 def test_units_of_a_repeat(build_model):
     network = build_model("transformer")
-    assert list(units(network, "auto", min_parameters=0, key="k")) == ["blocks.0", "blocks.1"]
-    assert list(units(network, ["blocks.*.query", "LayerNorm"], min_parameters=0, key="k")) == [
+    assert list(choose_units(network, "auto", key="k")) == ["blocks.0", "blocks.1"]
+    assert list(choose_units(network, ["blocks.*.query", "LayerNorm"], key="k")) == [
         "blocks.0.norm1", "blocks.0.query", "blocks.0.norm2",
         "blocks.1.norm1", "blocks.1.query", "blocks.1.norm2", "norm",
     ]  # fmt: skip
@@ -26,36 +26,27 @@ def test_a_type_means_what_it_means_to_hooks_and_to_precision():
     network = nn.ModuleDict({"plain": nn.Linear(2, 2), "wide": Wide(2, 2), "heads": nn.MultiheadAttention(4, 2)})
     # Not heads.out_proj: MultiheadAttention reads the weights of that Linear and never calls it.
     for word in ("Linear", "torch.nn.Linear"):
-        assert list(units(network, [word], min_parameters=0, key="k")) == ["plain", "wide"]
+        assert list(choose_units(network, [word], key="k")) == ["plain", "wide"]
         assert list(matching(network, [word], key="k")) == ["plain", "wide", "heads.out_proj"]
     with pytest.raises(ConfigError, match=r"k: 'Multi\*', which matches no layer"):
-        units(network, ["Multi*"], min_parameters=0, key="k")
-
-
-def test_units_by_size():
-    network = nn.Sequential(
-        nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 10)), nn.ModuleList([nn.Linear(2, 2)])
-    )
-    # 110, 44 and 50 parameters: the small ones together reach 80, each of them does not.
-    assert list(units(network, "auto", min_parameters=80, key="k")) == ["0", "1"]
-    assert list(units(network, "auto", min_parameters=45, key="k")) == ["0", "1.1"]
+        choose_units(network, ["Multi*"], key="k")
 
 
 def test_a_pattern_that_matches_nothing(build_model):
     with pytest.raises(ConfigError, match=r"k: 'block\.\*', which matches no layer"):
-        units(build_model("transformer"), ["block.*"], min_parameters=0, key="k")
+        choose_units(build_model("transformer"), ["block.*"], key="k")
 
 
 def test_a_unit_has_one_dtype(build_model):
     network = build_model("transformer")
     network.blocks[1].norm2.double()
     network.norm.double()
-    chosen = units(network, "auto", min_parameters=0, key="k")
-    assert list(uniform(network, chosen)) == ["blocks.0", "blocks.1", "blocks.1.norm2", "norm"]
+    chosen = choose_units(network, "auto", key="k")
+    assert list(split_by_dtype(network, chosen)) == ["blocks.0", "blocks.1", "blocks.1.norm2", "norm"]
     # A unit cannot leave out its own parameters: positions.
     network.half().embedding.float()
     network.head.float()
-    assert list(uniform(network, chosen)) == ["embedding", "blocks.0", "blocks.1", "head"]
+    assert list(split_by_dtype(network, chosen)) == ["embedding", "blocks.0", "blocks.1", "head"]
 
 
 @pytest.mark.slow

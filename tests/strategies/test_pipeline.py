@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exp.strategies.pipeline import Pipeline
-from exp.strategies.pipeline_stages import cut, micro_batches, number_of
+from exp.strategies.pipeline_stages import count_micro_batches, keep_samples, split_micro_batches
 
 TWO = ("strategy=pipeline", "launch.accelerator=cpu", "launch.devices=2")
 
@@ -33,10 +33,10 @@ def test_the_config_names_the_layers_of_stages(ranks, run, reference, require_sa
 
 def test_micro_batches_hold_each_sample_once():
     data = {"x": torch.arange(10.0).reshape(5, 2), "names": ["a"]}
-    found = micro_batches(data, size=5, count=4)
+    found = split_micro_batches(data, size=5, count=4)
     assert [piece.data["x"].shape for piece in found] == [(2, 2)] * 4
     assert [piece.size for piece in found] == [2, 2, 1, 0]
-    held = torch.cat([cut(piece.data["x"], piece.size) for piece in found])
+    held = torch.cat([keep_samples(piece.data["x"], piece.size) for piece in found])
     assert torch.equal(held, data["x"])
     # The last sample fills up an empty micro-batch: it is a valid input of the network.
     assert torch.equal(found[3].data["x"], data["x"][4:].expand(2, 2))
@@ -46,7 +46,7 @@ def test_micro_batches_hold_each_sample_once():
     (64, 2, 2, 1, 8), (60, 2, 2, 1, 6), (61, 2, 2, 1, 2), (64, 4, 4, 4, 16), (60, 4, 4, 4, 12), (8, 4, 8, 1, 8),
 ])  # fmt: skip
 def test_automatic_micro_batches_divide_a_share_evenly(batch, ranks, least, multiple, expected):
-    found = number_of("auto", batch_size=batch, ranks=ranks, least=least, multiple_of=multiple)
+    found = count_micro_batches("auto", batch_size=batch, ranks=ranks, least=least, multiple_of=multiple)
     assert found == expected
 
 

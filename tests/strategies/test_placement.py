@@ -15,7 +15,7 @@ from exp.strategies.placement import (
     Dimensions,
     Machine,
     Placement,
-    adopted,
+    adopt_placement,
     placement,
 )
 from exp.strategies.rank import ALONE, Rank
@@ -118,16 +118,21 @@ def test_any_request_is_placed_or_refused(strategy, devices, nodes, accelerator,
 
 def test_a_rank_adopts_the_placement_of_its_launcher():
     rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
-    assert summary(adopted(rank, "auto", machine=LAPTOP, demand=DEMANDS["auto"])) == ("ddp", "cpu", "gloo", 8)
-    assert adopted(rank, "ddp", machine=LAPTOP).nodes == 2
-    assert summary(adopted(ALONE, "auto", machine=FOUR_GPUS, demand=DEMANDS["auto"])) == ("single", "cuda", None, 1)
+    assert summary(adopt_placement(rank, "auto", machine=LAPTOP, demand=DEMANDS["auto"])) == ("ddp", "cpu", "gloo", 8)
+    assert adopt_placement(rank, "ddp", machine=LAPTOP).nodes == 2
+    assert summary(adopt_placement(ALONE, "auto", machine=FOUR_GPUS, demand=DEMANDS["auto"])) == (
+        "single",
+        "cuda",
+        None,
+        1,
+    )
 
 
 @pytest.mark.parametrize("wish", [{"devices": 2}, {"devices": 4, "nodes": 3}, {"devices": [0, 1]}])
 def test_a_rank_refuses_other_numbers_than_started(wish):
     rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
     with pytest.raises(ConfigError, match="what was started: 4 ranks on each of 2 nodes"):
-        adopted(rank, "ddp", **wish, machine=FOUR_GPUS)
+        adopt_placement(rank, "ddp", **wish, machine=FOUR_GPUS)
 
 
 CONFINED = Rank(global_rank=6, local_rank=0, world_size=8, local_world_size=1, node_rank=6, is_confined=True)
@@ -135,19 +140,19 @@ CONFINED = Rank(global_rank=6, local_rank=0, world_size=8, local_world_size=1, n
 
 @pytest.mark.parametrize("asked", [{}, {"devices": 4, "nodes": 2}, {"devices": 4}, {"nodes": 2}])
 def test_a_rank_takes_the_one_gpu_it_sees(asked):
-    placed = adopted(CONFINED, "ddp", machine=Machine(gpus=1), **asked)
+    placed = adopt_placement(CONFINED, "ddp", machine=Machine(gpus=1), **asked)
     assert (placed.world_size, placed.device(CONFINED.local_rank), placed.backend) == (8, "cuda:0", "nccl")
 
 
 def test_another_number_of_confined_ranks_is_refused():
     with pytest.raises(ConfigError, match="what was started"):
-        adopted(CONFINED, "ddp", devices=3, nodes=2, machine=Machine(gpus=1))
+        adopt_placement(CONFINED, "ddp", devices=3, nodes=2, machine=Machine(gpus=1))
 
 
 def test_a_strategy_of_one_process_refuses_two_ranks():
     two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
     with pytest.raises(ConfigError, match="rank 1 of 2; expected one rank"):
-        adopted(two, "data_parallel", demand=Demand(rest="layers"), machine=Machine(gpus=2))
+        adopt_placement(two, "data_parallel", demand=Demand(rest="layers"), machine=Machine(gpus=2))
 
 
 @pytest.mark.parametrize(

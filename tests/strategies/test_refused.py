@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import exp
@@ -69,13 +68,6 @@ class Scaled(torch.nn.Module):
     def forward(self, x):
         return self.layer(x.flatten(1)) * self.scale
 """
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_powersgd_on_cpu_ranks_is_refused_if_there_is_a_gpu(monkeypatch, has_gpu):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    errors = errors_of("strategy=ddp", "strategy.communication_hook=powersgd", "launch.accelerator=cpu")
-    assert [error.key for error in errors] == ["strategy.communication_hook"] * has_gpu
 
 
 @pytest.mark.parametrize(("strategy", "refused"), [("single", False), ("ddp", True), ("fsdp", True)])

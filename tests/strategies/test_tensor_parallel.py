@@ -105,13 +105,13 @@ def differences(rank):
 def largest_difference(build, model, *, plan, overrides=(), spec=DIGITS, divide="auto", words=False):
     import torch.distributed as dist
 
-    from exp.strategies.tensor_layers import carry_out, model_mesh
+    from exp.strategies.tensor_layers import apply_plan, model_mesh
 
     torch.manual_seed(0)
     whole = build(model, *overrides, spec=spec).double()
     parts = copy.deepcopy(whole)
     cut = make_plan(parts, plan, divide=divide, vocabulary=words)
-    cuts = carry_out(cut, parts, model_mesh(dist.group.WORLD, torch.device("cpu")))
+    cuts = apply_plan(cut, parts, model_mesh(dist.group.WORLD, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 65, (2, 16), generator=generator) if words else torch.rand(2, 1, 8, 8).double()
     expected, gradients = outputs_and_gradients(whole, inputs)
@@ -132,11 +132,11 @@ def called_by_name(rank):
     """Return the outputs of a divided layer whose input is positional and named."""
     import torch.distributed as dist
 
-    from exp.strategies.tensor_layers import carry_out, model_mesh
+    from exp.strategies.tensor_layers import apply_plan, model_mesh
 
     network = nn.Sequential(nn.Linear(8, 4))
     plan = make_plan(network, {"0": "column_whole"}, divide=[], vocabulary=False)
-    carry_out(plan, network, model_mesh(dist.group.WORLD, torch.device("cpu")))
+    apply_plan(plan, network, model_mesh(dist.group.WORLD, torch.device("cpu")))
     return network[0](torch.ones(2, 8)), network[0](input=torch.ones(2, 8))
 
 
@@ -169,7 +169,7 @@ def found_differences(rank):
 
     import torch.distributed as dist
 
-    from exp.strategies.tensor_layers import difference, model_mesh
+    from exp.strategies.tensor_layers import find_difference, model_mesh
 
     build = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["build"]
     torch.manual_seed(0)
@@ -179,10 +179,10 @@ def found_differences(rank):
         name: make_plan(network, plan, divide=divide, vocabulary=False) for name, (plan, divide, _) in PLANS.items()
     }
     inputs = {"input": torch.zeros(2, 1, 8, 8)}
-    found = {name: difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
+    found = {name: find_difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
     slopes = build("sequential", "model.layers.activation={_target_: torch.nn.PReLU}", spec=DIGITS)
     plan = make_plan(slopes, {"hidden": "column", "hidden2": "row"}, divide=[], vocabulary=False)
-    return {**found, "a weight between the parts": difference(slopes, plan, inputs, mesh=mesh)}
+    return {**found, "a weight between the parts": find_difference(slopes, plan, inputs, mesh=mesh)}
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from exp.errors import RunError
 from exp.strategies.auto import Auto
 from exp.strategies.ddp import DDP
-from exp.strategies.placement import Machine, adopted, placement
+from exp.strategies.placement import Machine, adopt_placement, placement
 from exp.strategies.rank import ALONE, Rank
 from exp.strategies.single import Single
 from exp.strategies.strategy import trainer_arguments
@@ -41,7 +41,7 @@ def test_variables_of_another_job_change_nothing(strategy, monkeypatch):
 
 @pytest.mark.parametrize("strategy", [Auto(name="auto"), DDP(find_unused_parameters=True, bucket_cap_mb=5)])
 def test_a_rank_of_several_keeps_its_number(strategy):
-    placed = adopted(SECOND, "ddp", machine=LAPTOP)
+    placed = adopt_placement(SECOND, "ddp", machine=LAPTOP)
     trainer = Trainer(**trainer_arguments(strategy, placement=placed, rank=SECOND), **QUIET)
     assert isinstance(trainer.strategy, DDPStrategy)
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (2, 1, 1)

@@ -134,7 +134,7 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
     "several_backwards": (*_SHARDS, "splits_layers", "splits_devices", "replicates_in_threads"),
     "several_steps": ("steps_once",),
     "one_program": (*_SHARDS, "splits_layers", "splits_devices"),
-    "whole_average": ("splits_layers", "averages_between_steps"),
+    "whole_average": ("splits_layers",),
     "module_copy": (*_SHARDS, "splits_layers", "splits_devices"),
     "fixed_weights": (*_SHARDS, "splits_layers"),
     "whole_tensors": _SHARDS,
@@ -148,8 +148,8 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
         "replicates_in_threads",
         "float8",
     ),
-    "other_parameters": (*_SHARDS, "splits_layers", "averages_between_steps", "phases"),
-    "whole_module": (*_SHARDS, "splits_layers", "splits_devices", "replicates_in_threads", "averages_between_steps"),
+    "other_parameters": (*_SHARDS, "splits_layers", "phases"),
+    "whole_module": (*_SHARDS, "splits_layers", "splits_devices", "replicates_in_threads"),
     "lasting_writes": (*_SHARDS, "splits_layers", "replicates_in_threads", "ranks"),
 }
 # Why a trait or a switch excludes needs.
@@ -161,7 +161,6 @@ REASONS: Mapping[str, str] = {
     "replicates_in_threads": "replicas of the network run at once, in threads",
     "owns_step": "its engine keeps weights and gradients, and runs backward and step",
     "steps_once": "other strategies make one backward a step",
-    "averages_between_steps": "ranks average their weights between steps; or strategy.local_sgd.every_n_steps=null",
     "ranks": "each of several ranks sees a part of the batch",
     "compile": "the backward of a compiled network is one function, into which no gradient can be put; write it as a "
     "torch.autograd.Function in `forward`",
@@ -222,8 +221,6 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     stages = config["strategy"].get("pipeline")
     if "splits_layers" in found and isinstance(stages, int):
         found["splits_layers"] = f"strategy.pipeline={stages}"
-    if "averages_between_steps" in found:
-        found["averages_between_steps"] = "local_sgd"
     if placement.world_size == 1 and placement.layers == 1:
         found.pop("steps_once", None)  # nothing is reduced
     if word.compute in HALF:

@@ -241,7 +241,7 @@ def place(
     Raises:
         ConfigError: The machine has too few devices.
     """
-    from exp.strategies.placement import adopted, placement
+    from exp.strategies.placement import adopt_placement, placement
     from exp.strategies.strategy import Strategy, demand_of_lightning
 
     launch = plain["launch"]
@@ -255,7 +255,7 @@ def place(
     name = plain["strategy"]["name"]
     if rank is None:
         return placement(name, **where, machine=machine)
-    return adopted(rank, name, **where, machine=machine)
+    return adopt_placement(rank, name, **where, machine=machine)
 
 
 def _arithmetic(precision: Any) -> Arithmetic:

@@ -113,8 +113,12 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.hooks.activations.Activations": {"unit_axis": Removed()},
     "exp.hooks.gradients.Gradients": {"shares_every_n_steps": Removed()},
     "exp.hooks.memory.Memory": {"record_history": Removed()},
-    DDP: {"inner": Removed()},
-    "exp.strategies.ddp.LocalSGD": {"within_node": Removed([False]), "average_optimizer_state": Removed([True])},
+    DDP: {
+        "inner": Removed(),
+        "powersgd": Removed([{"_target_": "exp.strategies.ddp.PowerSGD"}, None], is_written=True),
+        "local_sgd": Removed([{"_target_": "exp.strategies.ddp.LocalSGD"}, None], is_written=True),
+    },
+    "exp.strategies.fsdp.FSDP": {"min_parameters": Removed(), "no_sync": Removed([False])},
     # Where activations lie changes no number.
     "exp.strategies.hybrid.Hybrid": {"sequence": Removed()},
     "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed()},

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from exp.engine.checkpoint import CURRENT, State
 from exp.precision.plugin import ScaledPrecision
-from exp.strategies.whole_state import WholeState, local
+from exp.strategies.whole_state import WholeState, local_part
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +150,12 @@ class ExponentialMovingAverage(Callback):
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         trained = [name for name, tensor in own.items() if tensor.requires_grad]
         # Local shards, because torch refuses lists of DTensors and plain tensors.
-        averages = [local(self.average[name]) for name in trained]
-        weights = [local(own[name]).to(self.average[name].dtype) for name in trained]
+        averages = [local_part(self.average[name]) for name in trained]
+        weights = [local_part(own[name]).to(self.average[name].dtype) for name in trained]
         if trained:
             get_ema_multi_avg_fn(decay)(averages, weights, self._updates)
         for name in own.keys() - set(trained):
-            local(self.average[name]).copy_(local(own[name]))
+            local_part(self.average[name]).copy_(local_part(own[name]))
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
@@ -221,4 +221,4 @@ def _wide(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
-        local(target).copy_(local(sources[name]))
+        local_part(target).copy_(local_part(sources[name]))

@@ -38,7 +38,7 @@ from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import INPUT, STAGES, Batch, Stage, StepWeights
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 TRAIN_METRICS = "exp_train_metrics"
 TRAIN_LOSSES = "exp_train_losses"
@@ -431,7 +431,7 @@ def clip(
             return None
         return nn.utils.clip_grad_norm_(parameters, value)
     # One by one: torch's kernels for many refuse lists that mix DTensors and others.
-    parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if algorithm == "value":
         for part in parts:
             part.clamp_(min=-value, max=value)

@@ -20,7 +20,7 @@ from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import Batch
 from exp.spelling import among
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 # The kinds of numbers that are not finite, which a buffer holds by design or not at all.
 Kinds = frozenset[str]
@@ -143,7 +143,7 @@ def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 def _values(tensor: Tensor) -> Tensor:
     """The numbers of a tensor that lie in this rank, as real ones; none of a tensor of whole numbers."""
-    values = local(tensor.detach())
+    values = local_part(tensor.detach())
     if values.is_sparse:
         values = values.coalesce().values()
     if values.is_complex():

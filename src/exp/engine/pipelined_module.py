@@ -27,7 +27,7 @@ from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.pipeline_stages import Stages, cut, micro_batches
+from exp.strategies.pipeline_stages import Stages, keep_samples, split_micro_batches
 
 if TYPE_CHECKING:
     from exp.models.partition import Split
@@ -69,7 +69,7 @@ class PipelinedModule(TrainingModule):
         assert isinstance(precision, RunPrecision)
         count = 1 if batch.step is None else batch.step.micro_batches
         size = max(batch.size, 1)
-        micro = micro_batches(batch.data, size=size, count=self._count)
+        micro = split_micro_batches(batch.data, size=size, count=self._count)
         train_values = self._train_values
 
         def share_of_loss(output: Any, place: int) -> tuple[Tensor, Any]:
@@ -145,7 +145,7 @@ class PipelinedModule(TrainingModule):
 
     def _values(self, data: object, output: object, size: int) -> Values:
         """Return the values by name, of the first `size` samples."""
-        return self._run(lambda *_, **__: cut(output, size), cut(data, size))
+        return self._run(lambda *_, **__: keep_samples(output, size), keep_samples(data, size))
 
 
 def nothing_of(output: object) -> Tensor:

@@ -16,7 +16,7 @@ from exp.hooks.norms import norms, with_total
 from exp.hooks.panels import BINS, Column, Healthy, Histogram, Panel, bin_counts, finite_range
 from exp.hooks.step import Step
 from exp.models.matching import matching
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
@@ -233,7 +233,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return the shard of this rank, `[K]`, in a dtype that has bins."""
-    return _dense(local(tensor)).detach().reshape(-1).to(at_least_float32(tensor.dtype))
+    return _dense(local_part(tensor)).detach().reshape(-1).to(at_least_float32(tensor.dtype))
 
 
 class UpdateRatio:

@@ -20,7 +20,7 @@ from exp.hooks.saved_tensors import Kept, address, failing_module, held
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.strategies.process_group import global_rank
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def take(
     parameters = list(network.parameters())
     batch = [] if step is None else [tensor for tensor in tensors_in(step.data) if tensor.dim()]
     # Gradients count whether or not they are there yet, and so does the activation that failed.
-    gradients = sum(local(one).nbytes for one in parameters if one.requires_grad)
+    gradients = sum(local_part(one).nbytes for one in parameters if one.requires_grad)
     use = Use(
         state=parts["parameters"] + gradients + parts["optimizer"],
         activations=kept.size + (asked if module is not None and asked is not None else 0),
@@ -116,7 +116,7 @@ def take(
         samples=max(len(batch[0]), 1) if batch else 1,
         holders=max(len(kept.by_module), 1),
         devices=torch.cuda.device_count() if step is not None and step.device.type == "cuda" else 1,
-        is_sharded=any(local(one) is not one for one in parameters),
+        is_sharded=any(local_part(one) is not one for one in parameters),
     )
     return Snapshot(
         step=None if step is None else step.index,

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from exp.hooks.hook import OBSERVING
 from exp.nested import tensors_in
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -157,7 +157,7 @@ def held(tensor: Tensor) -> tuple[Tensor, ...]:
 
     A tensor without a storage, such as one inside torch.func, has none.
     """
-    part = local(tensor)
+    part = local_part(tensor)
     if part.layout == torch.sparse_coo:
         part = part.detach().coalesce()
         return part.indices(), part.values()

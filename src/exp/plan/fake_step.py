@@ -47,7 +47,7 @@ from exp.precision.conversion import cast_own_tensors
 from exp.precision.words import WORDS
 from exp.shared_types import Batch, dtype_name
 from exp.strategies.footprint import OBJECTIVE, Size
-from exp.strategies.units import checkpoint_activations, matched
+from exp.strategies.units import checkpoint_activations, match_modules
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -153,7 +153,8 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
     with quiet():
         precision.convert_module(network)
     try:
-        checkpoint_activations(matched(network, setting.recomputed, key="strategy.activation_checkpointing").values())
+        recomputed = match_modules(network, setting.recomputed, key="strategy.activation_checkpointing")
+        checkpoint_activations(recomputed.values())
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with preserve_generators(), mode:
             make_fake(network)

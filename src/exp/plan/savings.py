@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from exp.plan.layer_table import starred
 from exp.precision.words import WORDS
 from exp.strategies.strategy import Strategy, traits_of
-from exp.strategies.units import AUTO, units
+from exp.strategies.units import AUTO, choose_units
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -57,7 +57,7 @@ def repeated_blocks(plan: Plan) -> list[str]:
     """Patterns of the layers of lists of layers, as strategy.activation_checkpointing takes them."""
     if plan.network is None:
         return []
-    found = units(plan.network, AUTO, min_parameters=0, key="strategy.shard")
+    found = choose_units(plan.network, AUTO, key="strategy.shard")
     return list(dict.fromkeys(starred(name) for name in found))
 
 

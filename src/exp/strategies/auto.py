@@ -1,30 +1,26 @@
-"""One device, or ddp over all GPUs where there are several. `placement` decides; this builds what it decided."""
+"""One device, or ddp over all GPUs if there are several, as `placement` decides."""
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import Strategy as LightningStrategy
+from collections.abc import Sequence
 
+from exp.errors import ErrorDetails
 from exp.strategies.ddp import DDP
-from exp.strategies.footprint import Footprint, Load
-from exp.strategies.placement import Demand, Placement
-from exp.strategies.rank import Rank
-from exp.strategies.strategy import Strategy
+from exp.strategies.placement import Demand
+from exp.strategies.strategy import Blueprint
 
 
-class Auto(Strategy):
+class Auto(DDP):
     """The strategy that fits the machine, with its default options."""
 
-    steps_once = False
+    def __init__(self, *, name: str = "auto") -> None:
+        super().__init__(name=name)
 
     @property
     def demand(self) -> Demand:
-        """All GPUs, as ddp; a machine without tries one device."""
+        """All GPUs, as ddp; a machine without a GPU tries one device."""
         return Demand(cpu_devices=1, adapts=True)
 
-    def footprint(self, load: Load) -> Footprint:
-        """DDP's, which of one rank is that of a single device."""
-        return DDP(name="ddp").footprint(load)
-
-    def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """DDP with its defaults."""
-        return DDP(name="ddp").lightning(placement, rank)
+    def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
+        """Return no error: ddp has its default options, and one device supports everything."""
+        return ()

@@ -1,8 +1,8 @@
-"""Batch normalisation over the whole global batch: the statistics of all ranks' shares together.
+"""Batch normalization over the global batch, with the statistics of all ranks' shares.
 
-torch's SyncBatchNorm does it on CUDA and refuses CPU tensors; there the sums go through gloo, in two passes, so that
-the variance loses no digits. A share that holds one stand-in sample (a global batch smaller than the world) is left
-out of the statistics, and takes part in their collectives.
+torch's SyncBatchNorm works on CUDA and rejects CPU tensors. On CPU the sums go through gloo in two passes, so that the
+variance loses no digits. If the global batch is smaller than the number of ranks, a rank without samples takes part in
+the collectives and adds nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, invalid_value
 from exp.models.matching import ANY_BATCH_NORM, BATCH_NORMS
 from exp.strategies.strategy import Blueprint
 
 
 class Share:
-    """Whether this rank's part of the batch under way holds samples that count."""
+    """This rank's share of the current batch. `counts`: whether it has samples."""
 
     __slots__ = ("counts",)
 
@@ -29,25 +29,25 @@ class Share:
 
 
 class CudaBatchNorm(nn.SyncBatchNorm):
-    """What a BatchNorm becomes on CUDA."""
+    """Class of a BatchNorm over the global batch on CUDA."""
 
     share: Share
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, C, ...] to [B, C, ...]."""
+        """Map `[B, C, ...]` to `[B, C, ...]`."""
         if not self.training or self.share.counts:
             return super().forward(input)
-        # An empty batch takes part in the collectives, forward and backward, and adds nothing.
+        # An empty batch takes part in the collectives of forward and backward, and adds nothing.
         return input + super().forward(input[:0]).sum()
 
 
 class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch without a public name
-    """What a BatchNorm becomes elsewhere. No SyncBatchNorm: DistributedDataParallel refuses one on CPU."""
+    """Class of a BatchNorm over the global batch on CPU. No SyncBatchNorm, which DistributedDataParallel rejects."""
 
     share: Share
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, C, ...] to [B, C, ...]. Raises: ValueError where all ranks together have one value a channel."""
+        """Map `[B, C, ...]` to `[B, C, ...]`. Raise ValueError if all ranks have one value per channel together."""
         if not self.training:
             uses_batch = self.running_mean is None and self.running_var is None
             statistics = (self.running_mean, self.running_var)
@@ -62,17 +62,17 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
         if total <= 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         mean = sums[:-1] / total
-        centred = values - mean.view(shape)
-        variance = _sum_over_ranks(here * centred.square().sum(dims)) / total
+        centered = values - mean.view(shape)
+        variance = _sum_over_ranks(here * centered.square().sum(dims)) / total
         self._remember(mean.detach(), variance.detach(), float(total))
-        output: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
+        output: Tensor = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(input.dtype)
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """Running statistics as nn.BatchNorm keeps them; without a momentum they are means over all batches."""
+        """Update the running statistics like nn.BatchNorm; without a momentum they are means over all batches."""
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(1)
@@ -82,9 +82,9 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
 
 
 class SumOverRanks(torch.autograd.Function):
-    """y = sum of x over all ranks, on every rank. The gradient of x is the sum of y's gradients, likewise.
+    """The sum of a tensor over all ranks, on every rank. The gradient is the sum of the ranks' gradients.
 
-    torch.distributed.nn.functional.all_reduce is the same, and deprecated in torch 2.13.
+    torch.distributed.nn.functional.all_reduce computes the same, and is deprecated in torch 2.13.
     """
 
     @staticmethod
@@ -102,15 +102,15 @@ _sum_over_ranks: Callable[[Tensor], Tensor] = SumOverRanks.apply
 
 
 def batch_norms(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every batch normalisation of a network, by its name."""
+    """Yield the batch normalization layers of a network with their names."""
     kind: type[nn.Module] = ANY_BATCH_NORM
     return ((name, part) for name, part in network.named_modules() if isinstance(part, kind))
 
 
 def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> dict[nn.Module, type[nn.Module]]:
-    """Has every BatchNorm of a network use all ranks' shares, in place; the classes that undo it.
+    """Let every BatchNorm of a network use all ranks' shares. Return the classes that `restore_classes` takes.
 
-    Its class alone is replaced: parameters, buffers, hooks and the names in the state dict stay.
+    Only the class is replaced: parameters, buffers, hooks and names in the state dict do not change.
     """
     before: dict[nn.Module, type[nn.Module]] = {}
     for _, part in batch_norms(network):
@@ -124,8 +124,8 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
     return before
 
 
-def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
-    """Undoes join_statistics, but for a layer whose class fully_shard has replaced since: it stays as it is."""
+def restore_classes(before: dict[nn.Module, type[nn.Module]]) -> None:
+    """Undo join_statistics, except for a layer whose class fully_shard has replaced since."""
     for part, kind in before.items():
         if type(part) not in (CudaBatchNorm, GlobalBatchNorm):
             continue
@@ -136,15 +136,14 @@ def part_statistics(before: dict[nn.Module, type[nn.Module]]) -> None:
 
 
 def batch_norm_errors(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[ErrorDetails]:
-    """Yield an error for each layer that cannot be, or has to be, normalized over the global batch."""
+    """Yield an error for each layer that cannot be, or must be, normalized over the global batch."""
     key, layers = "strategy.sync_batchnorm", list(batch_norms(planned.network))
     if sync_batchnorm and not layers:
-        yield ErrorDetails(key=key, got="true, and the network has no batch normalisation", expected="false")
+        yield invalid_value(key, True, "false", because="and the network has no batch normalization")
     for name, layer in layers:
         if sync_batchnorm and type(layer) not in BATCH_NORMS:
-            got = f"true, and {name} is a {type(layer).__name__}, whose forward is its own"
-            yield ErrorDetails(key=key, got=got, expected="torch.nn.BatchNorm1d, 2d or 3d")
-        is_refused = isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu"
-        if not sync_batchnorm and is_refused:
-            got = f"false, and {name} is a torch.nn.SyncBatchNorm, which refuses tensors on CPU"
-            yield ErrorDetails(key=key, got=got, expected="true: its statistics then go through gloo")
+            because = f"and {name} is a {type(layer).__name__}, which may have another forward"
+            yield invalid_value(key, True, "torch.nn.BatchNorm1d, 2d or 3d", because=because)
+        elif not sync_batchnorm and isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
+            because = f"and {name} is a torch.nn.SyncBatchNorm, which rejects CPU tensors"
+            yield invalid_value(key, False, "true, which sends its statistics through gloo", because=because)

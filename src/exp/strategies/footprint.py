@@ -1,10 +1,10 @@
-"""What each rank holds of a network under a strategy, and what it sends in a step: sizes, before anything is placed.
+"""Sizes of the parts of a network on each rank, and of the data that it sends per step, before anything is placed.
 
-A strategy says it by its method `footprint`; exp.plan reads it. Bytes that a collective makes a rank send are those of
-a ring, which no other algorithm undercuts (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms):
+The method `footprint` of a strategy returns them, and exp.plan reads them. The bytes that a rank sends in a collective
+are those of a ring, the smallest possible (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms):
 
     all-gather, reduce-scatter of S bytes over N ranks      (N - 1) / N * S
-    all-reduce                                              the two after one another, 2 (N - 1) / N * S
+    all-reduce                                              both of them, 2 (N - 1) / N * S
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from exp.strategies.placement import Placement
 
-# In the place of a layer's path: what the objective keeps.
+# Used instead of a layer's path for the activations of the objective.
 OBJECTIVE = "(objective)"
 
 
@@ -26,8 +26,10 @@ OBJECTIVE = "(objective)"
 class Size:
     """A parameter of the whole network.
 
-    itemsize: bytes of one of its numbers. learns: whether it has a gradient.
-    size: bytes of its storage; 0 if another parameter that was counted before has the same storage.
+    Attributes:
+        itemsize: Bytes of one number.
+        learns: Whether it has a gradient.
+        size: Bytes of its storage; 0 if an earlier parameter has the same storage.
     """
 
     shape: tuple[int, ...]
@@ -48,9 +50,11 @@ class Size:
 class Held:
     """A rank's part of a parameter.
 
-    shape: of the part, for which the optimizer keeps its state. stored, gradient: bytes of the storages of the part and
-    of its gradient, padding included; 0 where another part of the rank has the storage.
-    steps: whether this rank's optimizer steps it.
+    Attributes:
+        shape: Shape of the part, for which the optimizer keeps its state.
+        stored: Bytes of the part with padding; 0 if another part of the rank has the same storage.
+        gradient: Bytes of its gradient with padding.
+        steps: Whether this rank's optimizer updates it.
     """
 
     shape: tuple[int, ...]
@@ -61,12 +65,16 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What of a run a strategy is told.
+    """The part of a run from which a strategy computes its footprint.
 
-    network: on the meta device, every layer sized. sizes: of its parameters, by name, each shared one once.
-    inputs: stand-ins for the network's inputs, by which it can be cut.
-    buffers: bytes of its buffers. outputs: bytes of what each layer gave for a rank's micro-batch, by path.
-    micro_batches: that are accumulated in a step. samples: of a rank's micro-batch.
+    Attributes:
+        network: On the meta device, with all sizes.
+        sizes: Sizes of its parameters by name, each shared parameter once.
+        inputs: Examples of the network's inputs, with which it is split.
+        buffers: Bytes of its buffers.
+        outputs: Bytes of each layer's output for a rank's micro-batch, by path.
+        micro_batches: Micro-batches of a step.
+        samples: Samples of a rank's micro-batch.
     """
 
     network: nn.Module
@@ -89,14 +97,16 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What one device of one rank has.
+    """The contents of one device of one rank.
 
-    ranks: those that have the same. device: of those of a rank, where it has several; None where it has one.
-    held: by the parameter's name; a name that is missing is not there.
-    activations: factors by path of a layer, of what the layer keeps for a rank's whole micro-batch; what is below a
-        path follows it, and what is below none has `rest`.
-    buffers: bytes that communication needs beside the four parts, by what they are for.
-    offloaded: whether weights, gradients and optimizer state lie in the host's memory.
+    Attributes:
+        ranks: Ranks with the same contents.
+        device: Index among the devices of a rank with several. None: the rank has one device.
+        held: Parts by the parameter's name.
+        activations: Factors on the activations of a rank's whole micro-batch, by layer path. A factor applies to
+            everything below its path; `rest` applies elsewhere.
+        buffers: Bytes that communication needs, by purpose.
+        offloaded: Whether weights, gradients and optimizer state are in the host's memory.
     """
 
     ranks: tuple[int, ...]
@@ -108,13 +118,19 @@ class Place:
     offloaded: bool = False
 
     def share_of(self, path: str) -> float:
-        """The factor of a layer, by the longest path that it is below."""
+        """Return the factor of a layer."""
         return share_of(path, self.activations, rest=self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What a rank sends in one optimizer step. sent: bytes. over: ranks that take part. messages: how many calls."""
+    """The data that a rank sends in one optimizer step.
+
+    Attributes:
+        sent: Bytes.
+        over: Ranks that take part.
+        messages: Number of calls.
+    """
 
     what: str
     sent: float
@@ -124,12 +140,16 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """places: of all ranks. notes: what of it is an estimate, or not known, and why.
+    """The memory, transfers and work of all ranks.
 
-    work: a rank's share of the arithmetic and of the bytes moved in a micro-batch: 1 where it does all of it.
-    layer_work: the share of a layer, by its path, in the place of `work`; what is below a path follows it.
-    calls: how often a rank calls each operator for a micro-batch: also of smaller parts a call takes as long.
-    waiting: how many times as long a step is as the rank's own work in it: 1 where no rank waits for another.
+    Attributes:
+        places: Contents of all devices.
+        transfers: Data that a rank sends.
+        work: A rank's share of the arithmetic and of the bytes moved in a micro-batch, from 0 to 1.
+        layer_work: Shares of single layers by path, which apply to everything below the path, instead of `work`.
+        calls: Calls of each operator per micro-batch. A call takes as long for a smaller part.
+        waiting: Length of a step divided by the rank's own work in it; 1 if no rank waits.
+        notes: Reasons why numbers are estimates.
     """
 
     places: Sequence[Place]
@@ -141,12 +161,12 @@ class Footprint:
     notes: tuple[str, ...] = ()
 
     def work_of(self, path: str) -> float:
-        """The share of a layer's work, by the longest path that it is below."""
+        """Return the share of a layer's work."""
         return share_of(path, self.layer_work, rest=self.work)
 
 
 def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
-    """The share of a layer, by the longest path that it is below; `rest` of one that is below none."""
+    """Return the share of a layer: that of the longest path that contains it, or `rest`."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         if (name := ".".join(parts[:end])) in shares:
@@ -154,18 +174,18 @@ def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
     return rest
 
 
-def whole(load: Load) -> dict[str, Held]:
-    """Every parameter as it is."""
+def whole_parameters(load: Load) -> dict[str, Held]:
+    """Return every parameter, unsplit."""
     return {
         name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
         for name, one in load.sizes.items()
     }
 
 
-def shards(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, rank: int) -> dict[str, Held]:
-    """Each part cut again along its first dimension, as FSDP2 cuts: equal rows, padded in storage to the largest.
+def shard_parameters(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, rank: int) -> dict[str, Held]:
+    """Return a rank's rows of each part, as FSDP2 splits them: equal numbers of rows, padded in storage to the largest.
 
-    A number without dimensions counts as one row.
+    A scalar counts as one row.
     """
     found = {}
     for name, one in held.items():
@@ -178,33 +198,32 @@ def shards(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, r
     return found
 
 
-def all_reduce(size: float, ranks: int) -> float:
-    """Bytes that each rank sends."""
-    return 2 * gather(size, ranks)
+def all_reduce_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in an all-reduce of `size` bytes."""
+    return 2 * gather_bytes(size, ranks)
 
 
-def gather(size: float, ranks: int) -> float:
-    """Bytes that each rank sends in an all-gather or a reduce-scatter of `size` bytes in all."""
+def gather_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in an all-gather or reduce-scatter of `size` bytes in total."""
     return size * (ranks - 1) / ranks
 
 
-def averaged(load: Load, *, factor: float = 1.0) -> list[Transfer]:
-    """The gradients of ranks that share the batch, added up once a step. factor: of their bytes that are sent."""
+def gradient_transfers(load: Load, *, factor: float = 1.0) -> list[Transfer]:
+    """Return the all-reduce of gradients over the ranks that share the batch. factor: Share of bytes that is sent."""
     ranks = load.placement.data_ranks
     if ranks == 1:
         return []
-    sent = all_reduce(load.gradient_bytes * factor, ranks)
+    sent = all_reduce_bytes(load.gradient_bytes * factor, ranks)
     return [Transfer(what="all-reduce of gradients", sent=sent, over=ranks)]
 
 
-def grouped(places: Iterable[Place]) -> list[Place]:
-    """The same places, those that hold alike as one."""
-    found: list[tuple[Place, list[int]]] = []
+def merge_equal_places(places: Iterable[Place]) -> list[Place]:
+    """Return the places, with those of equal contents merged."""
+    found: list[Place] = []
     for place in places:
-        kind = replace(place, ranks=())
-        alike = next((ranks for one, ranks in found if one == kind), None)
-        if alike is None:
-            found.append((kind, list(place.ranks)))
+        index = next((at for at, one in enumerate(found) if replace(one, ranks=place.ranks) == place), None)
+        if index is None:
+            found.append(place)
         else:
-            alike.extend(place.ranks)
-    return [replace(one, ranks=tuple(ranks)) for one, ranks in found]
+            found[index] = replace(place, ranks=(*found[index].ranks, *place.ranks))
+    return found

@@ -1,56 +1,70 @@
-"""Fully sharded data parallel: every rank keeps a share of each weight, gradient and optimizer state."""
+"""Fully sharded data parallel: every rank keeps a shard of each weight, gradient and optimizer state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
-from annotated_types import Ge
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from exp.errors import ConfigError, ErrorDetails
+from exp.errors import ConfigError, ErrorDetails, not_supported_with
 from exp.optim.optimizer import FUSED_IN_SHARDS
 from exp.shared_types import Batch
-from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, part_statistics
-from exp.strategies.footprint import Footprint, Load, Place, Transfer, gather, grouped, shards, whole
+from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, restore_classes
+from exp.strategies.footprint import (
+    Footprint,
+    Load,
+    Place,
+    Transfer,
+    gather_bytes,
+    merge_equal_places,
+    shard_parameters,
+    whole_parameters,
+)
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
-from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of
+from exp.strategies.strategy import (
+    Blueprint,
+    Strategy,
+    module_of,
+    move_all_but_network,
+    network_of,
+    shared_names,
+)
 from exp.strategies.units import (
     AUTO,
     checkpoint_activations,
-    matched,
+    choose_units,
+    match_modules,
     scalar_errors,
-    uniform,
-    units,
+    split_by_dtype,
+    unit_of,
 )
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHARD, CHECKPOINTING = "strategy.shard", "strategy.activation_checkpointing"
 
 
 class FSDP(Strategy):
-    """torch.distributed.fsdp.fully_shard (FSDP2). A step computes what ddp's does.
+    """torch.distributed.fsdp.fully_shard (FSDP2). A step computes the same as with ddp.
 
-    shard: which modules are gathered by themselves while they compute, `auto`, or patterns of names or types: see
-        exp.strategies.units. The rest of the network is one more unit.
-    min_parameters: smaller modules are left to what they are in.
-    reshard_after_forward: whether gathered weights are freed after the forward, and gathered again for the backward;
-        None frees all but the network's own unit, which the backward needs first.
-    activation_checkpointing: patterns of modules whose activations are computed again in the backward, not kept.
-    cpu_offload: shards, gradients and the optimizer's step stay on the CPU of a run on GPUs.
-    param_dtype: of gathered weights; None is that of the shards, which autocast casts where it does.
-    reduce_dtype: in which gradients are added up; None is param_dtype.
-    no_sync: where batches are accumulated, gradients are kept whole until the last one: fewer messages, more memory.
-    sync_batchnorm: batch normalisation over the global batch, not over each rank's share.
+    Args:
+        shard: Modules that are gathered one by one: `auto`, or patterns of names or types, see exp.strategies.units.
+            The rest of the network is one more unit.
+        reshard_after_forward: Whether gathered weights are freed after the forward and gathered again for the backward.
+            None: all except those of the network's own unit, which the backward needs first.
+        activation_checkpointing: Patterns of modules whose activations are recomputed in the backward.
+        cpu_offload: Keep shards, gradients and the optimizer's step on the CPU in a run on GPUs.
+        param_dtype: Dtype of gathered weights. None: that of the shards.
+        reduce_dtype: Dtype in which gradients are summed. None: param_dtype.
+        sync_batchnorm: Normalize over the global batch instead of each rank's share.
     """
 
     shards_parameters = True
@@ -60,114 +74,96 @@ class FSDP(Strategy):
         *,
         name: str = "fsdp",
         shard: Literal["auto"] | str | Sequence[str] = AUTO,
-        min_parameters: Annotated[int, Ge(0)] = 0,
         reshard_after_forward: bool | None = None,
         activation_checkpointing: Sequence[str] = (),
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
-        no_sync: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(name=name)
-        self.shard, self.min_parameters = shard, min_parameters
+        self.shard = shard
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = tuple(activation_checkpointing)
         self.cpu_offload = cpu_offload
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.no_sync = no_sync
         self.sync_batchnorm = sync_batchnorm
 
     @property
     def demand(self) -> Demand:
-        """One rank alone has a process group where an option means something to it, too."""
+        """A dimension `shard`; one rank alone has a process group if an option has an effect there."""
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
         return Demand(rest="shard", group=any(options))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Patterns that match nothing, offloading from a CPU, and what no sharded run can do."""
+        """Return the errors of patterns without a match, of offloading from a CPU, and of networks without shards."""
         errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
-        chosen = {}
+        units: Mapping[str, nn.Module] = {}
         try:
-            chosen = units(planned.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")
+            units = choose_units(planned.network, self.shard, key=SHARD)
         except ConfigError as error:
             errors += error.errors
         try:
-            matched(planned.network, self.activation_checkpointing, key="strategy.activation_checkpointing")
+            match_modules(planned.network, self.activation_checkpointing, key=CHECKPOINTING)
         except ConfigError as error:
             errors += error.errors
-        errors += _tied_errors(planned.network, chosen)
+        errors += _tied_errors(planned.network, units)
         if planned.placement.world_size > 1 or self.demand.group:
             errors += scalar_errors(planned.network)
         unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
         if planned.config["optimizer"].get("fused") is True and unfused:
-            errors.append(
-                ErrorDetails(
-                    key="optimizer.fused",
-                    got=f"true for {unfused[0]}, which torch cannot do on shards",
-                    expected=f"null, or one of {', '.join(FUSED_IN_SHARDS)}",
-                )
-            )
+            expected = f"null, or one of {', '.join(FUSED_IN_SHARDS)}: torch has no fused {unfused[0]} for shards"
+            errors.append(not_supported_with("optimizer.fused", True, f"strategy={self.name}", expected))
         if self.cpu_offload and planned.placement.accelerator == "cpu":
-            errors.append(
-                ErrorDetails(
-                    key="strategy.cpu_offload",
-                    got="true on a run on CPU",
-                    expected="false: the shards lie in the CPU's memory already",
-                )
-            )
+            expected = "false: the shards are in the CPU's memory already"
+            errors.append(not_supported_with("strategy.cpu_offload", True, "launch.accelerator=cpu", expected))
         return errors
 
     def footprint(self, load: Load) -> Footprint:
-        """Equal rows of each weight a rank, one unit gathered while it computes and the next one on its way."""
+        """Return equal rows of each weight per rank, with two units gathered at once: the current and the next one."""
         ranks = load.placement.data_ranks
-        chosen = units(load.network, self.shard, min_parameters=self.min_parameters, key="strategy.shard")
-        gathered = unit_bytes(load, list(chosen), itemsize=self._itemsize(self.param_dtype))
-        reduced = unit_bytes(load, list(chosen), itemsize=self._itemsize(self.reduce_dtype or self.param_dtype))
+        units = choose_units(load.network, self.shard, key=SHARD)
+        gathered = unit_bytes(load, list(units), self.param_dtype)
+        reduced = unit_bytes(load, list(units), self.reduce_dtype or self.param_dtype)
         largest = sorted(gathered.values())[-2:]
         buffers = {"gathered weights": sum(largest), "whole gradients": max(reduced.values())} if ranks > 1 else {}
-        if self.no_sync and load.micro_batches > 1:
-            buffers["whole gradients"] = sum(reduced.values())
         places = (
             Place(
                 ranks=(rank,),
-                held=shards(whole(load), load.sizes, ranks=ranks, rank=rank),
+                held=shard_parameters(whole_parameters(load), load.sizes, ranks=ranks, rank=rank),
                 buffers=buffers,
                 offloaded=self.cpu_offload,
             )
             for rank in range(ranks)
         )
+        transfers = self._transfers(load, gathered, reduced) if ranks > 1 else []
         notes = () if self.param_dtype is None else ("activations are counted without strategy.param_dtype",)
-        return Footprint(places=grouped(places), transfers=self._transfers(load, gathered, reduced), notes=notes)
+        return Footprint(places=merge_equal_places(places), transfers=transfers, notes=notes)
 
     def _transfers(self, load: Load, gathered: Mapping[str, int], reduced: Mapping[str, int]) -> list[Transfer]:
-        ranks, times = load.placement.data_ranks, load.micro_batches
-        if ranks == 1:
-            return []
-        everything, own = sum(gathered.values()), gathered[""]
-        again = {None: everything - own, True: everything, False: 0}[self.reshard_after_forward]
-        sums, calls = 1 if self.no_sync else times, len(gathered)
-        forward, backward = gather(everything, ranks) * times, gather(again, ranks) * times
+        ranks, times, calls = load.placement.data_ranks, load.micro_batches, len(gathered)
+        everything = sum(gathered.values())
+        again = {None: everything - gathered[""], True: everything, False: 0}[self.reshard_after_forward]
+        sizes = {
+            "all-gather of weights, forward": (everything, calls * times),
+            "all-gather of weights, backward": (again, calls * times),
+            "reduce-scatter of gradients": (sum(reduced.values()), 1),
+        }
         return [
-            Transfer(what="all-gather of weights, forward", sent=forward, over=ranks, messages=calls * times),
-            Transfer(what="all-gather of weights, backward", sent=backward, over=ranks, messages=calls * times),
-            Transfer(what="reduce-scatter of gradients", sent=gather(sum(reduced.values()), ranks) * sums, over=ranks),
+            Transfer(what=what, sent=gather_bytes(size, ranks) * times, over=ranks, messages=messages)
+            for what, (size, messages) in sizes.items()
         ]
 
-    @staticmethod
-    def _itemsize(dtype: Dtype | None) -> int | None:
-        return None if dtype is None else DTYPES[dtype].itemsize
-
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """A FullyShardedStrategy with these options."""
+        """Return a FullyShardedStrategy with these options."""
         return FullyShardedStrategy(placement=placement, options=self)
 
 
 class FullyShardedStrategy(ModelParallel):
-    """Weights, gradients and optimizer state in shards over the ranks of the data, as DTensors.
+    """Keeps weights, gradients and optimizer state as DTensors, in shards over the data ranks.
 
-    Relied on, and tested: fully_shard works by hooks around a module's call and sets the gathered parameters on the
-    module that holds them, so that straight-line code that reads `_modules` tables meets both (seen in torch 2.13).
+    Relied on, and tested: fully_shard works with hooks around a module's call and sets the gathered parameters on the
+    module that holds them. Straight-line code that reads `_modules` tables meets both (torch 2.13).
     """
 
     def __init__(self, *, placement: Placement, options: FSDP) -> None:
@@ -178,34 +174,35 @@ class FullyShardedStrategy(ModelParallel):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        # In a second stage the network is placed, and the end of the first took them off.
+        # In a second stage the network is in shards already, and the end of the first stage restored the classes.
         self._join_statistics()
 
     def teardown(self) -> None:
         super().teardown()
-        part_statistics(self._classes_before)
+        restore_classes(self._classes_before)
         self._classes_before = {}
 
     def place_model(self) -> None:
         network, options = network_of(self), self.options
-        recomputed = matched(network, options.activation_checkpointing, key="strategy.activation_checkpointing")
+        recomputed = match_modules(network, options.activation_checkpointing, key=CHECKPOINTING)
         checkpoint_activations(recomputed.values())
         self._join_statistics()
-        shard = partial(
-            fully_shard,
-            mesh=self.data_mesh(),
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=DTYPES[options.param_dtype] if options.param_dtype else None,
-                reduce_dtype=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
-            ),
-            offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        mesh = self.data_mesh()
+        dtypes = MixedPrecisionPolicy(
+            param_dtype=DTYPES[options.param_dtype] if options.param_dtype else None,
+            reduce_dtype=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
         )
-        chosen = units(network, options.shard, min_parameters=options.min_parameters, key="strategy.shard")
-        # Innermost first, as fully_shard asks.
-        for unit in reversed(uniform(network, chosen).values()):
-            shard(unit)
-        shard(network)
+        offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+        units = split_by_dtype(network, choose_units(network, options.shard, key=SHARD))
+        # fully_shard takes inner units before outer ones.
+        for unit in [*reversed(units.values()), network]:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=options.reshard_after_forward,
+                mp_policy=dtypes,
+                offload_policy=offload,
+            )
 
     def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
@@ -216,25 +213,11 @@ class FullyShardedStrategy(ModelParallel):
         if self.is_placed and not self.options.cpu_offload:
             super().model_to_device()
             return
-        # fully_shard moves one unit after the other, and never the whole network; offloaded shards stay where they are.
+        # fully_shard moves one unit at a time, never the whole network. Offloaded shards stay on the CPU.
         move_all_but_network(module_of(self), self.root_device)
         for module in network_of(self).modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(self.root_device)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it around the backward of accumulated batches, but for the last."""
-        network = network_of(self)
-        if not self.options.no_sync:
-            yield
-            return
-        assert isinstance(network, FSDPModule)
-        network.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            network.set_requires_gradient_sync(True)
+                setattr(module, name, buffer.to(self.root_device))
 
     def _join_statistics(self) -> None:
         if self._share is not None and not self._classes_before:
@@ -242,33 +225,24 @@ class FullyShardedStrategy(ModelParallel):
             self._classes_before = join_statistics(network, self._share, device_type=kind)
 
 
-def unit_bytes(load: Load, chosen: Sequence[str], *, itemsize: int | None = None) -> dict[str, int]:
-    """Bytes of the whole weights of each unit, by its name; the network's own is ''.
+def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[str, int]:
+    """Return the bytes of the whole weights of each unit, by its name; the network's own unit is ''.
 
-    itemsize: of a number where it is cast; None is as it is kept.
+    Args:
+        dtype: Dtype to which the weights are cast. None: their own.
     """
-    found = dict.fromkeys(["", *chosen], 0)
+    found = dict.fromkeys(["", *units], 0)
     for name, one in load.sizes.items():
-        owner = max((unit for unit in chosen if name.startswith(f"{unit}.")), key=len, default="")
-        found[owner] += one.count * (itemsize or one.itemsize)
+        found[unit_of(name, units)] += one.count * (one.itemsize if dtype is None else DTYPES[dtype].itemsize)
     return found
 
 
-def _tied_errors(network: nn.Module, chosen: Mapping[str, nn.Module]) -> list[ErrorDetails]:
-    """A weight that two units share would be gathered by one and used by the other."""
-    owners: dict[int, set[str]] = {}
-    names: dict[int, list[str]] = {}
-    for path, parameter in network.named_parameters(remove_duplicate=False):
-        inside = [unit for unit in chosen if path.startswith(f"{unit}.")]
-        owners.setdefault(id(parameter), set()).add(max(inside, key=len, default=""))
-        names.setdefault(id(parameter), []).append(path)
+def _tied_errors(network: nn.Module, units: Mapping[str, nn.Module]) -> list[ErrorDetails]:
+    """Return an error for each weight in two units: one unit would gather it, and the other use it."""
+    expected = "all uses of a weight in one unit"
+    fix = "Leave the modules that hold it out of strategy.shard"
     return [
-        ErrorDetails(
-            key="strategy.shard",
-            got=f"{' and '.join(names[tied])} are one weight in different units",
-            expected="a weight that is used twice in one unit",
-            fix="Leave the modules that hold it out of strategy.shard",
-        )
-        for tied, units in owners.items()
-        if len(units) > 1
+        not_supported_with(SHARD, "units", f"a weight in common, {' and '.join(names)}", expected, fix)
+        for names in shared_names(network)
+        if len({unit_of(name, units) for name in names}) > 1
     ]

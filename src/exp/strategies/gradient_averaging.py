@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 T = TypeVar("T", bound=Tensor)
 # The most that one collective sends, unless one tensor is larger; as DistributedDataParallel.
@@ -60,7 +60,7 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
         return
     sent = []
     for bucket in _buckets(tensors):
-        pieces = [local(tensor) for tensor in bucket]
+        pieces = [local_part(tensor) for tensor in bucket]
         # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         sent.append((pieces, flat, dist.all_reduce(flat, group=group, async_op=True)))
@@ -94,7 +94,7 @@ def broadcast_state(module: nn.Module) -> None:
 def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
     source = 0 if group is None else dist.get_global_rank(group, 0)
     for tensor in tensors:
-        own = local(tensor).detach()
+        own = local_part(tensor).detach()
         sent = own.contiguous()
         dist.broadcast(sent, src=source, group=group)
         if sent is not own:
@@ -106,7 +106,7 @@ def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
-        size = local(tensor).numel() * tensor.element_size()
+        size = local_part(tensor).numel() * tensor.element_size()
         bucket, filled = open_buckets.get(kind, ([], 0))
         if bucket and filled + size > BUCKET_BYTES:
             yield bucket

@@ -1,4 +1,4 @@
-"""A mesh of ranks: a model shared by some of them, and several such models that share the batch."""
+"""A mesh of ranks: groups of ranks that hold one model each share the batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import ErrorDetails, raise_errors
-from exp.spelling import show
+from exp.errors import ErrorDetails, missing_value, not_supported_with, raise_errors
 from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import Layers
 from exp.strategies.pipeline import SCHEDULES, Pipeline
@@ -23,15 +22,17 @@ from exp.strategies.units import scalar_errors
 
 
 class Hybrid(Strategy):
-    """Data times tensor, or data times pipeline: groups of ranks that hold one model each share the batch.
+    """Data parallel times tensor parallel, or data parallel times pipeline parallel.
 
-    tensor, pipeline: neighbouring ranks that hold one model together; one of the two is more than 1.
-    data: what the groups of them do: `average` gradients, as ddp does, or `shard` their parts again, as fsdp does
-        (with tensor).
-    plan, divide, vocabulary: with tensor, see exp.strategies.tensor_parallel.
-    schedule, stages_per_rank, microbatches, layers: with pipeline, see exp.strategies.pipeline.
+    Args:
+        tensor: Neighboring ranks that have parts of each layer.
+        pipeline: Neighboring ranks that have different layers. Either tensor or pipeline is above 1.
+        data: What the groups of ranks do: `average` gradients like ddp, or `shard` their parts like fsdp (with tensor).
+        plan, divide, vocabulary: Options of exp.strategies.tensor_parallel.
+        schedule, stages_per_rank, microbatches, layers: Options of exp.strategies.pipeline.
 
-    Raises: ConfigError, also for an option of the one that is not used.
+    Raises:
+        ConfigError: The dimensions contradict each other, or an option has no effect on them.
     """
 
     def __init__(
@@ -50,30 +51,32 @@ class Hybrid(Strategy):
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        of_tensor: dict[str, Any] = {"plan": plan, "divide": divide, "vocabulary": vocabulary}
-        of_pipeline: dict[str, Any] = {
+        tensor_options: dict[str, Any] = {"plan": plan, "divide": divide, "vocabulary": vocabulary}
+        pipeline_options: dict[str, Any] = {
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,
             "microbatches": microbatches,
             "layers": layers,
         }
-        errors = _errors_of_factors(tensor, pipeline, data)
-        errors = errors or (_idle("tensor", of_tensor) if pipeline > 1 else _idle("pipeline", of_pipeline))
-        raise_errors(errors)
+        raise_errors(_dimension_errors(tensor, pipeline, data))
+        is_pipeline = pipeline > 1
+        unused, axis = (tensor_options, "tensor") if is_pipeline else (pipeline_options, "pipeline")
+        raise_errors(_unused_errors(unused, axis))
         self.shards_parameters = data == "shard"
         self.dimensions = Dimensions(tensor=tensor, pipeline=pipeline)
-        self.splits_tensors, self.splits_layers = tensor > 1, pipeline > 1
-        self.schedules_step = pipeline > 1
-        self.meets = MEETS if data == "average" and tensor > 1 else frozenset()
-        self.axis: Strategy = TensorParallel(name=name, **of_tensor)
-        if pipeline > 1:
+        self.splits_tensors, self.splits_layers, self.schedules_step = not is_pipeline, is_pipeline, is_pipeline
+        self.meets = frozenset() if is_pipeline or self.shards_parameters else MEETS
+        self.axis: Strategy
+        if is_pipeline:
             known = SCHEDULES.get(schedule)
             each = stages_per_rank or (known.stages_per_rank if known else None) or 2
-            self.axis = Pipeline(name=name, stages=pipeline * each, **of_pipeline)
+            self.axis = Pipeline(name=name, stages=pipeline * each, **pipeline_options)
+        else:
+            self.axis = TensorParallel(name=name, **tensor_options)
 
     @property
     def demand(self) -> Demand:
-        """Return a demand in which neighboring ranks hold one model; a machine without a GPU tries two models."""
+        """Neighboring ranks that hold one model; a machine without a GPU tries two models."""
         return Demand(
             dimensions=self.dimensions,
             rest="shard" if self.shards_parameters else "replicate",
@@ -81,12 +84,12 @@ class Hybrid(Strategy):
         )
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of the axis that is used, and those of shards."""
+        """Return the errors of the model's ranks, and of parameters that cannot be sharded."""
         scalars = scalar_errors(planned.network) if self.shards_parameters else []
         return [*scalars, *self.axis.errors(planned)]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the footprint of the axis that is used."""
+        """Return the footprint of tensor parallel or pipeline parallel."""
         return self.axis.footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
@@ -94,31 +97,24 @@ class Hybrid(Strategy):
         return self.axis.lightning(placement, rank)
 
 
-def _idle(axis: str, options: Mapping[str, object]) -> list[ErrorDetails]:
-    """The options of the axis that is not used, where they ask for something: they would be ignored in silence."""
-    defaults = inspect.signature(Hybrid.__init__).parameters
-    factors = {"tensor": 1, "pipeline": 1, axis: 2}
-    fix = "Leave it out, or write " + " ".join(f"strategy.{name}={factor}" for name, factor in factors.items())
+def _unused_errors(options: Mapping[str, object], axis: str) -> list[ErrorDetails]:
+    """Return an error for each option that is set although its dimension is 1: it would have no effect."""
+    defaults = {key: inspect.signature(Hybrid.__init__).parameters[key].default for key in options}
     return [
-        ErrorDetails(key=key, got=f"{value!r}, with {axis}=1", expected=show(defaults[key].default).strip("'"), fix=fix)
+        not_supported_with(key, repr(value), f"{axis}=1", str(defaults[key]), f"Leave {key} out")
         for key, value in options.items()
-        if value != defaults[key].default
+        if value != defaults[key]
     ]
 
 
-def _errors_of_factors(tensor: int, pipeline: int, data: str) -> list[ErrorDetails]:
+def _dimension_errors(tensor: int, pipeline: int, data: str) -> list[ErrorDetails]:
     errors = []
     if tensor > 1 and pipeline > 1:
         fix = "Write strategy.tensor=1, or strategy.pipeline=1"
-        got = f"{pipeline} with tensor={tensor}"
-        errors.append(ErrorDetails(key="pipeline", got=got, expected="one of the two above 1", fix=fix))
+        errors.append(not_supported_with("pipeline", pipeline, f"tensor={tensor}", "one of the two above 1", fix))
     elif tensor == pipeline == 1:
-        expected = "how many ranks hold one model together, 2 or more: strategy.tensor=2 or strategy.pipeline=2"
-        errors.append(
-            ErrorDetails(key="tensor", got="1, and pipeline is 1", expected=expected, fix="Or write strategy=ddp")
-        )
+        expected = "2 or more ranks that hold one model together: strategy.tensor=2 or strategy.pipeline=2"
+        errors.append(missing_value("tensor", expected, "Or write strategy=ddp", got="1, and pipeline is 1"))
     if data == "shard" and pipeline > 1:
-        errors.append(
-            ErrorDetails(key="data", got="shard with pipeline", expected="average, or tensor in the place of pipeline")
-        )
+        errors.append(not_supported_with("data", "shard", "pipeline", "average, or tensor instead of pipeline"))
     return errors

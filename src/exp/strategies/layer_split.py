@@ -18,7 +18,7 @@ from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
 from exp.nested import move_tensors, tensors_in
 from exp.shared_types import DataSpec
-from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole
+from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole_parameters
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
@@ -113,8 +113,12 @@ def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int
 
     factor: of the activations of a whole micro-batch that are kept at once.
     """
-    everything, names = whole(load), {name for part in own for name in parts.parts[part].tensors}
-    layers = {layer: factor if place in own else 0.0 for place, part in enumerate(parts.parts) for layer in part.layers}
+    everything, names = whole_parameters(load), {name for part in own for name in parts.parts[part].tensors}
+    layers = {
+        layer: factor if place_parts in own else 0.0
+        for place_parts, part in enumerate(parts.parts)
+        for layer in part.layers
+    }
     last = factor if len(parts.parts) - 1 in own else 0.0
     return Place(
         ranks=ranks,
@@ -207,7 +211,7 @@ class OverDevices(LightningStrategy):
         # The whole may not fit on any of the devices: the network is moved by its parts, and the rest without it.
         assert self._split is not None
         move_all_but_network(module_of(self), self.devices[-1])
-        place(network_of(self), self._split, self.devices)
+        place_parts(network_of(self), self._split, self.devices)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # torch puts each state on its parameter's device; Lightning would move all of it to one.
@@ -215,7 +219,7 @@ class OverDevices(LightningStrategy):
             optimizer.load_state_dict(state)
 
 
-def place(network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> None:
+def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> None:
     """Moves every parameter and buffer, and its gradient, to the device of its part, in place."""
     where = {name: device for part, device in zip(parts.parts, devices, strict=True) for name in part.tensors}
     for path, module in network.named_modules():

@@ -29,7 +29,7 @@ from exp.errors import RunError
 from exp.strategies.gradient_averaging import broadcast_buffers
 from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of, precision_of
-from exp.strategies.whole_state import Whole, WholeState, local
+from exp.strategies.whole_state import Whole, WholeState, local_part
 
 # The network's place in the module: names in its state dict begin so.
 NETWORK = "network."
@@ -245,7 +245,7 @@ class ModelParallel(WholeState):
         return total.sqrt()
 
     def _share_of_square(self, name: str, part: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(local(part), dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(local_part(part), dtype=torch.float64)
         return norm.square() / self.copies(name, part)
 
 

@@ -17,10 +17,10 @@ from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
 from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.footprint import Footprint, Load, Transfer, averaged, grouped
+from exp.strategies.footprint import Footprint, Load, Transfer, gradient_transfers, merge_equal_places
 from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_errors
 from exp.strategies.model_parallel import ModelParallel
-from exp.strategies.pipeline_stages import Stage, Stages, number_of
+from exp.strategies.pipeline_stages import Stage, Stages, count_micro_batches
 from exp.strategies.placement import Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, data_of, module_of, move_all_but_network, network_of
@@ -104,7 +104,7 @@ class Pipeline(Strategy):
 
     def microbatches_of(self, batch_size: int, ranks: int) -> int:
         """Into how many micro-batches a rank's whole share of `batch_size` samples is cut."""
-        return number_of(
+        return count_micro_batches(
             self.microbatches,
             batch_size=batch_size,
             ranks=ranks,
@@ -146,13 +146,13 @@ class Pipeline(Strategy):
         transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
         if placement.data_ranks > 1:
             own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
-            transfers += averaged(load, factor=own_bytes / max(load.parameter_bytes, 1))
+            transfers += gradient_transfers(load, factor=own_bytes / max(load.parameter_bytes, 1))
         # The filling and emptying of the pipeline (Huang et al. 2019, GPipe).
         filled = (count + ranks - 1) / max(count, 1)
         notes = [WAITING]
         notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
         return Footprint(
-            places=grouped(places),
+            places=merge_equal_places(places),
             transfers=transfers,
             work=1 / ranks,
             calls=count / ranks,

@@ -62,7 +62,7 @@ class Stage:
     def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
         """What is sent on: the tensors of the values that later stages read; of the last stage those of the output."""
         tensors = iter(received)
-        values: dict[str, object] = {name: _filled(self.split.values[name], tensors) for name in self.takes}
+        values: dict[str, object] = {name: _fill(self.split.values[name], tensors) for name in self.takes}
         read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
         with self.around():
             result = self.part.run(self.network, *read)
@@ -76,7 +76,7 @@ class Stage:
 
     def whole_output(self, tensors: Sequence[Tensor]) -> Any:
         """The network's output of its tensors."""
-        return _filled(self.output, iter(tensors))
+        return _fill(self.output, iter(tensors))
 
 
 class Stages:
@@ -236,7 +236,9 @@ class MicroBatch(Generic[Data]):
     size: int
 
 
-def number_of(wish: int | Literal["auto"], *, batch_size: int, ranks: int, least: int, multiple_of: int) -> int:
+def count_micro_batches(
+    wish: int | Literal["auto"], *, batch_size: int, ranks: int, least: int, multiple_of: int
+) -> int:
     """Micro-batches of a rank's share of `batch_size` samples.
 
     wish: `auto` takes the largest number that cuts the share without a rest, up to 4 a rank of the pipeline.
@@ -250,7 +252,7 @@ def number_of(wish: int | Literal["auto"], *, batch_size: int, ranks: int, least
     return even[-1] if even else fitting[0]
 
 
-def micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
+def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
     """`size` samples in `count` micro-batches of one size. Where they do not come out even, the last ones are filled
     up with the last sample."""
     each = -(-size // count)
@@ -262,12 +264,12 @@ def micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]
     return found
 
 
-def cut(output: Data, size: int) -> Data:
+def keep_samples(output: Data, size: int) -> Data:
     """The first `size` samples of an output."""
     return map_tensors(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
-def _filled(kind: object, tensors: Iterator[Tensor]) -> Any:
+def _fill(kind: object, tensors: Iterator[Tensor]) -> Any:
     """A value of this structure, with the next of the tensors in the place of each of its own."""
     return map_tensors(kind, lambda _: next(tensors))
 

@@ -191,7 +191,7 @@ def placement(
     return placed
 
 
-def adopted(
+def adopt_placement(
     rank: Rank,
     strategy: str,
     *,

@@ -1,6 +1,6 @@
-"""Which rank this process is, read from the environment of the launcher that started it, and never guessed.
+"""The rank of this process, read from the environment variables of its launcher.
 
-Only exp.worker reads it: in every other process the variables may be those of somebody else's job.
+Only exp.worker reads them: in other processes the variables may belong to another job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from exp.errors import RunError
 
-# Set by exp's own launcher, beside torchrun's names: where the process group's FileStore is.
+# Path of the process group's FileStore, set by exp's launcher next to torchrun's variables.
 STORE = "EXP_STORE"
 
 
@@ -19,10 +19,12 @@ STORE = "EXP_STORE"
 class Rank:
     """One process of a run.
 
-    global_rank, local_rank: 0 to world_size - 1 over all nodes, 0 to local_world_size - 1 on this one.
-    store: the file of the process group's FileStore; None where the launcher offers a rendezvous by env:// instead.
-    is_confined: whether it is one of several on its node and sees its own devices alone, as SLURM's --gpus-per-task
-        has it. Such a rank counts as the only one of a node of its own.
+    Attributes:
+        global_rank: 0 to world_size - 1, over all nodes.
+        local_rank: 0 to local_world_size - 1, on this node.
+        store: File of the process group's FileStore. None: ranks meet by env://.
+        is_confined: Whether it is one of several ranks on its node and sees only its own devices, as with SLURM's
+            --gpus-per-task. Such a rank counts as a node with one rank.
     """
 
     global_rank: int
@@ -39,7 +41,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that writes reports and shows progress."""
+        """Whether the rank writes reports and shows progress."""
         return self.global_rank == 0
 
 
@@ -47,11 +49,12 @@ ALONE = Rank(global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
-    """The rank that exp's launcher, torchrun or SLURM gave this process; ALONE where none of them did.
+    """Return the rank that exp's launcher, torchrun or SLURM gave this process, or ALONE.
 
-    torchrun goes before SLURM, because it may run inside a SLURM job.
+    torchrun comes first, because it may run inside a SLURM job.
 
-    Raises: RunError where the variables contradict each other.
+    Raises:
+        RunError: The variables contradict each other.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank = _torchrun(environment)
@@ -68,12 +71,11 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Rank:
-    world_size = _number(environment, "WORLD_SIZE")
-    local_world_size = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world_size
-    global_rank = _number(environment, "RANK")
+    world_size, global_rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE", default=world_size)
     return Rank(
         global_rank=global_rank,
-        local_rank=_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else global_rank,
+        local_rank=_number(environment, "LOCAL_RANK", default=global_rank),
         world_size=world_size,
         local_world_size=local_world_size,
         node_rank=global_rank // max(1, local_world_size),
@@ -82,37 +84,30 @@ def _torchrun(environment: Mapping[str, str]) -> Rank:
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    # A shell inside an allocation carries the same variables, and is not one of the tasks.
+    # A shell inside an allocation has the same variables and is no task.
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and not interactive
 
 
 def _slurm(environment: Mapping[str, str]) -> Rank:
-    world_size = _number(environment, "SLURM_NTASKS")
-    nodes = _number(environment, "SLURM_NNODES") if "SLURM_NNODES" in environment else 1
-    on_this_node = max(1, world_size // max(1, nodes))
-    global_rank = _number(environment, "SLURM_PROCID")
-    # Bound to GPUs of its own, each task sees fewer than there are tasks, and calls the first of them cuda:0.
+    world_size, global_rank = _number(environment, "SLURM_NTASKS"), _number(environment, "SLURM_PROCID")
+    local_world_size = max(1, world_size // max(1, _number(environment, "SLURM_NNODES", default=1)))
+    # A task with --gpus-per-task sees fewer GPUs than its node has tasks, and the first one is cuda:0.
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and len(visible.split(",")) < on_this_node:
-        return Rank(
-            global_rank=global_rank,
-            local_rank=0,
-            world_size=world_size,
-            local_world_size=1,
-            node_rank=global_rank,
-            is_confined=True,
-        )
+    is_confined = bool(visible) and len(visible.split(",")) < local_world_size
     return Rank(
         global_rank=global_rank,
-        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_rank=0 if is_confined else _number(environment, "SLURM_LOCALID"),
         world_size=world_size,
-        local_world_size=on_this_node,
-        node_rank=_number(environment, "SLURM_NODEID") if "SLURM_NODEID" in environment else 0,
+        local_world_size=1 if is_confined else local_world_size,
+        node_rank=global_rank if is_confined else _number(environment, "SLURM_NODEID", default=0),
+        is_confined=is_confined,
     )
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(environment: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    if name not in environment and default is not None:
+        return default
     if name not in environment or not environment[name].isdecimal():
         got = f"is {environment[name]!r}" if name in environment else "is not set"
         raise RunError(f"{name} {got}; the launcher must set it to a number")

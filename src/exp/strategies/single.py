@@ -11,7 +11,7 @@ from exp.strategies.strategy import Strategy
 
 
 class Single(Strategy):
-    """One device, whatever else the machine has."""
+    """One device, even if the machine has more."""
 
     splits_batch = False
     steps_once = False
@@ -22,5 +22,5 @@ class Single(Strategy):
         return Demand(rest=None)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Raises: RunError, because a run of several ranks is not single."""
+        """Raise RunError: several ranks are never `single`."""
         raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")

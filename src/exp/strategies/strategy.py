@@ -1,10 +1,7 @@
-"""What the config's strategy node becomes, and the Trainer's arguments that follow from it.
+"""Base class of strategies, and the Trainer's arguments that follow from one.
 
-    trainer_arguments(strategy, placement=placement, rank=rank) -> dict for lightning's Trainer
-        strategy=, devices=, num_nodes=, accelerator=, plugins=[cluster environment], use_distributed_sampler=False
-
-A strategy of one's own is a subclass of Strategy with its options as keyword parameters, and a YAML in conf/strategy;
-a class of Lightning's own strategies may be named as `_target_`, too.
+To add a strategy, write a subclass of Strategy with its options as keyword parameters, and a YAML file in
+conf/strategy. The `_target_` may also be one of Lightning's strategies.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -22,8 +19,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
     ParallelStrategy,
     SingleDeviceStrategy,
 )
@@ -36,27 +31,29 @@ from exp.data.data import Data
 from exp.errors import ErrorDetails, RunError
 from exp.models.forward_trace import Call, ForwardTrace
 from exp.precision.plugin import RunPrecision
-from exp.strategies.footprint import Footprint, Load, Place, averaged, whole
+from exp.strategies.footprint import Footprint, Load, Place, gradient_transfers, whole_parameters
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What a part may know of the run when it says what it cannot do. Nothing of it is allocated yet.
+    """The planned run, as strategies and hooks see it when they report what they do not support.
 
-    network: on the meta device, every layer sized.
-    batch_size: of the global batch, B.
-    precision: the config's precision.word.
-    needs: what the objective needs beside one forward and one backward, words of NEEDS in objectives/term.py.
-    weighed: names of its terms that divide by weights of their targets, and not by the number of samples.
-    traits: words of TRAITS that its strategy has.
-    meets: of them, what its strategy meets where the network is in parts.
-    callbacks, optimizers: classes: of the config's callbacks, by name, of its optimizers. hooks: by name.
-    trace: its forward on a batch of the data's shape: what each module was given and returned; None where an operator
-        cannot run without numbers.
-    build: makes the network on the CPU, with numbers; None where it is not exp's to make.
-    config: the whole config, plain and resolved, for whatever else a strategy has to refuse.
+    Attributes:
+        network: On the meta device, with all sizes.
+        batch_size: Samples of the global batch, B.
+        precision: `precision.word` of the config.
+        config: Whole config, plain and resolved.
+        needs: Needs of the objective, words of NEEDS in objectives/term.py.
+        weighed: Names of terms that divide by weights of their targets instead of the number of samples.
+        traits: Traits of the strategy, words of TRAITS.
+        trace: Forward on a batch of the data's shape. None: an operator cannot run without numbers.
+        build: Returns the network on the CPU, with numbers. None: a user's LightningModule makes it.
+        meets: Needs that the strategy meets although the network is in parts.
+        callbacks: Classes of the callbacks by name.
+        optimizers: Classes of the optimizers.
+        hooks: Hooks by name.
     """
 
     network: nn.Module
@@ -76,15 +73,14 @@ class Blueprint:
 
     @property
     def calls(self) -> Mapping[str, Sequence[Call]]:
-        """The calls of each module in the traced forward, by its path; empty where there is none."""
+        """The calls of each module in the traced forward, by its path; empty without a trace."""
         return {} if self.trace is None else self.trace.by_path()
 
 
-# What a strategy may say of itself; each is an attribute of Strategy.
+# Attributes of Strategy that the compatibility table reads.
 TRAITS = (
     "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
     "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
-    "averages_between_steps",
 )  # fmt: skip
 
 
@@ -92,8 +88,10 @@ TRAITS = (
 class WrapsModule(Protocol):
     """A Lightning strategy that calls the module through DistributedDataParallel.
 
-    is_plain: whether a step does nothing else. broadcasts_buffers: whether rank 0's buffers go to all ranks before each
-    forward; of phases, before each step.
+    Attributes:
+        is_plain: Whether a step does nothing else.
+        broadcasts_buffers: Whether the buffers of rank 0 are sent to all ranks before each forward, or, with phases,
+            before each step.
     """
 
     broadcasts_buffers: bool
@@ -103,25 +101,24 @@ class WrapsModule(Protocol):
 
 
 class Strategy(ABC):
-    """Base of strategies: places a run, and declares what it does to the network, the batch and the step.
+    """Base class of strategies: places a run, and declares its effects on the network, the batch and the step.
 
-    The check judges what goes with a strategy by these attributes, and never by its name, which is the word that
-    report.json repeats. The defaults are those of a strategy like ddp. One that depends on an option is set in
-    `__init__`.
+    The check decides by these attributes what a strategy supports, never by its name, which is only reported. The
+    defaults are those of ddp. An attribute that depends on an option is set in `__init__`.
 
-    splits_batch: ranks or replicas share out each batch; `placement.data_ranks` says among how many ranks.
-    shards_parameters: a rank keeps parts of weights, and gathers them while it computes.
-    splits_tensors: a rank computes parts of single layers, and of what they return.
-    splits_layers: whole layers lie in different ranks.
-    splits_devices: whole layers lie on different devices of one process.
-    replicates_in_threads: replicas of the network run at once, in threads of one process.
-    schedules_step: a schedule makes the forwards and backwards of a step.
-    steps_once: a step is one forward and one backward; phases, which have several, would be taken for one.
-    owns_step: an engine runs the backward, unscales, clips and steps.
-    averages_between_steps: ranks step by themselves, and average their weights now and then.
-    meets: what an objective may need beside one forward and one backward, words of NEEDS in objectives/term.py, where
-        a network is in parts; a whole one meets all.
-    activation_checkpointing: patterns of modules whose activations are computed again in the backward.
+    Attributes:
+        splits_batch: Ranks or replicas share each batch, `placement.data_ranks` of them.
+        shards_parameters: A rank keeps parts of weights, and gathers them while it computes.
+        splits_tensors: A rank computes parts of single layers.
+        splits_layers: Ranks hold different layers.
+        splits_devices: The devices of one process hold different layers.
+        replicates_in_threads: Replicas of the network run in threads of one process.
+        schedules_step: A schedule runs the forwards and backwards of a step.
+        steps_once: A step is one forward and one backward, so phases are not supported.
+        owns_step: An engine runs the backward, unscales, clips and steps.
+        meets: Needs of objectives that the strategy supports although the network is in parts, words of NEEDS in
+            objectives/term.py.
+        activation_checkpointing: Patterns of modules whose activations are recomputed in the backward.
     """
 
     splits_batch: bool = True
@@ -133,7 +130,6 @@ class Strategy(ABC):
     schedules_step: bool = False
     steps_once: bool = True
     owns_step: bool = False
-    averages_between_steps: bool = False
     meets: frozenset[str] = frozenset()
     activation_checkpointing: tuple[str, ...] = ()
 
@@ -142,36 +138,36 @@ class Strategy(ABC):
 
     @property
     def demand(self) -> Demand:
-        """What it asks of the machine; by default one rank a device, each with a share of the batch of its own."""
+        """The devices and dimensions that the strategy needs. Default: one rank per device, which share the batch."""
         return DEFAULT_DEMAND
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """What this strategy cannot do with a run, all of it, before anything is started; by default nothing."""
+        """Return everything in a run that the strategy does not support. Default: nothing."""
         return ()
 
     def footprint(self, load: Load) -> Footprint:
-        """What each rank holds and sends; by default all of it, with gradients averaged where ranks share the batch."""
+        """Return the memory and transfers of each rank. Default: the whole network, and the average of gradients."""
         ranks = tuple(range(load.placement.world_size))
-        return Footprint(places=[Place(ranks=ranks, held=whole(load))], transfers=averaged(load))
+        return Footprint(places=[Place(ranks=ranks, held=whole_parameters(load))], transfers=gradient_transfers(load))
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Lightning's strategy for one rank of a run; the process group, where there is one, has been joined already.
+        """Return Lightning's strategy for one rank of a run, which has joined its process group already.
 
-        A run of one rank on one device does not ask.
+        Not called for a run of one rank on one device.
         """
 
 
 def averages_weights(kind: type[Callback]) -> bool:
-    """Whether a class of callbacks keeps an average of the weights: Lightning's, or one that says so by this name."""
+    """Return whether a class of callbacks averages weights: Lightning's, or one with the attribute of this name."""
     return issubclass(kind, WeightAveraging) or bool(getattr(kind, "averages_weights", False))
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:
-    """The Trainer's arguments that place this rank. Nothing is read from the environment.
+    """Return the Trainer's arguments that place this rank. Nothing is read from the environment.
 
-    plugins holds the cluster environment only: add precision and checkpoint plug-ins to it.
-    use_distributed_sampler is False because exp's loaders share out the batches themselves.
+    `plugins` has only the cluster environment: add precision and checkpoint plug-ins. `use_distributed_sampler` is
+    False because exp's loaders split the batches.
     """
     return {
         "strategy": _lightning(strategy, placement=placement, rank=rank),
@@ -184,28 +180,25 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
 
 
 def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
-    """The names of TRAITS that a strategy has; of Lightning's own classes by what they derive from."""
+    """Return the TRAITS of a strategy; for Lightning's classes, of the class from which it derives."""
     if isinstance(strategy, Strategy):
         return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
-    # DeepSpeedStrategy is a DDPStrategy, and all but SingleDeviceStrategy are ParallelStrategies.
-    of_lightning: tuple[tuple[type[LightningStrategy], frozenset[str]], ...] = (
-        (DeepSpeedStrategy, frozenset({"shards_parameters", "splits_batch", "owns_step", "steps_once"})),
-        (FSDPStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
-        (ModelParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
-        (DDPStrategy, frozenset({"splits_batch", "steps_once"})),
-        (ParallelStrategy, frozenset({"shards_parameters", "splits_batch", "steps_once"})),
-        (SingleDeviceStrategy, frozenset()),
-    )
-    return next((traits for kind, traits in of_lightning if isinstance(strategy, kind)), frozenset())
+    # DeepSpeedStrategy is a DDPStrategy, and all except SingleDeviceStrategy are ParallelStrategies.
+    sharded = frozenset({"shards_parameters", "splits_batch", "steps_once"})
+    if isinstance(strategy, DeepSpeedStrategy):
+        return sharded | {"owns_step"}
+    if isinstance(strategy, DDPStrategy):
+        return sharded - {"shards_parameters"}
+    return sharded if isinstance(strategy, ParallelStrategy) else frozenset()
 
 
 def demand_of_lightning(strategy: LightningStrategy) -> Demand:
-    """Of a strategy class of Lightning's own: a rank a device, and a process group where it is made for several."""
+    """Return the demand of one of Lightning's strategies: one rank per device, with a group if it is for several."""
     return Demand(group=isinstance(strategy, ParallelStrategy))
 
 
 def _devices(placement: Placement) -> list[int] | int:
-    """One a rank, as Lightning counts them."""
+    """Return the devices in Lightning's form: one per rank."""
     if placement.accelerator == "cuda":
         return list(placement.device_indices[:: placement.layers])
     return placement.ranks_per_node
@@ -215,64 +208,67 @@ def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, 
     if not isinstance(strategy, Strategy):
         return strategy
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
-        # Nobody to share with: the same numbers, without a process group in this process.
+        # One rank computes the same without a process group.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)
 
 
 def module_of(strategy: LightningStrategy) -> LightningModule:
-    """The module that the Trainer connected."""
+    """Return the module that the Trainer connected."""
     module = strategy.lightning_module
-    assert module is not None, "a strategy acts once the Trainer has connected its module"
+    assert module is not None, "a strategy acts after the Trainer has connected its module"
     return module
 
 
 def network_of(strategy: LightningStrategy) -> nn.Module:
-    """The network in a module of exp."""
+    """Return the network of exp's module."""
     network = module_of(strategy).network
     assert isinstance(network, nn.Module)
     return network
 
 
 def precision_of(strategy: LightningStrategy) -> RunPrecision:
-    """The precision plug-in of a run of exp."""
+    """Return exp's precision plug-in."""
     precision = strategy.precision_plugin
     assert isinstance(precision, RunPrecision)
     return precision
 
 
 def move_all_but_network(module: LightningModule, device: torch.device) -> None:
-    """Moves what a module holds beside its network, such as metrics, where no device need have room for the whole."""
+    """Move everything of a module except its network, which may be too large for one device."""
     network = module.network
     module.network = nn.Identity()
     module.to(device)
     module.network = network
 
 
+def shared_names(network: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for path, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    return [several for several in names.values() if len(several) > 1]
+
+
 def data_of(trainer: Trainer) -> Data:
-    """The data of a run of exp."""
-    return cast(_Fed, trainer).datamodule.data
-
-
-class _Feed(Protocol):
-    data: Data
-
-
-class _Fed(Protocol):
-    datamodule: _Feed
+    """Return the data of a run of exp."""
+    # Lightning sets the attribute without declaring it.
+    data = getattr(getattr(trainer, "datamodule", None), "data", None)
+    assert isinstance(data, Data)
+    return data
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Lightning's view of a rank that the launcher started: it starts no process and reads no variable.
+    """Lightning's view of a rank that the launcher started. It starts no process and reads no variable.
 
-    Relied on, and tested: Lightning's DDPStrategy starts nothing where `creates_processes_externally` is true, and
-    opens no store where torch.distributed is initialised already (seen in lightning 2.6.6).
+    Relied on, and tested: Lightning's DDPStrategy starts nothing if `creates_processes_externally` is true, and opens
+    no store if torch.distributed is initialized already (lightning 2.6.6).
     """
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self._rank = rank
-        # As Lightning's environments do. At import it took this from RANK or SLURM_PROCID, whosever they are.
+        # As in Lightning's environments. At import it was read from RANK or SLURM_PROCID, which may be another job's.
         vars(rank_zero_only)["rank"] = rank.global_rank
 
     @property

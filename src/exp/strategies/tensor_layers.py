@@ -71,7 +71,7 @@ def model_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
 
 
-def carry_out(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
+def apply_plan(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
     """Leave each rank its part of every layer in the plan.
 
     Returns:
@@ -98,7 +98,7 @@ def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> di
         part = nn.Parameter(cuts[name].part(whole.detach()).clone(), requires_grad=whole.requires_grad)
         layer.register_parameter(name, part)
 
-    shell.forward = partial(_computed_by, shell)
+    shell.forward = partial(_call_layer, shell)
     layer.forward = partial(forward, layer, shell, cuts)
     return {name: cut for name, cut in cuts.items() if isinstance(cut.placement, Shard)}
 
@@ -114,7 +114,7 @@ def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs
     return output if type(output) is Tensor else output.clone()
 
 
-def _computed_by(shell: nn.Module, x: Tensor) -> Tensor:
+def _call_layer(shell: nn.Module, x: Tensor) -> Tensor:
     if isinstance(shell, nn.Embedding):
         return F.embedding(x, shell.weight)
     assert isinstance(shell, nn.Linear)
@@ -130,7 +130,7 @@ def _shell(layer: nn.Module) -> nn.Module:
         return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
 
 
-def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
+def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
     """Return how a network in parts differs from the whole one, or None. Every rank of the mesh must call it.
 
     Outputs and gradients are compared in float64 and in evaluation, with random inputs and weights.
@@ -147,24 +147,24 @@ def difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, 
                 parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
         data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}
     parts = copy.deepcopy(whole)
-    cuts = carry_out(plan, parts, mesh)
+    cuts = apply_plan(plan, parts, mesh)
     try:
-        outputs, gradients = _computed(whole, data)
+        outputs, gradients = _compute(whole, data)
     except Exception as error:  # a network may refuse inputs that the data never has
         log.info("strategy.plan is not compared with the whole network, which refuses random inputs: %s", error)
         return None
     gradients |= {name: cut.part(gradients[name]) for name, cut in cuts.items() if name in gradients}
     found: list[str | None] = [None] * mesh.size()
-    dist.all_gather_object(found, _compared(parts, data, outputs, gradients), group=mesh.get_group())
+    dist.all_gather_object(found, _compare(parts, data, outputs, gradients), group=mesh.get_group())
     return next((one for one in found if one is not None), None)
 
 
-def _compared(
+def _compare(
     parts: nn.Module, data: Mapping[str, Tensor], outputs: list[Tensor], gradients: Mapping[str, Tensor]
 ) -> str | None:
     """Return how this rank's part differs. gradients: those of its shards, by the name of the parameter."""
     try:
-        found, own = _computed(parts, data)
+        found, own = _compute(parts, data)
     except Exception as error:
         return f"its forward or backward in parts raises {one_line(error)}"
     if len(found) != len(outputs) or not all(map(_is_close, found, outputs)):
@@ -173,7 +173,7 @@ def _compared(
     return None if other is None else f"the gradient of {other} in parts is another one"
 
 
-def _computed(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _compute(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the outputs, and the gradients by the name of the parameter, with zeros where there is none."""
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
     # The plain sum would hide gradients: that of a normalized output is constant.

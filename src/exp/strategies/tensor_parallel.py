@@ -24,21 +24,21 @@ from exp.strategies.footprint import (
     Load,
     Place,
     Transfer,
-    all_reduce,
-    averaged,
-    gather,
-    grouped,
-    shards,
-    whole,
+    all_reduce_bytes,
+    gather_bytes,
+    gradient_transfers,
+    merge_equal_places,
+    shard_parameters,
+    whole_parameters,
 )
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of, precision_of
-from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, carry_out, difference, model_mesh
+from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, apply_plan, find_difference, model_mesh
 from exp.strategies.tensor_plan import AUTO, Plan, division_errors, make_plan, tied_cuts
-from exp.strategies.units import uniform, units
+from exp.strategies.units import choose_units, split_by_dtype
 
 # Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
 MEETS = frozenset({"forward_passes"})
@@ -97,9 +97,9 @@ class TensorParallel(Strategy):
         plan, places = self.plan_of(load.network), []
         shares = _kept_shares(load.network, plan, ranks)
         for rank in range(placement.world_size):
-            held = _cut(whole(load), load, plan, ranks=ranks, rank=rank % ranks)
+            held = _cut(whole_parameters(load), load, plan, ranks=ranks, rank=rank % ranks)
             if shard > 1:
-                held = shards(held, load.sizes, ranks=shard, rank=placement.data_rank(rank))
+                held = shard_parameters(held, load.sizes, ranks=shard, rank=placement.data_rank(rank))
             places.append(Place(ranks=(rank,), held=held, activations=shares))
         sent = _layer_bytes(load, plan, ranks) * load.micro_batches
         what, calls = "all-reduce of what layers give and of its gradients", len(plan.layers) * load.micro_batches
@@ -107,16 +107,16 @@ class TensorParallel(Strategy):
         own = sum(one.stored for one in places[0].held.values())
         if shard > 1:
             times = 3 * load.micro_batches
-            sent = gather(own * shard, shard) * times
+            sent = gather_bytes(own * shard, shard) * times
             transfers.append(
                 Transfer(what="all-gathers of weights, reduce-scatter of gradients", sent=sent, over=shard)
             )
         else:
-            transfers += averaged(load, factor=own / max(load.parameter_bytes, 1))
+            transfers += gradient_transfers(load, factor=own / max(load.parameter_bytes, 1))
         note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
         # An embedding looks up every token on each rank.
         work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
-        return Footprint(places=grouped(places), transfers=transfers, layer_work=work, notes=(note,))
+        return Footprint(places=merge_equal_places(places), transfers=transfers, layer_work=work, notes=(note,))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return the strategy of one rank."""
@@ -156,10 +156,10 @@ def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
     for name, word in plan.layers.items():
         layer, given = load.network.get_submodule(name), load.outputs.get(name, 0)
         if word in ("row", "vocabulary"):
-            sent += all_reduce(given, ranks)
+            sent += all_reduce_bytes(given, ranks)
         elif isinstance(layer, nn.Linear):
-            sent += all_reduce(given * layer.in_features / layer.out_features, ranks)
-            sent += gather(given, ranks) if word == "column_whole" else 0
+            sent += all_reduce_bytes(given * layer.in_features / layer.out_features, ranks)
+            sent += gather_bytes(given, ranks) if word == "column_whole" else 0
     return sent
 
 
@@ -171,7 +171,7 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
     """
     if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
         return
-    if found := difference(network, plan, example_inputs(spec), mesh=mesh):
+    if found := find_difference(network, plan, example_inputs(spec), mesh=mesh):
         divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
         error = ErrorDetails(
             key="strategy.plan",
@@ -205,11 +205,11 @@ class TensorParallelStrategy(ModelParallel):
         plan = self.tensor.plan_of(network)
         if isinstance(data, Data):
             check_function(plan, network, data.spec, mesh=mesh)
-        cuts = carry_out(plan, network, mesh)
+        cuts = apply_plan(plan, network, mesh)
         self._cuts = {f"{NETWORK}{name}": cut for name, cut in cuts.items()}
         if self.placement.shard > 1:
             data_mesh = self.data_mesh()
-            chosen = uniform(network, units(network, AUTO, min_parameters=0, key="strategy.shard"))
+            chosen = split_by_dtype(network, choose_units(network, AUTO, key="strategy.shard"))
             for unit in [*reversed(chosen.values()), network]:
                 fully_shard(unit, mesh=data_mesh)
 

@@ -1,4 +1,4 @@
-"""Which modules of a network are a unit: gathered, computed and freed together, or computed twice to save memory."""
+"""Units of a network: modules that are gathered, computed and freed together, or recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -12,123 +12,100 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, not_supported_with
 from exp.models.matching import matching
 
 AUTO = "auto"
+# They are never called, so their parameters could not be gathered in time. torch's MultiheadAttention reads the weights
+# of its Linear and does not call it (torch 2.13).
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
 
 
-def units(network: nn.Module, shard: str | Sequence[str], *, min_parameters: int, key: str) -> dict[str, nn.Module]:
-    """The modules below the network that are sharded by themselves, by name, outermost first.
+def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) -> dict[str, nn.Module]:
+    """Return the modules below the network that are sharded one by one, by name, outer modules first.
 
-    What is in none of them belongs to the network's own unit.
+    Everything outside of them belongs to the network's own unit.
 
-    shard: `auto` takes the layers of every list of layers (a `repeat`), or, with min_parameters, the innermost modules
-        that have so many; otherwise patterns of module names, or names of types.
-    min_parameters: a module with fewer, those of units below it not counted, is left to what it is in.
-    key: of `shard` in the config.
-    Raises: ConfigError for a pattern that matches no module that is called.
+    Args:
+        shard: `auto` for the layers of every list of layers (a `repeat`), or patterns of module names or type names.
+        key: Config key of `shard`.
+
+    Raises:
+        ConfigError: A pattern matches no module that is called.
     """
+    found: dict[str, nn.Module] = {}
     if shard != AUTO:
-        chosen = matched(network, [shard] if isinstance(shard, str) else shard, key=key)
-    elif min_parameters:
-        chosen = {name: module for name, module in network.named_modules() if name and _is_called(module)}
-    else:
-        chosen = _repeated(network)
-    return _large_enough(chosen, min_parameters)
+        found = match_modules(network, [shard] if isinstance(shard, str) else shard, key=key)
+    for name, module in network.named_modules() if shard == AUTO else ():
+        # Of lists within lists, the layers of the outer ones.
+        if isinstance(module, nn.ModuleList) and not unit_of(name, found):
+            layers = {f"{name}.{child}": layer for child, layer in module.named_children()}
+            found |= {path: layer for path, layer in layers.items() if not isinstance(layer, NEVER_CALLED)}
+    return {name: module for name, module in found.items() if list(module.parameters())}
+
+
+def unit_of(path: str, units: Iterable[str]) -> str:
+    """Return the innermost unit that holds a module or parameter; '' for the network's own unit."""
+    return max((unit for unit in units if f"{path}.".startswith(f"{unit}.")), key=len, default="")
 
 
 def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
     """Return an error for each parameter without an axis: torch's fully_shard cannot divide it."""
+    expected, fix = "parameters with an axis or more", "Give it the shape [1], or write strategy=ddp"
     return [
-        ErrorDetails(
-            key="model",
-            got=f"the parameter {name} of shape [], and a strategy that shards parameters",
-            expected="parameters with an axis or more",
-            fix="Give it the shape [1], or write strategy=ddp",
-        )
+        not_supported_with("model", f"the parameter {name} of shape []", "sharded parameters", expected, fix)
         for name, parameter in network.named_parameters()
         if not parameter.dim()
     ]
 
 
-def uniform(network: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the same units, and one for each layer whose parameters have another dtype than the unit around it.
+def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the units, and one for each layer whose parameters have another dtype than the unit around it.
 
-    A unit is gathered as one flat tensor; `precision.keep` leaves some layers in a dtype of their own. The dtype of a
-    unit is that of its own parameters, which it cannot leave out, or else that of most parameters of its layers.
+    A unit is gathered as one flat tensor, and `precision.keep` changes the dtype of some layers. The dtype of a unit is
+    the one of its own parameters, which it cannot leave out, or else of most parameters of its layers.
     """
-    owners = {
-        name: max((unit for unit in chosen if name == unit or name.startswith(f"{unit}.")), key=len, default="")
-        for name, _ in network.named_modules()
-    }
+    modules = dict(network.named_modules())
+    owners = {name: unit_of(name, units) for name in modules}
     sizes: dict[str, Counter[torch.dtype]] = {}
-    for name, module in network.named_modules():
+    for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             sizes.setdefault(owners[name], Counter())[parameter.dtype] += parameter.numel()
     dtypes = {}
     for unit, counted in sizes.items():
-        own = [parameter.dtype for parameter in network.get_submodule(unit).parameters(recurse=False)]
+        own = [parameter.dtype for parameter in modules[unit].parameters(recurse=False)]
         dtypes[unit] = own[0] if own else counted.most_common(1)[0][0]
     extra = {
         name
-        for name, module in network.named_modules()
+        for name, module in modules.items()
         for parameter in module.parameters(recurse=False)
         if parameter.dtype != dtypes[owners[name]]
     }
-    return {name: module for name, module in network.named_modules() if name in chosen or name in extra}
+    return {name: module for name, module in modules.items() if name in units or name in extra}
 
 
-def matched(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """The modules below the network, by name, that one of the patterns means, as exp.models.matching says it.
+def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
+    """Return the modules below the network that match one of the patterns of exp.models.matching, by name.
 
-    Raises: ConfigError for each pattern that means none that is called.
+    Raises:
+        ConfigError: A pattern matches no module that is called.
     """
-    modules = {name: module for name, module in network.named_modules() if name and _is_called(module)}
+    modules = {name: one for name, one in network.named_modules() if name and not isinstance(one, NEVER_CALLED)}
     return matching(network, patterns, key=key, modules=modules, got=", which matches no layer")
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Nothing could be gathered in time for what is never called itself: lists and mappings of layers, and the Linear
-    inside torch's MultiheadAttention, which reads its weights (torch 2.13)."""
-    holders = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-    return not isinstance(module, holders)
-
-
-def _repeated(network: nn.Module) -> dict[str, nn.Module]:
-    """Layers of lists of layers; of lists in lists, the outer ones."""
-    found: dict[str, nn.Module] = {}
-    for name, module in network.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{unit}.") for unit in found):
-            found |= {f"{name}.{child}": layer for child, layer in module.named_children() if _is_called(layer)}
-    return found
-
-
-def _large_enough(chosen: dict[str, nn.Module], min_parameters: int) -> dict[str, nn.Module]:
-    """Innermost first, so that an outer module counts what the units in it leave."""
-    taken: set[int] = set()
-    kept = set()
-    for name, module in reversed(chosen.items()):
-        own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
-        if own and sum(own.values()) >= min_parameters:
-            kept.add(name)
-            taken |= own.keys()
-    return {name: module for name, module in chosen.items() if name in kept}
-
-
 def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
-    """Lets each module keep its inputs alone, and compute its activations again in the backward.
+    """Let each module keep only its inputs and recompute its activations in the backward, in place.
 
-    In place: names in the state dict stay what they are.
-    Random numbers are drawn again as they were (torch.utils.checkpoint keeps the generators' states). The second
-    forward works on copies of the buffers that the first one began with.
+    Names in the state dict do not change. Random numbers are drawn again as in the forward (torch.utils.checkpoint
+    keeps the states of the generators). The second forward uses copies of the buffers that the first one started with.
     """
     for module in modules:
-        # On the instance, which nn.Module calls, hooks around it as before.
-        module.forward = _checkpointed(module, module.forward)
+        # Set on the instance: nn.Module calls it, with the hooks around it.
+        module.forward = _recompute(module, module.forward)
 
 
-def _checkpointed(module: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+def _recompute(module: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(forward)
     def checkpointed(*inputs: object, **named: Any) -> object:
         if not torch.is_grad_enabled():

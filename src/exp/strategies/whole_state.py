@@ -29,7 +29,7 @@ from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a DTensor that lies here; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

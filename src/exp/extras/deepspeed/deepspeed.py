@@ -30,7 +30,16 @@ from torch.optim import Optimizer
 
 from exp.errors import ErrorDetails, MissingExtraError, is_installed
 from exp.precision.words import WORDS
-from exp.strategies.footprint import Footprint, Held, Load, Place, Transfer, all_reduce, gather, whole
+from exp.strategies.footprint import (
+    Footprint,
+    Held,
+    Load,
+    Place,
+    Transfer,
+    all_reduce_bytes,
+    gather_bytes,
+    whole_parameters,
+)
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
@@ -74,18 +83,18 @@ class DeepSpeed(Strategy):
         ranks = load.placement.data_ranks
         if ranks == 1:
             return super().footprint(load)
-        held = {name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in whole(load).items()}
+        held = {name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in whole_parameters(load).items()}
         learning = max((one.itemsize for one in load.sizes.values() if one.learns), default=4)
         buffers = {"bucket of gradients": min(load.gradient_bytes, BUCKET * learning)}
         if self.stage < 3:
             buffers["the engine's own copy of the part that it steps"] = load.gradient_bytes // ranks
         place = Place(ranks=tuple(range(ranks)), held=held, buffers=buffers)
         weights, gradients = load.parameter_bytes, load.gradient_bytes
-        reduced = gather(gradients, ranks) if self.stage > 1 else all_reduce(gradients, ranks)
+        reduced = gather_bytes(gradients, ranks) if self.stage > 1 else all_reduce_bytes(gradients, ranks)
         gathers = 2 * load.micro_batches if self.stage == 3 else 1
         transfers = [
             Transfer(what="sums of gradients", sent=reduced * load.micro_batches, over=ranks),
-            Transfer(what="all-gather of weights", sent=gather(weights, ranks) * gathers, over=ranks),
+            Transfer(what="all-gather of weights", sent=gather_bytes(weights, ranks) * gathers, over=ranks),
         ]
         note = "what DeepSpeed's engine keeps is an estimate, from its stages (Rajbhandari et al. 2020) and its options"
         offload = ["strategy.offload_optimizer is not counted"] if self.offload_optimizer else []

@@ -25,7 +25,7 @@ from exp.hooks.figures import curves
 from exp.hooks.panels import png
 from exp.output import warn_not_written
 from exp.shared_types import Batch
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Of the smoothed loss, a running mean; fastai's and Lightning's.
@@ -106,7 +106,7 @@ class RangeTest(Callback):
             with torch.no_grad():
                 for tensor in (*pl_module.parameters(), *pl_module.buffers()):
                     if tensor.is_floating_point():
-                        torch.nan_to_num_(local(tensor))
+                        torch.nan_to_num_(local_part(tensor))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:

@@ -31,7 +31,7 @@ KIB = 2**10
 
 
 class RingDDP(DDP):
-    """Data parallel with the options of ddp, except `communication_hook` and `local_sgd`."""
+    """Data parallel with the options of ddp, except `communication_hook`."""
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return the errors of ddp, of options that register a second hook, and of phases, which run no hook."""

@@ -51,11 +51,6 @@ class ClipModule(GradientTransform):
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         yield from super().errors(planned)
-        if "averages_between_steps" in planned.traits:
-            expected = "null: ranks that step by themselves have no gradient in common"
-            yield self.error(
-                key="strategy.local_sgd.every_n_steps", got=f"a number, with hooks.{self.name}", expected=expected
-            )
         if self.algorithm == "norm" and planned.placement.world_size > 1 and planned.config["runtime"]["compile"]:
             yield self.error(
                 key="runtime.compile",

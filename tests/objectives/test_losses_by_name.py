@@ -113,7 +113,7 @@ BESIDE = term("torch.nn.MSELoss", FAMILY["MSELoss"])
         (["objective.cross_entropy.target=targte"], "objective.cross_entropy.target", "neither network nor batch"),
         (["+objective=r1", "objective.r1.input=inputs"], "objective.r1.input", "which neither network nor batch gives"),
         ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse"], "objective.mse.target", "which both network"),
-        ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "beside output or target"),
+        ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "with output or target"),
         # One cause at several keys is one error.
         (["objective.cross_entropy.target=goal", "+metrics.accuracy.target=goal"], "objective.cross_entropy.target",
          "neither network nor batch gives, read by objective.cross_entropy.target, metrics.accuracy.target"),

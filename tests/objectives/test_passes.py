@@ -72,7 +72,7 @@ def test_only_selects_terms() -> None:
     assert (some.needs, objective.needs) == (frozenset(), {"input_gradients"})
     values = {"output": sample(3, 2), "target": sample(3, 2) + 1}
     assert some(values)[0].item() == pytest.approx(2.0)
-    with pytest.raises(RunError, match=r"the objective has no term 'mes'; there are mse, l1, r1\. Nearest: mse"):
+    with pytest.raises(RunError, match=r"the objective has no term 'mes'; there are mse, l1, r1\. Did you mean mse"):
         objective.only(["mes"])
 
 
@@ -94,13 +94,13 @@ def test_missing_gradients_are_reported() -> None:
     model = mlp()
     passes = Passes(network=model, run=run, data=(sample(2, 4), sample(2, 3)))
     values = passes.run()
-    with pytest.raises(RunError, match=r"a value of int64, and a whole number has none.*its embedding by a name"):
+    with pytest.raises(RunError, match=r"a value of int64; it must be floating-point.*its embedding by name"):
         passes.gradients(values["output"], torch.tensor([1, 2]))
-    with pytest.raises(RunError, match="a value that was computed without one; it must be an input of the network"):
+    with pytest.raises(RunError, match="a value without a graph; it must be an input of the network"):
         passes.gradients(values["output"], values["target"])
     with pytest.raises(RunError, match="of a value that depends on no input and no parameter"):
         passes.gradients(sample(2), values["input"])
-    with pytest.raises(RunError, match="with respect to another that it does not depend on"):
+    with pytest.raises(RunError, match="with respect to a value that it does not depend on"):
         passes.gradients(values["output"], sample(2).requires_grad_())
 
 
@@ -167,5 +167,5 @@ def test_half_precision_parameters_have_no_full_precision() -> None:
     passes = Passes(network=mlp().bfloat16(), run=run, data=(x, x))
     assert passes.gradients(passes.run()["output"], passes.data[0]).dtype == torch.float32
     for ask in (lambda: passes.run(precision="full"), lambda: passes.call("0", x, precision="full")):
-        with pytest.raises(RunError, match=r"precision: full, and (0\.)?weight is bfloat16 itself; it must be float32"):
+        with pytest.raises(RunError, match=r"precision: full, and (0\.)?weight is bfloat16; it must be float32"):
             ask()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from exp.errors import ConfigError
-from exp.optim.optimizer import build_optimizer, has_fused
+from exp.optim.optimizer import Optimization, has_fused
 from exp.optim.parameter_groups import parameter_groups
 
 AdamW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
@@ -101,15 +101,15 @@ def test_every_norm_of_torch_is_known(norm: nn.Module) -> None:
 
 def test_patterns_options_and_exemption_reach_the_optimizer() -> None:
     network = Net()
-    optimizer = build_optimizer(
-        network,
-        AdamW,
+    optimization = Optimization(
+        optimizer_factory=AdamW,
         groups={
             "slow": {"parameters": "encoder.*", "lr": 1e-4},
             "head": {"parameters": ["head.*"], "betas": [0.5, 0.9]},
         },
         exempt_from_decay=("biases", "position"),
     )
+    optimizer = optimization.make_optimizer(network)
     options = {
         group["name"]: (group["lr"], group["weight_decay"], tuple(group["betas"])) for group in optimizer.param_groups
     }
@@ -149,12 +149,11 @@ def test_groups_train_as_torchs_own_groups_do() -> None:
         return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
 
     ours = fit(
-        functools.partial(
-            build_optimizer,
-            factory=AdamW,
+        Optimization(
+            optimizer_factory=AdamW,
             groups={"head": {"parameters": "2.*", "lr": 0.1}},
             exempt_from_decay=("norms", "biases"),
-        )
+        ).make_optimizer
     )
     assert all(torch.equal(a, b) for a, b in zip(ours, fit(by_hand), strict=True))
 
@@ -210,11 +209,11 @@ def test_errors_of_patterns_are_reported_together() -> None:
     )
     assert found == [
         "optimizer.groups.a.parameters: 'haed.*' matches no parameter; expected a pattern of a parameter's name: "
-        "body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star, as in encoder.*",
+        "body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star: encoder.*",
         "optimizer.groups: a and b both match body.bias; expected each parameter in one group. Narrow the patterns of one",
         "optimizer.groups.c.parameters: missing; expected a pattern of parameter names, or a list of them",
         "optimizer.exempt_from_decay: 'norm' matches no parameter; expected norms, biases, or a pattern of a "
-        "parameter's name: body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star, as in "
+        "parameter's name: body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star: "
         "encoder.*",
     ]
 
@@ -240,14 +239,17 @@ def test_a_group_cannot_be_named_default() -> None:
 def test_unknown_and_wrong_options_are_errors() -> None:
     network = nn.Linear(2, 2)
     with pytest.raises(ConfigError) as unknown:
-        build_optimizer(network, AdamW, groups={"a": {"parameters": "bias", "momentun": 0.1}}, exempt_from_decay=())
+        Optimization(optimizer_factory=AdamW, groups={"a": {"parameters": "bias", "momentun": 0.1}}).make_optimizer(
+            network
+        )
     assert str(unknown.value.errors[0]).startswith(
         "optimizer.groups.a.momentun: an option that AdamW does not have; expected one of lr, betas"
     )
+    rprop = functools.partial(torch.optim.Rprop)
     with pytest.raises(ConfigError, match="Rprop has no weight_decay"):
-        build_optimizer(network, functools.partial(torch.optim.Rprop), groups={}, exempt_from_decay=["biases"])
+        Optimization(optimizer_factory=rprop, exempt_from_decay=["biases"]).make_optimizer(network)
     with pytest.raises(ConfigError, match="AdamW refused its values \\(Invalid learning rate: -1"):
-        build_optimizer(network, functools.partial(torch.optim.AdamW, lr=-1.0), groups={}, exempt_from_decay=())
+        Optimization(optimizer_factory=functools.partial(torch.optim.AdamW, lr=-1.0)).make_optimizer(network)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
@@ -257,7 +259,7 @@ def test_fused_is_the_default_if_torch_has_it(name: str) -> None:
     network = nn.Linear(2, 2)
 
     def fused(factory: Any, network: nn.Module) -> Any:
-        return build_optimizer(network, factory, groups={}, exempt_from_decay=()).defaults["fused"]
+        return Optimization(optimizer_factory=factory).make_optimizer(network).defaults["fused"]
 
     assert fused(factory, network) is True
     assert fused(functools.partial(factory, fused=None), network) is True
@@ -265,5 +267,5 @@ def test_fused_is_the_default_if_torch_has_it(name: str) -> None:
     assert not fused(functools.partial(factory, foreach=True), network)
     assert not fused(factory, nn.Linear(2, 2, device="meta"))
     assert has_fused(list(network.parameters()))
-    without = build_optimizer(network, functools.partial(torch.optim.RMSprop), groups={}, exempt_from_decay=())
+    without = Optimization(optimizer_factory=functools.partial(torch.optim.RMSprop)).make_optimizer(network)
     assert "fused" not in without.defaults

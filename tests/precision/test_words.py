@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from exp.build import Parts
 from exp.errors import ConfigError
-from exp.optim.optimizer import build_optimizer
+from exp.optim.optimizer import Optimization
 from exp.precision.plugin import ScaledPrecision, build_precision
 from exp.precision.words import WORDS
 
@@ -252,7 +252,7 @@ def test_an_optimizer_steps_in_half_precision(kind: Any) -> None:
             torch.manual_seed(0)
             network = nn.Linear(32, 32).to(each)
             factory = functools.partial(kind, lr=0.1, fused=None, **options)
-            optimizer = build_optimizer(network, factory, groups={}, exempt_from_decay=[])
+            optimizer = Optimization(optimizer_factory=factory).make_optimizer(network)
             for step in range(3):
                 generator = torch.Generator().manual_seed(step)
                 for parameter in network.parameters():
@@ -266,7 +266,7 @@ def test_a_wrong_fused_optimizer_is_refused() -> None:
     network = nn.Linear(32, 32).bfloat16()
     factory = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
     with pytest.raises(ConfigError, match="fused SGD on CPU makes wrong steps"):
-        build_optimizer(network, factory, groups={}, exempt_from_decay=[])
+        Optimization(optimizer_factory=factory).make_optimizer(network)
 
 
 def test_an_eps_of_zero_in_float16_is_refused() -> None:

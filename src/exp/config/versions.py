@@ -113,6 +113,8 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.hooks.activations.Activations": {"unit_axis": Removed()},
     "exp.hooks.gradients.Gradients": {"shares_every_n_steps": Removed()},
     "exp.hooks.memory.Memory": {"record_history": Removed()},
+    "exp.objectives.consistency.Consistency": {"probabilities": Removed([True])},
+    "exp.objectives.metrics.R2": {"multioutput": Removed(["uniform_average"])},
     DDP: {
         "inner": Removed(),
         "powersgd": Removed([{"_target_": "exp.strategies.ddp.PowerSGD"}, None], is_written=True),

@@ -1,6 +1,6 @@
-"""Adversarial losses of a discriminator and a generator, from scores of real and of generated samples.
+"""Adversarial losses of a discriminator and a generator, from scores of real and generated samples.
 
-D is the discriminator's score without a sigmoid, high for what it takes to be real; x is real and x~ generated.
+D is the discriminator's score without a sigmoid, high for samples it considers real; x is real and x~ generated.
 
     loss             discriminator                              generator
     non_saturating   E softplus(-D(x)) + E softplus(D(x~))      E softplus(-D(x~))      Goodfellow et al. 2014
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Adversarial = Literal["non_saturating", "hinge", "wasserstein", "least_squares"]
 Formula = Callable[[Tensor], Tensor]
 
-# Of each score: real and generated for the discriminator, generated for the generator.
+# For each loss: the discriminator's loss of a real and of a generated sample, and the generator's of a generated one.
 FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
     "non_saturating": (lambda real: softplus(-real), softplus, lambda fake: softplus(-fake)),
     "hinge": (lambda real: relu(1 - real), lambda fake: relu(1 + fake), lambda fake: -fake),
@@ -45,7 +45,11 @@ FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
 class DiscriminatorLoss(AbstractTerm):
     """The discriminator's loss: the mean over real samples plus the mean over generated ones.
 
-    loss: a row of the table above. real, fake: the scores of real and of generated samples, by name, `[B, ...]`.
+    Args:
+        weight: The factor in the sum, default 1.
+        loss: A row of the table above.
+        real: The name of the scores of real samples, `[B, ...]`.
+        fake: The name of the scores of generated samples, `[B, ...]`.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class DiscriminatorLoss(AbstractTerm):
         return {"real": self.real, "fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where a score is not there."""
+        """Return the loss, 0-d. Raise RunError if a score is missing."""
         real, fake = (full(pick(values, name, "score")) for name in (self.real, self.fake))
         return self._of_real(real).mean() + self._of_fake(fake).mean()
 
@@ -73,7 +77,10 @@ class DiscriminatorLoss(AbstractTerm):
 class GeneratorLoss(AbstractTerm):
     """The generator's loss: the mean over generated samples.
 
-    loss: a row of the table above. fake: their scores, by name, `[B, ...]`.
+    Args:
+        weight: The factor in the sum, default 1.
+        loss: A row of the table above.
+        fake: The name of their scores, `[B, ...]`.
     """
 
     def __init__(self, *, weight: float = 1.0, loss: Adversarial = "non_saturating", fake: str = "fake_score") -> None:
@@ -86,5 +93,5 @@ class GeneratorLoss(AbstractTerm):
         return {"fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where the score is not there."""
+        """Return the loss, 0-d. Raise RunError if the score is missing."""
         return self._of_fake(full(pick(values, self.fake, "score"))).mean()

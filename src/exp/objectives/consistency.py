@@ -1,4 +1,4 @@
-"""Consistency of two forward passes of one batch under dropout and noise."""
+"""Consistency of two forward passes of a batch under dropout and noise."""
 
 from __future__ import annotations
 
@@ -17,44 +17,35 @@ Distance = Literal["mse", "kl"]
 
 
 class Consistency(AbstractTerm):
-    """The distance between two forward passes of the network, with other random numbers in each.
+    """The distance between two forward passes of the network with different random numbers.
 
     `mse`: the mean squared difference of the probabilities, (1/BC) sum || softmax(z1) - softmax(z2) ||^2.
         Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.
     `kl`: half the sum of the two Kullback-Leibler divergences, (KL(p1 || p2) + KL(p2 || p1)) / 2.
         Wu et al. 2021, "R-Drop: Regularized Dropout for Neural Networks", arXiv:2106.14448, equation 2.
 
-    The network's own loss is that of the first pass. In evaluation dropout is off, and the term is 0.
+    The other terms use the first pass. In evaluation dropout is off, and the term is 0.
 
-    output: the value that is compared, scores `[..., V]`. distance: as above.
-    probabilities: whether they are compared after a softmax; false compares the values themselves, with mse alone.
+    Args:
+        weight: The factor in the sum, default 1.
+        output: The scores to compare, `[..., V]`.
+        distance: `mse` (default) or `kl`.
     """
 
     needs = frozenset({"forward_passes"})
 
-    def __init__(
-        self,
-        *,
-        weight: float = 1.0,
-        output: str = "output",
-        distance: Distance = "mse",
-        probabilities: bool = True,
-    ) -> None:
+    def __init__(self, *, weight: float = 1.0, output: str = "output", distance: Distance = "mse") -> None:
         super().__init__(weight=weight)
-        if distance == "kl" and not probabilities:
-            raise ValueError("probabilities is false; expected true, for distance: kl is a divergence of probabilities")
-        self.output, self.distance, self.probabilities = output, distance, probabilities
+        self.output, self.distance = output, distance
 
     @property
     def names(self) -> Mapping[str, str]:
         return {"output": self.output}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where the output is not there."""
+        """Return the distance, 0-d. Raise RunError if the output is missing."""
         assert passes is not None
         first, second = (full(pick(given, self.output, "output")) for given in (values, passes.run()))
-        if not self.probabilities:
-            return functional.mse_loss(first, second)
         if self.distance == "mse":
             return functional.mse_loss(first.softmax(-1), second.softmax(-1))
         one, other = first.log_softmax(-1), second.log_softmax(-1)

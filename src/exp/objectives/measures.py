@@ -1,4 +1,4 @@
-"""Measures: a metric, the values that it compares, and the numbers that it gives, each under a name of its own.
+"""Measures: a metric with the values that it compares and the names of its numbers.
 
 Private of torchmetrics (1.9), and tested: `_update_count`, `_reductions` and `_defaults`.
 """
@@ -6,7 +6,7 @@ Private of torchmetrics (1.9), and tested: `_update_count`, `_reductions` and `_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,12 @@ from torchmetrics import Metric, MetricCollection, classification
 from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, message_of, shorten
 from exp.functions.at_least_float32 import summing_dtype
 from exp.nested import map_tensors
-from exp.objectives.loss_inputs import Values, full, names_of_values
+from exp.objectives.loss_inputs import Values, full, names_of_values, unknown_value
 from exp.objectives.metrics import AUROC, in_order
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
-from exp.spelling import find_nearest
 
-# Metrics of torchmetrics that take probabilities, or make them of scores, and the losses that do so, too.
+# Metrics of torchmetrics that take probabilities or turn scores into them, with the losses that do the same.
 OF_CLASSES = (
     classification.MulticlassPrecisionRecallCurve,
     classification.MulticlassCalibrationError,
@@ -42,7 +41,7 @@ SCORES = (
     *((OF_CLASSES, loss) for loss in (CrossEntropy, NLL, nn.CrossEntropyLoss, nn.NLLLoss)),
     *((OF_ANSWERS, loss) for loss in (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)),
 )
-# Of these, what depends on the order of the probabilities alone.
+# Metrics among them that depend only on the order of the probabilities.
 OF_CLASSES_BY_ORDER = (
     *(classification.MulticlassAUROC, classification.MulticlassAveragePrecision, classification.MulticlassLogAUC),
     classification.MulticlassEER,
@@ -53,30 +52,32 @@ OF_ANSWERS_BY_ORDER = (
     *(classification.BinaryEER, classification.MultilabelEER, classification.MultilabelCoverageError),
     *(classification.MultilabelRankingAveragePrecision, classification.MultilabelRankingLoss),
 )
-# A state of a metric: a tensor, or one of each batch.
+# A state of a metric: a tensor, or a list with one tensor per batch.
 State = Tensor | list[Tensor]
 DEFAULTS = ("output", "target")
-
-
 ENTRIES = "one number, or as many each time: a vector, a mapping or a tuple of them"
 
 
 class EntryError(RunError):
-    """A metric gives what is neither a number nor entries that are numbers."""
+    """A metric whose value is neither a number nor entries that are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A metric, and which values it looks at.
+    """A metric with the values that it compares.
 
-    name: in the config. metric: what torchmetrics' classes are.
-    output, target: which of the values it compares: `output` and `target`, or a name that the network's or the data
-        set's mapping has.
-    inputs: in their place, for a metric of other values: a parameter of its update to the name of a value, such as
-        {value: error, weight: size} of torchmetrics' MeanMetric.
-    are_scores: whether the outputs are no probabilities, and become that before torchmetrics looks at them: it guesses,
-        of each batch anew, and a small one of scores that all lie between 0 and 1 would count by itself.
-    Raises: ValueError for inputs beside output or target.
+    Args:
+        name: The name in the config.
+        metric: A metric of torchmetrics' classes.
+        output: `output`, or a name in the mapping of the network or the data set.
+        target: `target`, or such a name.
+        inputs: For a metric of other values, instead of output and target: parameters of its update to names of
+            values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
+        are_scores: Whether the outputs are scores, which exp turns into probabilities. torchmetrics guesses per batch:
+            a small batch with all scores between 0 and 1 would count as probabilities.
+
+    Raises:
+        ValueError: For inputs together with output or target.
     """
 
     name: str
@@ -88,16 +89,16 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.inputs is not None and (self.output, self.target) != DEFAULTS:
-            raise ValueError(f"inputs is {dict(self.inputs)}, beside output or target; expected one of the two")
+            raise ValueError(f"inputs is {dict(self.inputs)}, with output or target; expected one of the two")
 
     @property
     def key(self) -> str:
-        """Of its node in the config."""
+        """The key of its node in the config."""
         return f"metrics.{self.name}"
 
     @property
     def is_known(self) -> bool:
-        """Whether all of it is of a library, and nothing of it a network."""
+        """True if all its parts are metrics of a library."""
         return all(
             isinstance(part, Metric | MetricCollection) and type(part).__module__.partition(".")[0] in LIBRARIES
             for part in self.metric.modules()
@@ -105,51 +106,46 @@ class Measure:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Which values it reads: a key of its node to the name there. The check asks whether somebody gives them."""
+        """The names of the values that it reads, by their keys below its node, for the check."""
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     @property
     def parts(self) -> Iterator[tuple[str, Metric]]:
-        """The metrics in it that hold states, by their path; itself by an empty one."""
+        """The metrics with states in it, by path. Its own path is empty."""
         yield from ((path, part) for path, part in self.metric.named_modules() if isinstance(part, Metric))
 
     def clone(self) -> Measure:
-        """The same with states of its own, as of no batch."""
+        """Return a copy with its own states, reset to no batch."""
         return replace(self, metric=self.metric.clone())
 
     def read(self, values: Values) -> dict[str, Any]:
-        """What it looks at, by name, without the graph that led to it.
+        """Return its values by name, detached.
 
-        Raises: RunError where there is none of a name, with what is there and the nearest one.
+        Raises:
+            RunError: If there is no value of a name, with the known names and the nearest one.
         """
-        return {name: map_tensors(self._pick(values, place, name), Tensor.detach) for place, name in self.names.items()}
-
-    def _pick(self, values: Values, place: str, name: str) -> Any:
-        if name in values:
-            return values[name]
-        found = find_nearest(name, values)
-        hint = f" Did you mean {found[0]}?" if found else ""
-        raise RunError(
-            f"{self.key}.{place} is {name!r}, which neither network nor batch gives; there are "
-            f"{', '.join(sorted(values))}.{hint} Name another value there, or leave the metric out with ~{self.key}"
-        )
+        for key, name in self.names.items():
+            if name not in values:
+                fix = f"Name another value there, or leave the metric out with ~{self.key}"
+                raise RunError(unknown_value(f"{self.key}.{key}", name, values, fix=fix))
+        return {name: map_tensors(values[name], Tensor.detach) for name in self.names.values()}
 
     def update(self, read: Mapping[str, Any]) -> None:
-        """Add a batch, whatever the precision of the network: torchmetrics' sums are float64.
+        """Add a batch. torchmetrics' sums are float64 for any precision of the network.
 
-        read: by name, as `read` gives it.
+        Args:
+            read: The values returned by `read`.
 
-        Raises: RunError where the metric refuses the values; UserCodeError where a metric of one's own fails.
+        Raises:
+            RunError: If the metric refuses the values.
+            UserCodeError: If a user's own metric fails.
         """
         given = {name: map_tensors(read[name], _double if self.is_doubled else full) for name in self.names.values()}
-        device = _device_type(given)
+        device = next((value.device.type for value in given.values() if isinstance(value, Tensor)), "cpu")
         self._double_states(torch.device(device))
-        with _blame(self, "update"):
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    self._call(given)
-            else:
-                self._call(given)
+        is_autocast = torch.is_autocast_enabled(device)
+        with _named_errors(self, "update"), torch.autocast(device, enabled=False) if is_autocast else nullcontext():
+            self._call(given)
 
     def _double_states(self, device: torch.device) -> None:
         dtype = summing_dtype(device)
@@ -157,33 +153,28 @@ class Measure:
             self.metric.to(dtype)
 
     def _call(self, given: Mapping[str, Any]) -> None:
-        if self.inputs is None:
-            output, target = given[self.output], given[self.target]
-            if isinstance(self.metric, classification.MulticlassHingeLoss) and self._counts_none(target):
-                return
-            if isinstance(self.metric, AUROC):
-                self.metric.update(output, target, are_scores=self.are_scores)
-            elif self._ranks is not None:
-                axis = 1 if self._ranks is OF_CLASSES_BY_ORDER else None
-                self.metric.update(in_order(output, axis=axis, are_scores=self.are_scores), target)
-            else:
-                self.metric.update(self._probabilities(output) if self.are_scores else output, target)
+        metric = self.metric
+        if self.inputs is not None:
+            metric.update(**{parameter: given[name] for parameter, name in self.inputs.items()})
+            return
+        output, target = given[self.output], given[self.target]
+        ignored: Any = metric.ignore_index if isinstance(metric, classification.MulticlassHingeLoss) else None
+        if ignored is not None and bool((target == ignored).all()):
+            return  # torchmetrics' hinge loss fails if all targets of a batch are ignored (seen in 1.9)
+        if isinstance(metric, AUROC):
+            metric.update(output, target, are_scores=self.are_scores)
+        elif self._ranks is not None:
+            axis = 1 if self._ranks is OF_CLASSES_BY_ORDER else None
+            metric.update(in_order(output, axis=axis, are_scores=self.are_scores), target)
+        elif self.are_scores:
+            has_answers = any(isinstance(part, OF_ANSWERS) for _, part in self.parts)
+            metric.update(output.sigmoid() if has_answers else output.softmax(1), target)
         else:
-            self.metric.update(**{parameter: given[name] for parameter, name in self.inputs.items()})
-
-    def _counts_none(self, target: Tensor) -> bool:
-        """Whether all targets of a batch are ignored, on which torchmetrics' hinge loss fails (seen in 1.9)."""
-        ignored: Any = self.metric.ignore_index
-        return ignored is not None and bool((target == ignored).all())
-
-    def _probabilities(self, output: Tensor) -> Tensor:
-        if any(isinstance(part, OF_ANSWERS) for _, part in self.parts):
-            return output.sigmoid()
-        return output.softmax(1)
+            metric.update(output, target)
 
     @cached_property
     def is_doubled(self) -> bool:
-        """Whether it is given float64: metrics of torchmetrics that sum or sort, and do not only count classes."""
+        """True if it is given float64: metrics of torchmetrics that sum or sort and do not only count classes."""
         held = [state for _, part in self.parts for state in part.metric_state.values()]
         sums = any(isinstance(state, list) or state.is_floating_point() for state in held)
         is_theirs = all(type(part).__module__.startswith("torchmetrics") for _, part in self.parts)
@@ -191,7 +182,7 @@ class Measure:
 
     @cached_property
     def _ranks(self) -> tuple[type[Metric], ...] | None:
-        """The kinds of which all of it is, if it looks at the order of the outputs alone."""
+        """The classes of its parts, if all depend only on the order of the outputs. Else None."""
         kinds = [part for _, part in self.parts if isinstance(part, (*OF_CLASSES, *OF_ANSWERS))]
         for ranked in (OF_CLASSES_BY_ORDER, OF_ANSWERS_BY_ORDER):
             if kinds and all(isinstance(part, ranked) and getattr(part, "thresholds", None) is None for part in kinds):
@@ -199,13 +190,16 @@ class Measure:
         return None
 
     def compute(self) -> dict[str, Tensor]:
-        """The numbers over all ranks, 0-d, each by the name of its entry; of one number alone that is empty.
+        """Return the numbers over all ranks, 0-d, by the names of their entries. A single number has an empty name.
 
         Every rank must call it.
 
-        Raises: EntryError where it gives something else than numbers; RunError, UserCodeError as `update`.
+        Raises:
+            EntryError: If the value is something else than numbers.
+            RunError: If the metric refuses to compute.
+            UserCodeError: If a user's own metric fails.
         """
-        with _blame(self, "compute"):
+        with _named_errors(self, "compute"):
             fill_empty_states(self)
             value = self.metric.compute()
         try:
@@ -215,27 +209,28 @@ class Measure:
             raise EntryError(f"{got}; expected {ENTRIES}") from error
 
     def states(self) -> dict[str, State]:
-        """Copies of what it holds over all ranks, by path and name. Every rank must call it.
+        """Return copies of its states over all ranks, by path and name. Every rank must call it.
 
-        A state that torchmetrics neither adds nor joins has that of each rank, `[ranks, ...]`.
+        A state that torchmetrics neither adds nor concatenates has one entry per rank, `[ranks, ...]`.
         """
         fill_empty_states(self)
         found = {}
         for path, part in self.parts:
             with part.sync_context():
-                # What is synced is undone, and what is not goes on changing: a copy of either.
+                # Copies: synced states are reset afterwards, and other states change with the next batch.
                 found.update({_joined(path, name): _copied(state) for name, state in part.metric_state.items()})
         return found
 
     def restore(self, states: Mapping[str, State], *, rank: int, ranks: int) -> None:
-        """Go on from `states`: rank 0 from those of all ranks, and the others from nothing.
+        """Continue from `states`: rank 0 from those of all ranks, the others from empty states.
 
-        Of states that torchmetrics keeps apart each rank takes its own.
+        States that torchmetrics does not combine are restored on each rank.
 
-        Raises: RunError where there were more ranks, or fewer.
+        Raises:
+            RunError: If the number of ranks has changed.
         """
         for path, part in self.parts:
-            # Before the states are set, which keep the dtypes that the other ranks give theirs.
+            # First, so that the restored states have the dtypes of the other ranks.
             self._double_states(part.device)
             own: dict[str, Any] = {
                 name: states[_joined(path, name)] for name in part.metric_state if _joined(path, name) in states
@@ -247,7 +242,7 @@ class Measure:
                 if rank == 0 or name in apart:
                     is_list = isinstance(part.metric_state[name], list)
                     setattr(part, name, [state] if is_list and isinstance(state, Tensor) else state)
-                    # Else compute warns that nothing was added. torchmetrics has no public way (seen in 1.9).
+                    # Otherwise compute warns that update was never called. There is no public way (seen in 1.9).
                     part._update_count = 1
 
     def _own_share(self, part: Metric, name: str, state: Tensor, *, rank: int, ranks: int) -> Tensor:
@@ -256,22 +251,22 @@ class Measure:
         before = len(state) if state.dim() > alone.dim() else 1
         if before != ranks:
             raise RunError(
-                f"{self.key}: {type(part).__name__} was saved in the middle of an epoch of {before} shares of the "
-                f"data, and cannot go on in {ranks}: torchmetrics does not add up its states. Resume with as many, or "
-                "from a checkpoint of an epoch's end, or without train in metric_stages"
+                f"{self.key}: {type(part).__name__} was saved in the middle of an epoch on {before} ranks, and cannot "
+                f"resume on {ranks}: torchmetrics does not add up its states. Resume on as many, or from a checkpoint "
+                "of an epoch's end, or without train in metric_stages"
             )
         return state[rank] if state.dim() > alone.dim() else state
 
 
 def as_measure(name: str, metric: Measure | Metric | MetricCollection) -> Measure:
-    """A bare metric looks at the output and the target."""
+    """Return a measure. A bare metric compares the output with the target."""
     return metric if isinstance(metric, Measure) else Measure(name=name, metric=metric)
 
 
 def as_scored(measure: Measure, objective: Objective) -> Measure:
-    """The same with outputs that are scores, where a loss of that very output has a softmax or sigmoid of its own.
+    """Return the measure with are_scores set if a loss of the same output applies a softmax or sigmoid.
 
-    Of other outputs torchmetrics decides, batch by batch.
+    For other outputs torchmetrics decides per batch.
     """
     parts = [part for _, part in measure.parts]
     losses = tuple(loss for kinds, loss in SCORES if any(isinstance(part, kinds) for part in parts))
@@ -283,12 +278,13 @@ def as_scored(measure: Measure, objective: Objective) -> Measure:
 
 
 def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
-    """The numbers of a metric's value, each by the name of its entry.
+    """Yield the numbers of a metric's value with the names of their entries.
 
-    One number has no name; those of a vector are called 0, 1, 2 and so on, those of a mapping by its keys, those of a
-    tuple by their places; vectors in a mapping or a tuple by both, `recall/3`.
+    A single number has an empty name. Numbers of a vector are called 0, 1, 2 and so on, those of a mapping by its keys,
+    those of a tuple by their indices. Vectors in a mapping or a tuple have both: `recall/3`.
 
-    Raises: EntryError for a matrix, and for what is no number.
+    Raises:
+        EntryError: For a matrix, and for a value that is not a number.
     """
     if isinstance(value, bool | int | float):
         value = torch.tensor(value)
@@ -309,16 +305,15 @@ def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def entry_tag(name: str, stage: str, entry: str) -> str:
-    """Gives the tag of one number of a metric. entry: empty where it gives one alone."""
+    """Return the tag of one number of a metric. entry: empty for a single number."""
     return f"{name}/{stage}/{entry}" if entry else f"{name}/{stage}"
 
 
 def fill_empty_states(measure: Measure) -> None:
-    """Give a rank that saw no sample states of the others' shapes and dtypes. Every rank must call it.
+    """Give a rank without samples states with the shapes and dtypes of the others. Every rank must call it.
 
-    torchmetrics gathers states over ranks as they are: those of nothing have other axes and dtypes than those of a
-    batch, and so has its own stand-in for an empty list (seen in 1.9). The ranks would wait for each other, read
-    garbage or abort.
+    torchmetrics gathers states without a check. Empty states have other axes and dtypes than those of a batch, as has
+    its own stand-in for an empty list (seen in 1.9). The ranks would hang, read garbage or abort.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -341,35 +336,31 @@ def fill_empty_states(measure: Measure) -> None:
 
 
 def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and dtype of a state, or of the first of a list; None of an empty one."""
+    """Return the shape and dtype of a state, or of the first one in a list. None for an empty list."""
     if isinstance(state, Tensor):
         return tuple(state.shape), state.dtype
     return _form(state[0]) if state else None
 
 
 @contextmanager
-def _blame(measure: Measure, doing: str) -> Iterator[None]:
-    """Tells what a metric of a library refuses with its key, and a StopIteration of any."""
+def _named_errors(measure: Measure, doing: str) -> Iterator[None]:
+    """Raise the errors of a library's metric, and a StopIteration of any metric, with the key of the metric."""
     try:
         yield
     except ExpError:
         raise
-    except (*REFUSALS, AttributeError) as error:  # the last of what is no tensor
+    except (*REFUSALS, AttributeError) as error:  # AttributeError: a value that is not a tensor
         if not measure.is_known:
             raise
         name = type(measure.metric).__name__
         raise RunError(f"{measure.key}: {name} refuses, in {doing}: {shorten(message_of(error))}") from error
-    except StopIteration as error:  # which Lightning would take for the end of the data
+    except StopIteration as error:  # Lightning would end the epoch
         name = type(measure.metric).__name__
         raise UserCodeError.of(error, what=f"metric {name}, in {doing},") from error
 
 
 def _double(tensor: Tensor) -> Tensor:
     return tensor.to(summing_dtype(tensor.device)) if tensor.is_floating_point() else tensor
-
-
-def _device_type(given: Mapping[str, Any]) -> str:
-    return next((value.device.type for value in given.values() if isinstance(value, Tensor)), "cpu")
 
 
 def _joined(path: str, name: str) -> str:

@@ -1,9 +1,9 @@
-"""Metrics of scores with the classes on the last axis, and those that torchmetrics lacks."""
+"""Metrics of scores with the classes on the last axis, and metrics that torchmetrics lacks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +16,29 @@ from exp.objectives.loss_inputs import require_classes_last
 
 
 class Accuracy(MulticlassAccuracy):
-    """torchmetrics' MulticlassAccuracy, of scores `[..., V]` against class numbers `[...]`."""
+    """torchmetrics' MulticlassAccuracy of scores `[..., V]` against class numbers `[...]`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(*_rows(self, output, target))
 
 
 class F1(MulticlassF1Score):
-    """torchmetrics' MulticlassF1Score, of scores `[..., V]` against class numbers `[...]`."""
+    """torchmetrics' MulticlassF1Score of scores `[..., V]` against class numbers `[...]`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(*_rows(self, output, target))
 
 
 class AUROC(MulticlassAUROC):
-    """torchmetrics' MulticlassAUROC, of scores or probabilities `[..., V]` against class numbers `[...]`.
+    """torchmetrics' MulticlassAUROC of scores or probabilities `[..., V]` against class numbers `[...]`.
 
-    thresholds: None is exact, and keeps 8 * (V + 1) bytes of each sample until the stage ends; a number approximates by
-        so many thresholds, in constant memory.
+    Args:
+        thresholds: None is exact and keeps 8 * (V + 1) bytes per sample until the stage ends. A number approximates
+            with that many thresholds in constant memory.
     """
 
     def update(self, output: Tensor, target: Tensor, *, are_scores: bool = False) -> None:
-        """Adds a batch. are_scores: else outputs that all lie between 0 and 1 are probabilities."""
+        """Add a batch. are_scores: if false, outputs that are all between 0 and 1 are probabilities."""
         rows, classes = _rows(self, output, target)
         if self.thresholds is None:
             rows = in_order(rows, axis=-1, are_scores=are_scores)
@@ -45,11 +46,9 @@ class AUROC(MulticlassAUROC):
 
 
 class R2(Metric):
-    """Coefficient of determination, of outputs and targets `[B]` or `[B, D]`.
+    """Coefficient of determination of outputs and targets `[B]` or `[B, D]`; the mean over D.
 
-    The sums are of deviations from one of the targets, in float64: squares of large targets lose the deviations.
-
-    multioutput: of several outputs the mean of their values, the mean weighted by variances, or all.
+    The sums are of deviations from one of the targets, in float64: squares of large targets would lose the deviations.
     """
 
     full_state_update = False
@@ -58,19 +57,13 @@ class R2(Metric):
 
     moments: Tensor
 
-    def __init__(
-        self,
-        *,
-        multioutput: Literal["uniform_average", "variance_weighted", "raw_values"] = "uniform_average",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.multioutput = multioutput
-        # Number, origin, deviations from the origin and their squares, squared residuals: `[5, D]`.
+        # Count, origin, sums of deviations from the origin, of their squares, and of squared residuals: `[5, D]`.
         self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_joined_moments)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Adds a batch. Raises: ValueError for other shapes."""
+        """Add a batch. Raise ValueError for other shapes."""
         if output.shape != target.shape or output.dim() not in (1, 2):
             raise ValueError(f"R2 takes [B] or [B, D] of both, and got {list(output.shape)} and {list(target.shape)}")
         dtype = summing_dtype(target.device)
@@ -81,20 +74,16 @@ class R2(Metric):
         self.moments = _joined_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
 
     def compute(self) -> Tensor:
-        """0-d, or `[D]` of raw_values; 1 and 0 where all targets are equal, of right and of wrong outputs."""
+        """Return the mean over outputs, 0-d. If all targets are equal, it is 1 for exact outputs and 0 for others."""
         count, _, first, second, residual = self.moments
         if count[0] < 2:
             raise ValueError("R2 needs two samples or more")
         total = second - first.square() / count
-        values = torch.where(total > 0, 1 - residual / total, (residual == 0).to(total.dtype))
-        if self.multioutput == "raw_values":
-            return values
-        weights = total if self.multioutput == "variance_weighted" and total.sum() > 0 else torch.ones_like(total)
-        return (values * weights).sum() / weights.sum()
+        return torch.where(total > 0, 1 - residual / total, (residual == 0).to(total.dtype)).mean()
 
 
 def _joined_moments(moments: Tensor) -> Tensor:
-    """The moments of R2 over several sets of samples, `[5, D]`, of those of each, `[R, 5, D]`."""
+    """Return the moments of R2 over several sets of samples, `[5, D]`, given those of each set, `[R, 5, D]`."""
     counts, origins, firsts, seconds, residuals = moments.unbind(1)
     origin = origins[counts[:, 0].argmax()]
     away = torch.where(counts > 0, origins - origin, 0.0)
@@ -106,7 +95,8 @@ def _joined_moments(moments: Tensor) -> Tensor:
 class BitsPerCharacter(Metric):
     """Mean cross entropy in bits of scores `[..., V]` against class numbers `[...]`: log2 of the perplexity.
 
-    ignore_index: a class number that does not count.
+    Args:
+        ignore_index: A class number to ignore, default -100.
     """
 
     full_state_update = False
@@ -123,22 +113,22 @@ class BitsPerCharacter(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Adds the characters of a batch."""
+        """Add the characters of a batch."""
         scores, classes = _rows(self, output, target)
         each = functional.cross_entropy(scores, classes, ignore_index=self.ignore_index, reduction="none")
         self.nats = self.nats + each.sum(dtype=summing_dtype(each.device))
         self.count += (classes != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
-        """Bits for a character, 0-d."""
+        """Return the bits per character, 0-d."""
         return self.nats / (self.count * math.log(2.0))
 
 
 class Perplexity(BitsPerCharacter):
-    """Exponential of the mean cross entropy in nats, of scores `[..., V]` against class numbers `[...]`."""
+    """Exponential of the mean cross entropy in nats of scores `[..., V]` against class numbers `[...]`."""
 
     def compute(self) -> Tensor:
-        """The perplexity, 0-d, 1 or more."""
+        """Return the perplexity, 0-d, 1 or more."""
         return (self.nats / self.count).exp()
 
 
@@ -149,25 +139,27 @@ def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 
 
 def in_order(output: Tensor, *, axis: int | None, are_scores: bool = False) -> Tensor:
-    """Numbers between 0 and 1 in the order of the probabilities, of scores of any size: a softmax or sigmoid saturates.
+    """Return numbers between 0 and 1 in the order of the probabilities. A softmax or sigmoid would saturate.
 
-    axis: of classes that share a softmax; None is a sigmoid each.
-    are_scores: else outputs that all lie between 0 and 1 are probabilities, as torchmetrics takes them.
+    Args:
+        output: Scores of any size, or probabilities.
+        axis: The axis of classes that share a softmax. None: a sigmoid for each score.
+        are_scores: If false, outputs that are all between 0 and 1 are probabilities, as in torchmetrics.
     """
     values = output.to(summing_dtype(output.device))
     odds = values if axis is None else values - _log_of_others(values, axis)
     if not are_scores:
         odds = torch.where(((values >= 0) & (values <= 1)).all(), values.logit(), odds)
-    # The bits of floats, read as whole numbers, have the order of the floats.
+    # The bits of floats, read as integers, have the order of the floats.
     bits = odds.view(torch.int64 if odds.dtype == torch.float64 else torch.int32)
     sizes = bits & torch.iinfo(bits.dtype).max
     return 0.5 + torch.where(bits < 0, -sizes, sizes).to(odds.dtype) / 2.0 ** (8 * bits.element_size())
 
 
 def _log_of_others(scores: Tensor, axis: int) -> Tensor:
-    """Of each class, the logarithm of the sum of the exponentials of the other classes' scores."""
+    """Return, for each class, the logarithm of the sum of the exponentials of the other classes' scores."""
     scores = scores.movedim(axis, -1)
     nothing = torch.full_like(scores[..., :1], -math.inf)
     before = torch.cat([nothing, scores[..., :-1].logcumsumexp(-1)], -1)
-    behind = torch.cat([scores[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), nothing], -1)
-    return torch.logaddexp(before, behind).movedim(-1, axis)
+    after = torch.cat([scores[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), nothing], -1)
+    return torch.logaddexp(before, after).movedim(-1, axis)

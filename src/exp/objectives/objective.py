@@ -1,8 +1,8 @@
 """The objective: a weighted sum of named terms. Its value is the loss that the network is trained on.
 
-A cross entropy with class weights or ignored targets divides by the weights of the targets at hand. Each rank dividing
-by its own would give another loss than one process, so that such a mean is weighted by its divisor, over ranks and over
-the batches of a stage.
+A cross entropy with class weights or ignored targets divides by the weights of its targets. If each rank divided by its
+own weights, the loss would differ from that of one process. Such a mean is therefore weighted by its divisor, over
+ranks and over the batches of a stage.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from exp.objectives.loss_inputs import ELEMENTWISE, Values, full, match_target, 
 from exp.objectives.term import TWICE, AbstractTerm, needs_of
 from exp.objectives.terms import NLL, NOTHING, CrossEntropy
 from exp.shared_types import Batch, StepWeights
-from exp.spelling import find_nearest
+from exp.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# A mean, 0-d, and what it divides its sum by.
+# A mean, 0-d, and the divisor of its sum.
 Mean = tuple[Tensor, Tensor | float]
-# What may divide by something else than the number of its targets.
+# Losses that may divide by something else than the number of targets.
 ByWeight = CrossEntropy | NLL | nn.CrossEntropyLoss | nn.NLLLoss
 
 
 class Term(AbstractTerm):
     """A loss of one output of the network against one target.
 
-    loss: a module called with (output, target) that gives a 0-d tensor, such as torch.nn.MSELoss. One that declares
-        `needs` (objectives/term.py) is called with (output, target, passes).
-    weight: its factor in the sum.
-    output, target: which of the values it compares: `output` and `target`, or a name that the network's or the
-        data set's mapping has.
-    inputs: in their place, for a loss of other values: a parameter of its forward to the name of a value, such as
-        {input: mean, target: target, var: variance} of torch.nn.GaussianNLLLoss.
+    Args:
+        loss: A module called with (output, target) that returns a 0-d tensor, such as torch.nn.MSELoss. If it declares
+            `needs` (objectives/term.py), it is called with (output, target, passes).
+        weight: The factor in the sum, default 1.
+        output: The value to compare: `output`, or a name in the mapping of the network or the data set.
+        target: The value to compare it with, `target` by default.
+        inputs: For a loss of other values, instead of output and target: parameters of its forward to names of values,
+            such as {input: mean, target: target, var: variance} for torch.nn.GaussianNLLLoss.
     """
 
     def __init__(
@@ -54,22 +55,21 @@ class Term(AbstractTerm):
         inputs: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(weight=weight)
-        if not isinstance(loss, nn.Module):
-            raise ValueError(f"loss is {loss}; expected a module, such as {{_target_: torch.nn.MSELoss}}")
         if inputs is not None and (output, target) != ("output", "target"):
-            raise ValueError(f"inputs is {dict(inputs)}, beside output or target; expected one of the two")
+            raise ValueError(f"inputs is {dict(inputs)}, with output or target; expected one of the two")
         if inputs is not None and not inputs:
             raise ValueError("inputs is {}; expected a name of a value for each parameter of the loss, or null")
+        parameters = inspect.signature(loss.forward).parameters.values()
+        required = [one.name for one in parameters if one.default is one.empty]
+        if inputs is not None and len(required) == 2 and inputs.keys() == set(required):
+            # By name or by position, it is a loss of an output and a target.
+            output, target = (inputs[parameter] for parameter in required)
+            inputs = None
         self.loss = loss
         self.inputs = None if inputs is None else dict(inputs)
-        required = _required(loss)
-        if self.inputs is not None and len(required) == 2 and self.inputs.keys() == set(required):
-            # By name or by place, it is one loss of an output and a target.
-            output, target = (self.inputs[parameter] for parameter in required)
-            self.inputs = None
         self.output = output
         self.target = target
-        # Once: to hold a loss against a dozen classes takes as long as a small operator.
+        # Once: isinstance with a dozen classes takes as long as a small operator.
         self._is_elementwise = isinstance(loss, ELEMENTWISE)
         self._is_by_weight = self.inputs is None and counts_by_weight(loss)
         self._is_weighed = self._is_by_weight or hasattr(loss, "divisor")
@@ -83,20 +83,21 @@ class Term(AbstractTerm):
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """What the loss says by its own method `divisor`, called as the loss is, and what torch's losses divide by."""
-        if self.inputs is not None:
-            is_whole = all(name in values for name in self.inputs.values())
-            return self._divisor_by_name(self._by_name(values) if is_whole else self._known_by_name(values))
-        module, target = self.loss, pick(values, self.target, "target")
+        """Return what the loss's own `divisor` returns, or the divisor of torch's losses.
+
+        `divisor` is called like the loss. Before the forward of a step, the network's values are None.
+        """
+        given = self._arguments(values, is_partial=True)
+        target = given.get("target")
         if self._is_by_weight:
-            return total_weight(cast(ByWeight, module), target)
+            assert target is not None, "a target of the batch"
+            return total_weight(cast(ByWeight, self.loss), target)
         if self._is_weighed:
-            divisor = cast("Callable[[Tensor | None, Tensor], Tensor | float]", module.divisor)
-            # Before the forward of a step there is no output.
-            return divisor(full(pick(values, self.output, "output")) if self.output in values else None, full(target))
+            divisor = cast("Callable[..., Tensor | float]", self.loss.divisor)
+            return divisor(*given.values()) if self.inputs is None else divisor(**given)
         # Batches of texts may differ in their lengths.
-        is_by_number = isinstance(module, (*ELEMENTWISE, CrossEntropy, NLL)) and module.reduction == "mean"
-        return float(target.numel()) if is_by_number else None
+        is_by_number = isinstance(self.loss, (*ELEMENTWISE, CrossEntropy, NLL)) and self.loss.reduction == "mean"
+        return float(target.numel()) if is_by_number and target is not None else None
 
     def weighed(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
@@ -107,60 +108,52 @@ class Term(AbstractTerm):
         return counted_mean(cast(ByWeight, module), output, full(pick(values, self.target, "target")))
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """The unweighted loss, 0-d, in float32 (float64 where the output is float64).
+        """Return the unweighted loss, 0-d, in float32 (float64 if the output is float64).
 
-        passes: for a loss that declares needs.
-
-        Raises: RunError where a value is not there, a shape does not fit, or the loss is not one number.
+        Raises:
+            RunError: If a value is missing, a shape does not fit, or the loss is not one number.
         """
-        module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
-        if self.inputs is not None:
-            named: dict[str, Any] = dict(self._by_name(values))
-            if passes is not None:
-                named["passes"] = passes
-            return self._one_number(module(**named))
-        output = full(pick(values, self.output, "output"))
-        target = full(pick(values, self.target, "target"))
-        if self._is_elementwise:
-            target = match_target(module, output, target)
         if self._is_by_weight:
-            return counted_mean(cast(ByWeight, module), output, target)[0]
-        return self._one_number(module(output, target) if passes is None else module(output, target, passes))
-
-    def _by_name(self, values: Values) -> dict[str, Tensor]:
-        """What the loss is called with; those that it compares element by element are of one shape and dtype."""
-        assert self.inputs is not None
-        found = {parameter: full(pick(values, name, parameter)) for parameter, name in self.inputs.items()}
-        if self._is_elementwise and {"input", "target"} <= found.keys():
-            found["target"] = match_target(self.loss, found["input"], found["target"])
-        return found
-
-    def _known_by_name(self, values: Values) -> dict[str, Tensor | None]:
-        """The same before the forward of a step, with None for what the network gives."""
-        assert self.inputs is not None
-        return {one: full(values[name]) if name in values else None for one, name in self.inputs.items()}
-
-    def _divisor_by_name(self, given: Mapping[str, Any]) -> Tensor | float | None:
-        if self._is_weighed:
-            return cast("Callable[..., Tensor | float]", self.loss.divisor)(**given)
-        return float(given["input"].numel()) if self._is_elementwise and "input" in given else None
-
-    def _one_number(self, loss: Tensor) -> Tensor:
+            return self.weighed(values)[0]
+        module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
+        given: dict[str, Any] = dict(self._arguments(values))
+        if passes is not None:
+            given["passes"] = passes
+        loss: Tensor = module(*given.values()) if self.inputs is None else module(**given)
         if loss.dim() != 0:
             raise RunError(
-                f"{type(self.loss).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
+                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
                 "the mean over samples"
             )
         return loss
 
+    def _arguments(self, values: Values, *, is_partial: bool = False) -> dict[str, Tensor | None]:
+        """Return the arguments of the loss by parameter. is_partial: a missing value is None instead of an error."""
+        inputs = {"output": self.output, "target": self.target} if self.inputs is None else self.inputs
+        found = {
+            parameter: None if is_partial and name not in values else full(pick(values, name, parameter))
+            for parameter, name in inputs.items()
+        }
+        if self._is_elementwise:
+            output, target = found.get("output" if self.inputs is None else "input"), found.get("target")
+            if output is not None and target is not None:
+                found["target"] = match_target(self.loss, output, target)
+        return found
+
 
 class Objective(nn.Module):
-    """The weighted sum of terms, computed in full precision whatever the network runs in.
+    """The weighted sum of terms, computed in full precision for any precision of the network.
 
-    terms: by name; a bare loss module becomes a term of weight 1. The names are those of the tags
-        `loss/<stage>/<term>`.
-    needs: what its terms need beside the values of one forward pass, words of NEEDS in objectives/term.py.
-    Raises: RunError where there is none; ConfigError where a loss is no mean over samples, and for needs that are none.
+    Args:
+        terms: Terms by name. A bare loss module becomes a term of weight 1. The names are those of the tags
+            `loss/<stage>/<term>`.
+
+    Attributes:
+        needs: The needs of all terms, words of NEEDS in objectives/term.py.
+
+    Raises:
+        RunError: If there is no term.
+        ConfigError: If a loss is not a mean over samples, or a need is unknown.
     """
 
     needs: frozenset[str]
@@ -169,9 +162,9 @@ class Objective(nn.Module):
         super().__init__()
         if not terms:
             raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
-        # A plain mapping, for an nn.ModuleDict refuses names such as `update` and is slow to read; the list registers.
+        # A plain mapping: an nn.ModuleDict refuses names such as `update` and is slow to read. The list registers them.
         self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
-        # Where the losses stand in the config: a bare one is the term's whole node.
+        # The config keys of the losses: a bare loss is the whole node of its term.
         self.loss_keys = {
             name: f"objective.{name}.loss" if terms[name] is term else f"objective.{name}"
             for name, term in self.terms.items()
@@ -179,36 +172,37 @@ class Objective(nn.Module):
         self._needs = {name: _needs(term, key=f"objective.{name}") for name, term in self.terms.items()}
         self.needs = frozenset().union(*self._needs.values())
         for name, term in self.terms.items():
-            if isinstance(term, Term) and (error := reduction_error(term.loss)):
-                fix = f"Take the line out, or scale the term with objective.{name}.weight"
-                expected = "mean, for each sample counts once"
-                raise config_error(f"{self.loss_keys[name]}.reduction", got=error, expected=expected, fix=fix)
+            if isinstance(term, Term):
+                _require_mean(term.loss, key=self.loss_keys[name], weight=f"objective.{name}.weight")
         self._terms = nn.ModuleList(self.terms.values())
         self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
-        # Of the last call, this rank's mean of each term, and the divisor of each weighed one.
+        # This rank's mean of each term at the last call, and the divisor of each weighed term.
         self._own: dict[str, Tensor] = {}
         self._divisors: dict[str, Tensor | float] = {}
         compared = [term for term in self.terms.values() if isinstance(term, Term)]
         self._output = next((next(iter(term.names.values())) for term in compared), None)
 
     def needs_of(self, name: str) -> frozenset[str]:
-        """What a term needs, and its loss."""
+        """Return the needs of a term and its loss."""
         return self._needs[name]
 
     @property
     def differentiated_twice(self) -> list[str]:
-        """Names of the terms whose value is a gradient, which is differentiated again."""
+        """Names of the terms that contain a gradient, which is differentiated again."""
         return [name for name, needs in self._needs.items() if needs & TWICE]
 
     @property
     def weighed(self) -> tuple[str, ...]:
-        """Names of the terms that divide by weights of their targets, and not by the number of samples."""
+        """Names of the terms that divide by their `divisor` instead of the number of samples."""
         return tuple(name for name in self.terms if name in self._weighed)
 
     def means(self, values: Values, parts: Mapping[str, Tensor], *, size: int) -> list[Mean]:
-        """Each term's mean over a batch that no other rank shares, as its last call gave it, and what it divided by.
+        """Return the mean and the divisor of each term for a batch that is not shared with other ranks.
 
-        size: of the batch, in samples.
+        Args:
+            values: The values of the last call.
+            parts: Each term's loss of that call.
+            size: The samples of the batch.
         """
         found: list[Mean] = []
         for name, term in self.terms.items():
@@ -217,7 +211,7 @@ class Objective(nn.Module):
         return found
 
     def own_means(self, batch: Batch) -> list[Mean]:
-        """Each term's mean over this rank's share of a batch, of the last call; a stand-in counts for nothing."""
+        """Return the means of the last call over this rank's share of a batch. A stand-in sample counts as 0."""
         if not batch.size:
             return [(torch.zeros_like(mean), 0.0) for mean in self._own.values()]
         return [(mean, self._divisors.get(name, batch.size)) for name, mean in self._own.items()]
@@ -225,10 +219,15 @@ class Objective(nn.Module):
     def step_weights(
         self, batches: Sequence[Batch], named: Callable[[Any], Values], *, device: torch.device
     ) -> StepWeights:
-        """The divisors of a step over micro-batches, before its first forward. Every rank must call it.
+        """Return the divisors of a step over micro-batches, before its first forward. Every rank must call it.
 
-        named: gives the values of a batch's data by name, on the device. Asked for where there are weighed terms.
-        Raises: ConfigError for a divisor that needs what the network gives.
+        Args:
+            batches: This rank's shares of the micro-batches.
+            named: Returns the values of a batch's data by name, on the device. Called only with weighed terms.
+            device: The device.
+
+        Raises:
+            ConfigError: If a divisor needs the network's output.
         """
         size = sum(batch.global_size for batch in batches) / len(batches)
         if not self._weighed:
@@ -242,54 +241,56 @@ class Objective(nn.Module):
         means = over_ranks(total, batches[0]) / len(batches)
         return StepWeights(len(batches), size, dict(zip(names, means.unbind(), strict=True)))
 
-    def known_divisors(self, values: Values) -> dict[str, Tensor | float | None]:
-        """The divisors of the weighed terms, of the values of a batch alone.
+    def known_divisors(self, values: Values) -> dict[str, Tensor | float]:
+        """Return the divisors of the weighed terms, given the values of a batch without the network's output.
 
-        Raises: ConfigError for a divisor that needs what the network gives.
+        Raises:
+            ConfigError: If a divisor needs the network's output.
         """
-        found: dict[str, Tensor | float | None] = {}
+        found: dict[str, Tensor | float] = {}
         for name in self.weighed:
             try:
                 found[name] = detached(self.terms[name].divisor(values))
             except Exception as error:
-                raise config_error(
-                    f"objective.{name}",
-                    got=f"a divisor that needs the network's output ({type(error).__name__}: {error})",
-                    expected="a divisor of the batch alone, which a step over several micro-batches takes before it "
-                    "runs the network",
-                    fix="Write trainer.accumulate_grad_batches=1",
-                ) from error
+                got = f"a divisor that needs the network's output ({type(error).__name__}: {error})"
+                expected = "a divisor of the batch alone: a step over several micro-batches needs it before the forward"
+                fix = "Write trainer.accumulate_grad_batches=1"
+                raise config_error(f"objective.{name}", got=got, expected=expected, fix=fix) from error
         return found
 
     def only(self, names: Collection[str]) -> Objective:
-        """The sum of some of the terms, in this one's order: the same modules, not copies.
+        """Return the sum of some of the terms, in the order of this objective, with the same modules.
 
-        Raises: RunError where a name is no term.
+        Raises:
+            RunError: If a name is unknown.
         """
         for name in names:
             if name not in self.terms:
-                found = find_nearest(name, self.terms)
-                hint = f". Nearest: {found[0]}" if found else ""
-                raise RunError(f"the objective has no term {name!r}; there are {', '.join(self.terms)}{hint}")
+                text = f"the objective has no term {name!r}; there are {', '.join(self.terms)}"
+                raise RunError(". ".join(filter(None, [text, did_you_mean(name, self.terms)])))
         return Objective({name: term for name, term in self.terms.items() if name in names})
 
     def forward(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its parts.
+        """Return the loss and its parts.
 
-        values: `output`, `target` and whatever else the network and the batch name.
-        batch: whose share the values are. Where other ranks hold the rest of it, the mean over ranks, weighted by
-            their samples, is the loss of the whole batch; every rank must call it then.
-        passes: of the step that gave the values; only where there are `needs`.
-        Returns: the sum of weight times term, 0-d and with a gradient; and each term's own loss, 0-d, detached and
-            not weighted.
-        Raises: RunError where a term's needs are not met.
+        Args:
+            values: `output`, `target`, and the names of the network and the batch.
+            batch: The share that the values belong to. If other ranks hold the rest of the batch, the mean over ranks,
+                weighted by their samples, is the loss of the whole batch. Every rank must call it then.
+            passes: More passes and gradients of the step, for terms with `needs`.
+
+        Returns:
+            The sum of weight times term, 0-d, with a gradient; and each term's unweighted loss, 0-d, detached.
+
+        Raises:
+            RunError: If terms have needs and `passes` is None.
         """
         device = self._device(values)
-        # Autocast knows no meta device, on which FLOPs are counted.
+        # Autocast does not know the meta device, on which FLOPs are counted.
         if device != "meta" and torch.is_autocast_enabled(device):
-            # Some losses refuse to run under autocast, and a sum of half precision numbers is not one to train on.
+            # Some losses refuse to run under autocast, and a sum in half precision is too inexact to train on.
             with torch.autocast(device, enabled=False):
                 return self._sum(values, batch, passes)
         return self._sum(values, batch, passes)
@@ -327,33 +328,27 @@ def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
     return needs | needs_of(term.loss, key=f"{key}.loss") if isinstance(term, Term) else needs
 
 
-def _required(loss: nn.Module) -> list[str]:
-    """The parameters that its forward cannot do without, in order."""
-    parameters = inspect.signature(loss.forward).parameters.values()
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.default is one.empty and one.kind in by_name]
-
-
-def reduction_error(loss: nn.Module) -> str | None:
-    """Says what is wrong with the reduction of a loss; None where its value is a mean over samples."""
+def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
+    """Raise ConfigError if the value of a loss is not a mean over samples."""
     reduction = getattr(loss, "reduction", "mean")
     # KLDivLoss calls the mean over samples batchmean.
-    if reduction == "mean" or (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
-        return None
-    return f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
+    if reduction != "mean" and not (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
+        got = f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
+        fix = f"Take the line out, or scale the term with {weight}"
+        raise config_error(f"{key}.reduction", got=got, expected="mean: each sample counts once", fix=fix)
 
 
 def counts_by_weight(loss: nn.Module) -> bool:
-    """Whether the loss may divide by something else than the number of its targets."""
+    """Return whether the loss may divide by something else than the number of its targets."""
     if isinstance(loss, CrossEntropy | NLL):
         return loss.class_weights is not None or loss.ignore_index != NOTHING
-    # torch's own ignore -100 unless told otherwise, and a batch does not say whether it has any.
+    # torch's losses ignore -100 by default, which a batch may contain.
     return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
 def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss over the targets that count, 0-d, and their weight: torch's mean, and 0 where none counts, not nan."""
-    # Past nn.Module, whose setting of an attribute costs as much as a small operator.
+    """Return the mean over the counted targets, 0-d, and their weight. Without counted targets it is 0, not nan."""
+    # Not by setattr: nn.Module's __setattr__ takes as long as a small operator.
     settings = vars(loss)
     settings["reduction"] = "sum"
     try:
@@ -361,20 +356,24 @@ def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor
     finally:
         settings["reduction"] = "mean"
     weight = total_weight(loss, target)
-    # Above 0, or 0: then the sum is 0, too.
+    # If the weight is 0, the sum is 0, too.
     return total / weight.to(total.dtype).clamp_min(torch.finfo(torch.float32).tiny), weight
 
 
 def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whole: Tensor | None = None) -> Tensor:
-    """A rank's loss such that the mean over ranks, weighted by samples, is that of the batch, 0-d.
+    """Return a rank's loss, 0-d, so that the mean over ranks, weighted by samples, is the loss of the batch.
 
-    One sum over the ranks, of one number. whole: the batch's divisor, if the step knows it already.
+    Args:
+        loss: The rank's mean.
+        divisor: Its divisor.
+        batch: The rank's share of the batch.
+        whole: The batch's divisor. None: sum the divisors of all ranks.
     """
     if batch is None or (batch.world_size == 1 and whole is None):
         return loss
     held = torch.as_tensor(divisor, dtype=summing_dtype(loss.device), device=loss.device)
     if whole is None:
-        # A stand-in takes part in the sum, and adds nothing to it.
+        # A rank with a stand-in sample takes part in the sum with 0.
         whole = over_ranks(held.clone() if batch.size else torch.zeros_like(held), batch)
     if not batch.size:
         return loss * 0.0
@@ -383,25 +382,25 @@ def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whol
 
 
 def detached(divisor: Tensor | float | None) -> Tensor | float:
-    """A term's divisor, without a gradient. Raises: RunError where it is None."""
+    """Return a term's divisor without a gradient. Raise RunError if it is None."""
     if divisor is None:
-        raise RunError("a term's divisor is None; expected a number, or a tensor 0-d: by what its mean divided")
+        raise RunError("a term's divisor is None; expected the divisor of its mean: a number, or a 0-d tensor")
     return divisor.detach() if isinstance(divisor, Tensor) and divisor.requires_grad else divisor
 
 
 def over_ranks(total: Tensor, batch: Batch) -> Tensor:
-    """The sum over the ranks that share a batch; it may overwrite `total`. Every rank must call it."""
+    """Return the sum over the ranks that share a batch. It may overwrite `total`. Every rank must call it."""
     if batch.world_size == 1:
         return total
     torch.distributed.all_reduce(total)
-    # Several ranks hold each share where a model is split over ranks.
+    # If a model is split over ranks, several ranks hold each share.
     return total * (batch.world_size / torch.distributed.get_world_size())
 
 
 def total_weight(loss: ByWeight, target: Tensor) -> Tensor:
-    """The weight by which the loss divides its sum, 0-d."""
+    """Return the weight by which the loss divides its sum, 0-d."""
     dtype = summing_dtype(target.device)
-    if target.is_floating_point():  # torch divides the loss of probabilities by their number, whatever the weights
+    if target.is_floating_point():  # torch divides the loss of probabilities by their number, with any weights
         count = target.numel() // target.shape[1] if target.dim() > 1 else 1
         return torch.tensor(count, dtype=dtype, device=target.device)
     weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight

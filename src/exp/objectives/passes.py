@@ -1,4 +1,4 @@
-"""More forward passes and gradients, for terms that need more than one forward pass and one backward.
+"""Additional forward passes and gradients for terms that need more than one forward and one backward.
 
 class Smooth(AbstractTerm):
     needs = frozenset({"input_gradients"})
@@ -22,22 +22,22 @@ from exp.objectives.loss_inputs import HALF, Values, full
 from exp.shared_types import dtype_name
 
 Precision = Literal["step", "full"]
-# A sum over samples is differentiated, so that a factor on it reaches float16 whole: the largest that it holds.
+# The largest factor on a sum over samples that float16 holds.
 LARGEST_FACTOR = 2.0**15
 
 
 class Passes:
-    """More forward passes and gradients, of one step and one batch.
+    """Additional forward passes and gradients of one step and one batch, under the autocast of the step.
 
-    network: itself, not the wrapper of a strategy.
-    run: called with what runs the network and with a batch's data, gives the values by name, as the step names them.
-    data: of the batch. Its floating inputs become leaves that require grad where `inputs_require_grad`; the batch's
-        own tensors stay as they are.
-    inputs: the names of the network's inputs where the data is a mapping; of a pair the first is the input.
-    runner: what runs the network in this step; by default the network.
-    loss_scale: the factor on the loss of this step, 0-d or a float; None without a gradient scaler.
-
-    Autocast is that of the moment at which it is made: the step's.
+    Args:
+        network: The network itself, not a strategy's wrapper.
+        run: Called with a runner and a batch's data, returns the values by name.
+        data: The batch's data. With `inputs_require_grad` its floating-point inputs become leaves that require grad.
+            The batch's own tensors do not change.
+        inputs: The names of the network's inputs, if the data is a mapping. The first of a pair is the input.
+        runner: The callable that runs the network in this step. None: the network.
+        loss_scale: The factor on the loss of this step, 0-d or a float. None: no gradient scaler.
+        inputs_require_grad: Whether the inputs require grad.
     """
 
     def __init__(
@@ -55,39 +55,44 @@ class Passes:
         self.data = _leaves(data, inputs) if inputs_require_grad else data
         self._run, self._runner, self._scale = run, runner or network, loss_scale
         parameter = next(network.parameters(), None)
-        # Autocast knows no meta device, on which shapes and FLOPs are looked at.
+        # Autocast does not know the meta device, on which shapes and FLOPs are computed.
         self._device = "cpu" if parameter is None or parameter.is_meta else parameter.device.type
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 
     def run(self, data: object = None, *, precision: Precision = "step") -> Values:
-        """The values by name of one more forward pass, with a graph.
+        """Return the values by name of another forward pass, with a graph.
 
-        data: by default the step's own. precision: `full` runs in float32 (float64 where the parameters are).
+        Args:
+            data: The data. None: the data of the step.
+            precision: `full` runs in float32 (float64 if the parameters are float64).
         """
-        data = self.data if data is None else data
-        if precision == "step":
-            with self._as_the_step():
-                return self._run(self._runner, data)
-        with torch.autocast(self._device, enabled=False):
-            return self._run(self._in_full(self.network), map_tensors(data, full))
+        runner, data = self._runner, self.data if data is None else data
+        if precision == "full":
+            runner, data = _require_full(self.network), map_tensors(data, full)
+        with self._context(precision):
+            return self._run(runner, data)
 
     def call(self, part: str, *inputs: object, precision: Precision = "step") -> Any:
-        """What one part of the network gives for some inputs, such as its discriminator.
+        """Return the output of one part of the network, such as its discriminator.
 
-        part: its dotted name; the empty one is the network. precision: as in `run`.
-        Raises: RunError where there is no such part.
+        Args:
+            part: The part's dotted name. The empty name is the network.
+            inputs: The inputs of the part.
+            precision: See `run`.
+
+        Raises:
+            RunError: If the network has no such part.
         """
         try:
             module = self.network.get_submodule(part)
         except AttributeError as error:
             names = [name for name, _ in self.network.named_children()]
             raise RunError(f"the network has no part {part!r}; there are {', '.join(names)}") from error
-        if precision == "step":
-            with self._as_the_step():
-                return module(*inputs)
-        with torch.autocast(self._device, enabled=False):
-            return self._in_full(module)(*map_tensors(inputs, full))
+        if precision == "full":
+            module, inputs = _require_full(module), map_tensors(inputs, full)
+        with self._context(precision):
+            return module(*inputs)
 
     @overload
     def gradients(self, output: Tensor, inputs: Tensor, *, create_graph: bool = ...) -> Tensor: ...
@@ -98,14 +103,19 @@ class Passes:
     def gradients(
         self, output: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True
     ) -> Tensor | tuple[Tensor, ...]:
-        """The gradients of an output's sum with respect to values that it was computed from, in float32 (or float64).
+        """Return the gradients of an output's sum with respect to values it depends on, in float32 (or float64).
 
-        Row b of a gradient is that of sample b, where the network treats samples apart. Under a loss scale it is
-        computed with a factor that keeps float16 from underflowing, and divided by it, as PyTorch's AMP notes do:
-        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+        Row b of a gradient belongs to sample b, if the network treats samples separately. Under a loss scale it is
+        computed with a factor that keeps float16 from underflowing, and divided by the factor, as in PyTorch's AMP
+        notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
 
-        output: of any shape. inputs: one tensor, or several. create_graph: whether it can be differentiated again.
-        Raises: RunError where an input is of integers, or the output does not depend on it.
+        Args:
+            output: A tensor of any shape.
+            inputs: One tensor, or several.
+            create_graph: Whether the gradients can be differentiated again.
+
+        Raises:
+            RunError: If an input has integers, or the output does not depend on it.
         """
         several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         for tensor in several:
@@ -122,37 +132,39 @@ class Passes:
             )
             if any(one is None for one in found):
                 raise RunError(
-                    "a term takes the gradient of a value with respect to another that it does not depend on"
+                    "a term takes the gradient of a value with respect to a value that it does not depend on"
                 )
             result = tuple(full(one) if factor is None else full(one) / factor for one in found)
         return result[0] if isinstance(inputs, Tensor) else result
 
-    def _as_the_step(self) -> torch.autocast:
-        # Without a cache of cast weights, which may have been filled where no gradient was kept.
+    def _context(self, precision: Precision) -> torch.autocast:
+        if precision == "full":
+            return torch.autocast(self._device, enabled=False)
+        # Without the cache of cast weights, which may have been filled in a forward without gradients.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
     def _factor(self, samples: int) -> Tensor | float | None:
-        """On an inner gradient: the loss scale, shared over the samples that are summed; None without one."""
+        """Return the factor on an inner gradient: the loss scale divided by the samples in the sum. None: no scale."""
         if self._scale is None:
             return None
         if isinstance(self._scale, Tensor):
             return (self._scale / samples).clamp(1.0, LARGEST_FACTOR)
         return min(max(self._scale / samples, 1.0), LARGEST_FACTOR)
 
-    def _in_full(self, module: nn.Module) -> nn.Module:
-        """The module, which is in full precision where autocast is off."""
-        for name, parameter in module.named_parameters():
-            if parameter.dtype in HALF:
-                dtype = dtype_name(parameter.dtype)
-                raise RunError(
-                    f"a term asks for precision: full, and {name} is {dtype} itself; it must be float32. Write "
-                    "precision: step, or choose a precision with float32 parameters such as precision=bf16"
-                )
-        return module
+
+def _require_full(module: nn.Module) -> nn.Module:
+    """Return the module, or raise RunError if it has half-precision parameters."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype in HALF:
+            raise RunError(
+                f"a term asks for precision: full, and {name} is {dtype_name(parameter.dtype)}; it must be float32. "
+                "Write precision: step, or choose a precision with float32 parameters such as precision=bf16"
+            )
+    return module
 
 
 def _leaves(data: object, inputs: Sequence[str]) -> object:
-    """The same batch with floating inputs that require grad; what they share is storage, not the tensors."""
+    """Return the batch with floating-point inputs that require grad. They share storage with the original tensors."""
     if isinstance(data, Tensor):
         return _leaf(data)
     if isinstance(data, Mapping):
@@ -171,13 +183,13 @@ def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
     if not tensor.is_floating_point():
         dtype = dtype_name(tensor.dtype)
         raise RunError(
-            f"a term takes the gradient with respect to a value of {dtype}, and a whole number has none; it must be "
-            "floating. Let the network return its embedding by a name, and take the gradient with respect to that"
+            f"a term takes the gradient with respect to a value of {dtype}; it must be floating-point. Let the network "
+            "return its embedding by name, and take the gradient with respect to the embedding"
         )
     if not tensor.requires_grad:
         raise RunError(
-            "a term takes the gradient with respect to a value that was computed without one; it must be an input of "
-            "the network or follow from its parameters"
+            "a term takes the gradient with respect to a value without a graph; it must be an input of the network or "
+            "depend on its parameters"
         )
     if not output.requires_grad:
         raise RunError("a term takes the gradient of a value that depends on no input and no parameter")

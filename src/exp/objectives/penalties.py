@@ -1,4 +1,4 @@
-"""Penalties on derivatives: how steep a critic may be, and how much an output may move with an input."""
+"""Penalties on derivatives: the slope of a critic, and the change of an output with an input."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from exp.shared_types import Batch
 class DerivativeTerm(AbstractTerm):
     """Base of terms on the derivative of an output of the network with respect to an input.
 
-    output: the value that is differentiated, `[B, ...]`. input: with respect to which, `[B, ...]`.
-    precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
+    Args:
+        weight: The factor in the sum, default 1.
+        output: The value to differentiate, `[B, ...]`.
+        input: The value to differentiate by, `[B, ...]`.
+        precision: `full` runs the network again in float32 for this term. Only for an input of the network.
     """
 
     needs = frozenset({"input_gradients"})
@@ -40,10 +43,7 @@ class DerivativeTerm(AbstractTerm):
         return {"output": self.output, "input": self.input}
 
     def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
-        """The output and the input, of this pass or of one of the term's own.
-
-        Raises: RunError where a value is not there.
-        """
+        """Return the output and the input, of this pass or of an additional one. Raise RunError if one is missing."""
         if self.precision == "full":
             values = passes.run(precision="full")
         return pick(values, self.output, "output"), pick(values, self.input, "input")
@@ -55,15 +55,13 @@ class R1(DerivativeTerm):
         E_x [ || d D(x) / d x ||^2 ]
 
     Mescheder, Geiger and Nowozin 2018, "Which Training Methods for GANs do actually Converge?", arXiv:1801.04406,
-    equation 9, where `weight` is gamma/2. Of an output of several numbers a sample their sum is differentiated.
-
-    output: the value that is differentiated, `[B, ...]`. input: with respect to which, `[B, ...]`: an input of the
-        network, or what it computed on the way; with the generated samples for it, it is the paper's R2.
-    precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
+    equation 9, where `weight` is gamma/2. If the output has several numbers per sample, their sum is differentiated.
+    The input may also be an intermediate value. With the generated samples as input, it is the paper's R2.
+    The arguments are those of DerivativeTerm.
     """
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where a value is not there, or the input has no gradient."""
+        """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
         assert passes is not None
         return _squared(passes.gradients(*self.ends(values, passes))).mean()
 
@@ -74,12 +72,15 @@ class WGANGP(AbstractTerm):
         E_x^ [ (|| d D(x^) / d x^ ||_2 - 1)^2 ],   x^ = e x + (1 - e) x~,   e uniform in [0, 1] for each sample
 
     Gulrajani et al. 2017, "Improved Training of Wasserstein GANs", arXiv:1704.00028, equation 3, where `weight` is
-    lambda. The critic learns from it, what generated the samples does not.
+    lambda. The critic gets a gradient from it, the generator does not.
 
-    critic: the part of the network that judges, by its dotted name; the empty one is the whole network.
-    real, fake: the values between which it is judged, `[B, ...]`, of one shape.
-    output: which value is the critic's, where it returns several by name.
-    precision: `full` runs the critic in float32 for this term.
+    Args:
+        critic: The dotted name of the critic in the network. The empty name is the whole network.
+        weight: The factor in the sum, default 10.
+        real: The name of the real samples, `[B, ...]`.
+        fake: The name of the generated samples, of the same shape.
+        output: The name of the critic's output, if it returns several values.
+        precision: `full` runs the critic in float32 for this term.
     """
 
     needs = frozenset({"input_gradients", "forward_passes"})
@@ -104,14 +105,14 @@ class WGANGP(AbstractTerm):
         return {"real": self.real, "fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where a value is not there, or the two differ in shape."""
+        """Return the penalty, 0-d. Raise RunError if a value is missing or the shapes differ."""
         assert passes is not None
         real = full(pick(values, self.real, "real samples").detach())
         fake = full(pick(values, self.fake, "fake samples").detach())
         if real.shape != fake.shape:
             raise RunError(
-                f"{self.real} is {list(real.shape)} and {self.fake} is {list(fake.shape)}; a gradient penalty goes "
-                "from one to the other, and both must have one shape"
+                f"{self.real} is {list(real.shape)} and {self.fake} is {list(fake.shape)}; a gradient penalty "
+                "interpolates between them, and both must have one shape"
             )
         share = torch.rand((len(real), *[1] * (real.dim() - 1)), dtype=real.dtype, device=real.device)
         between = (share * real + (1 - share) * fake).requires_grad_()
@@ -126,12 +127,15 @@ class JacobianNorm(DerivativeTerm):
         E_x [ || d f(x) / d x ||_F^2 ]
 
     Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization", arXiv:1908.02729, equation 5, where
-    `weight` is lambda/2. Exact, it takes a backward for each of the output's numbers, C. With projections, algorithm 1
-    there: C times the mean over random unit vectors v of || v^T J ||^2, which is right on the mean (Hutchinson's).
+    `weight` is lambda/2. The exact norm takes one backward for each of the C numbers of an output. With projections it
+    is algorithm 1 of the paper: C times the mean over random unit vectors v of || v^T J ||^2, an unbiased estimate.
 
-    output: the value that is differentiated, `[B, ...]`, C numbers a sample. input: with respect to which, `[B, ...]`.
-    projections: how many random vectors for each sample; None for the exact norm.
-    precision: `full` runs the network once more in float32 for this term alone; only for an input of the network.
+    Args:
+        weight: The factor in the sum, default 1.
+        output: The value to differentiate, `[B, ...]`, C numbers per sample.
+        input: The value to differentiate by, `[B, ...]`.
+        projections: The number of random vectors per sample. None (default): the exact norm.
+        precision: See DerivativeTerm.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class JacobianNorm(DerivativeTerm):
         self.projections = projections
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Raises: RunError where a value is not there, or the input has no gradient."""
+        """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
         assert passes is not None
         output, given = self.ends(values, passes)
         output = full(output).flatten(1)
@@ -162,16 +166,18 @@ class JacobianNorm(DerivativeTerm):
 
 
 class GradientNorm(nn.Module):
-    """The 2-norm of the gradient of a loss with respect to all parameters that learn: the loss of a term.
+    """The 2-norm of the gradient of a loss with respect to all trained parameters, as the loss of a term.
 
         || d L / d theta ||_2
 
     The penalty of PyTorch's AMP notes,
-    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. It is that of a batch as a whole and
-    no mean over samples: in a stage it is the mean over batches, and depends on their size; over several ranks or
-    accumulated batches it is refused.
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. It is not a mean over samples but
+    depends on the batch size. A stage averages it over batches. With several ranks or accumulated batches it is an
+    error.
 
-    loss: a module called with (output, target) that gives a 0-d tensor, such as exp.objectives.terms.CrossEntropy.
+    Args:
+        loss: A module called with (output, target) that returns a 0-d tensor, such as
+            exp.objectives.terms.CrossEntropy.
     """
 
     needs = frozenset({"parameter_gradients"})
@@ -181,17 +187,17 @@ class GradientNorm(nn.Module):
         self.loss = loss
 
     def forward(self, output: Tensor, target: Tensor, passes: Passes) -> Tensor:
-        """The norm, 0-d, of `[B, ...]` and `[B, ...]`; 0 with the gradient 0 where no parameter has a slope."""
-        learning = [parameter for parameter in passes.network.parameters() if parameter.requires_grad]
-        gradients = passes.gradients(self.loss(output, target), learning)
+        """Return the norm, 0-d. If all gradients are 0, it is 0 with the gradient 0."""
+        trained = [parameter for parameter in passes.network.parameters() if parameter.requires_grad]
+        gradients = passes.gradients(self.loss(output, target), trained)
         return _norm(torch.stack([gradient.square().sum() for gradient in gradients]).sum())
 
 
 def _norm(squared: Tensor) -> Tensor:
-    """The root, whose derivative at 0 is no number, and is 0 here."""
+    """Return the square root with the derivative 0 at 0, where the true derivative is infinite."""
     return torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
 
 
 def _squared(gradient: Tensor) -> Tensor:
-    """The squared norm of each sample's row: `[B, ...]` to `[B]`."""
+    """Return the squared norm of each sample's row: `[B, ...]` to `[B]`."""
     return gradient.flatten(1).square().sum(1)

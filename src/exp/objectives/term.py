@@ -8,31 +8,32 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from exp.errors import ErrorDetails, raise_errors
+from exp.errors import config_error
 from exp.objectives.loss_inputs import Values
 from exp.shared_types import Batch
-from exp.spelling import find_nearest
+from exp.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# What a term may declare as `needs`, and what it is given for it (objectives/passes.py).
+# The words of a term's `needs`, and what each provides (objectives/passes.py).
 NEEDS = {
     "input_gradients": "the network's inputs require grad, and the step's graph can be differentiated twice",
     "forward_passes": "the network, or a part of it, can be run again",
     "parameter_gradients": "the step's graph, of a whole batch in one process, is differentiated by parameters",
     "retained_graph": "gradients taken from the step's graph before its backward",
 }
-# Of these, what differentiates a gradient once more: no compiled network, no fused attention.
+# Needs that differentiate a gradient again: no compiled network, no fused attention.
 TWICE = frozenset({"input_gradients", "parameter_gradients"})
 
 
 class AbstractTerm(nn.Module, ABC):
-    """One part of the objective: a mean over samples, of values that it finds by name.
+    """One part of the objective: a mean over samples, of values that it selects by name.
 
-    needs: a class's attribute (or an instance's own), words of NEEDS. With any of them `forward` is given `passes`.
-    parts: the parts of the network that it calls by their dotted names; the check looks for them.
-    weight: its factor in the sum.
+    Attributes:
+        needs: Words of NEEDS, of the class or the instance. With any of them `forward` is given `passes`.
+        parts: Dotted names of the network's parts that the term calls. The check looks for them.
+        weight: The term's factor in the sum.
     """
 
     needs: frozenset[str] = frozenset()
@@ -44,54 +45,44 @@ class AbstractTerm(nn.Module, ABC):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Which values it reads: a key of its node to the name there. The check asks whether somebody gives them."""
+        """The names of the values that the term reads, by their keys below its node, for the check."""
         return {}
 
     @property
     def is_weighed(self) -> bool:
-        """Whether it divides by something else than the number of samples, and `divisor` says by what."""
+        """True if the term divides by its `divisor` instead of the number of samples."""
         return type(self).divisor is not AbstractTerm.divisor
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """By what the mean over these values divided its sum, 0-d; None is the number of samples.
+        """Return the number by which the mean over these values divided its sum, 0-d. None: the number of samples.
 
-        Over ranks and over the batches of a stage the means are weighted by it. Where it is 0, nothing counts, and
-        `forward` must give a finite number.
+        Over ranks and over the batches of a stage the means are weighted by it. If it is 0, nothing counts, and
+        `forward` must return a finite number.
         """
         return None
 
     def weighed(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, Tensor | float | None]:
-        """The loss and its divisor."""
+        """Return the loss and its divisor."""
         return (self(values, batch) if passes is None else self(values, batch, passes)), self.divisor(values)
 
     @abstractmethod
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """The unweighted loss of this rank's share, 0-d, in float32 (float64 where the values are float64).
+        """Return the unweighted loss of this rank's share, 0-d, in float32 (float64 if the values are float64).
 
-        values: `output`, `target`, `input` and whatever else the network and the batch name. Autocast is off.
+        Args:
+            values: `output`, `target`, `input`, and the names of the network and the batch. Autocast is off.
+            batch: The share that the values belong to.
+            passes: More passes and gradients, for a term with `needs`.
         """
 
 
 def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
-    """What a term or a loss module declares that it needs; nothing where it declares nothing.
-
-    key: of the term in the config.
-    Raises: ConfigError where a word is none of NEEDS.
-    """
+    """Return the needs that a term or a loss module declares, or raise ConfigError at its key for an unknown word."""
     declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
-    errors = []
     for word in sorted(words - NEEDS.keys()):
-        found = find_nearest(word, NEEDS)
-        errors.append(
-            ErrorDetails(
-                key=key,
-                got=f"{type(module).__name__}.needs has {word!r}",
-                expected=f"words of {', '.join(NEEDS)}",
-                fix=f"Nearest: {found[0]}" if found else None,
-            )
-        )
-    raise_errors(errors)
+        got, expected = f"{type(module).__name__}.needs has {word!r}", f"words of {', '.join(NEEDS)}"
+        raise config_error(key, got=got, expected=expected, fix=did_you_mean(word, NEEDS))
     return words

@@ -1,4 +1,4 @@
-"""Losses that torch.nn lacks in the form needed here: classes on the last axis, as attention and tables give them."""
+"""Losses with the classes on the last axis, which torch.nn expects on axis 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = torch.iinfo(torch.int64).min
 
 
 class _ClassesLast(nn.Module):
-    """What cross entropy and NLL share."""
+    """Base of cross entropy and NLL: class weights, ignored targets and flattened axes."""
 
     def __init__(self, *, class_weights: Weights | None = None, ignore_index: int | None = None) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class _ClassesLast(nn.Module):
         if class_weights is None:
             self.class_weights = None
         else:
-            # Not in the state dict: it is a setting, and lives in the config.
+            # Not in the state dict, because it is a setting of the config.
             weights = torch.tensor(class_weights, dtype=torch.float32)
             self.register_buffer("class_weights", weights, persistent=False)
-        # No class number where nothing is ignored, so that a stray -100 in the data is an error.
+        # If nothing is ignored, no class has this number, so that a -100 in the data is an error.
         self.ignore_index = NOTHING if ignore_index is None else ignore_index
         self.reduction = "mean"
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """`[..., V]` and `[...]` as `[N, V]` and `[N]`."""
+        """Return `[..., V]` and `[...]` as `[N, V]` and `[N]`."""
         require_classes_last(self, output, target)
         if output.dim() == 2:
             return output, target
@@ -45,9 +45,10 @@ class CrossEntropy(_ClassesLast):
 
     The formula and the mean over weighted targets are torch.nn.functional.cross_entropy's.
 
-    label_smoothing: share of the probability that is spread evenly over all classes, 0 to 1.
-    class_weights: V factors, one a class; None weighs all alike.
-    ignore_index: a class number that does not count; None counts every target.
+    Args:
+        label_smoothing: The share of the probability that is spread evenly over all classes, 0 (default) to 1.
+        class_weights: V factors, one per class. None: equal weights.
+        ignore_index: A class number to ignore. None: every target counts.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CrossEntropy(_ClassesLast):
         self.label_smoothing = label_smoothing
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Raises: RunError where the shapes do not fit or the target is not of integers."""
+        """Return the loss. Raise RunError if the shapes do not fit or the targets are not integers."""
         rows, classes = self._rows(output, target)
         return functional.cross_entropy(
             rows,
@@ -76,14 +77,15 @@ class CrossEntropy(_ClassesLast):
 class NLL(_ClassesLast):
     """Negative log likelihood of log probabilities `[..., V]` against class numbers `[...]`, int64.
 
-    For a model that ends in LogSoftmax; with raw scores take cross_entropy.
+    For a model that ends in LogSoftmax. Use cross_entropy for raw scores.
 
-    class_weights: V factors, one a class; None weighs all alike.
-    ignore_index: a class number that does not count; None counts every target.
+    Args:
+        class_weights: V factors, one per class. None: equal weights.
+        ignore_index: A class number to ignore. None: every target counts.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Raises: RunError where the shapes do not fit or the target is not of integers."""
+        """Return the loss. Raise RunError if the shapes do not fit or the targets are not integers."""
         rows, classes = self._rows(output, target)
         return functional.nll_loss(
             rows, classes, weight=self.class_weights, ignore_index=self.ignore_index, reduction=self.reduction
@@ -91,9 +93,10 @@ class NLL(_ClassesLast):
 
 
 class BCEWithLogits(nn.BCEWithLogitsLoss):
-    """torch's BCEWithLogitsLoss, with numbers for pos_weight, as a config has them.
+    """torch's BCEWithLogitsLoss with a list of numbers for pos_weight.
 
-    pos_weight: a factor on the positive answers, one for each question on the last axis; None weighs all alike.
+    Args:
+        pos_weight: Factors of the positive answers, one per position on the last axis. None: equal weights.
     """
 
     def __init__(self, *, pos_weight: Sequence[float] | None = None) -> None:

@@ -1,11 +1,11 @@
-"""A fused optimizer's step without the bookkeeping around its kernel: lists of its state are made once, not each step.
+"""Steps of fused optimizers without the bookkeeping around the kernel: lists of the state are made once, not per step.
 
-AdamW over four parameters: 40 us a step through `optimizer.step()`, 15 us here, of which the kernel is most. A whole
+AdamW with four parameters: 40 us per step through `optimizer.step()`, 15 us here, most of it in the kernel. A whole
 step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor time without it (six pairs).
 
 Private names of torch (seen in 2.13, and tested): `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`,
-which Adam, AdamW and SGD with fused=True call with these arguments, after they have counted the step; `_opt_called`,
-where a schedule notes that the optimizer went first, and `_wrapped_by_lr_sched`, its mark on `step`;
+which Adam, AdamW and SGD with fused=True call with these arguments after counting the step; `_opt_called`, which
+schedules read to see that the optimizer stepped first, and `_wrapped_by_lr_sched`, their mark on `step`;
 `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
 `_global_optimizer_post_hooks`; `_profiler_enabled` of torch.autograd. `load_state_dict` replaces `optimizer.state`.
 """
@@ -24,13 +24,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Group = dict[str, Any]
-# A kernel takes a group, its parameters, their gradients and their state, whose steps are counted already.
+# A kernel takes a group, its parameters, their gradients and their state, in which this step is already counted.
 Kernel = Callable[[Group, list[Tensor], list[Tensor], tuple[list[Tensor], ...]], None]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A kernel's call for one group. places: of its parameters among the optimizer's, in the order of its user."""
+    """A kernel's call for one group. places: indices of the group's parameters among those of DirectSteps."""
 
     kernel: Kernel
     group: Group
@@ -40,22 +40,24 @@ class _Call:
 
 
 class DirectSteps:
-    """Called, it makes a step of each of several optimizers, bit for bit the ones of `optimizer.step()`.
+    """Callable that steps several optimizers, bit for bit like `optimizer.step()`.
 
-    Their counts of steps are one tensor, which is counted at once: torch counts each by itself, 4 us a parameter.
-    Nobody else gives these optimizers hooks. An optimizer that is not known makes its step itself, as do all at first.
+    The step counts of all parameters are one tensor: torch increments each one separately, 4 us per parameter. The
+    optimizers must have no hooks. The first step, and the steps of an unknown optimizer, call `optimizer.step()`.
 
-    parameters: of each optimizer, in the order in which their gradients are given.
+    Args:
+        optimizers: The optimizers.
+        parameters: The parameters of each optimizer, in the order of the gradients.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
         self._optimizers, self._parameters = list(optimizers), [list(one) for one in parameters]
-        # Of each optimizer; empty of one that steps itself. None before the first step.
+        # The calls of each optimizer; empty if it steps itself. None before the first step.
         self._calls: list[list[_Call]] | None = None
         self._counts: Tensor | None = None
 
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """gradients: of each optimizer's parameters."""
+        """Step with the gradients of each optimizer's parameters."""
         calls = self._calls
         if calls is None:
             calls = [[] for _ in self._optimizers]
@@ -67,7 +69,7 @@ class DirectSteps:
                     parameter.grad = gradient
                 optimizer.step()
                 continue
-            # A schedule on this optimizer asks, and warns if the optimizer does not go first.
+            # A schedule warns if it steps before its optimizer.
             vars(optimizer)["_opt_called"] = True
             with torch.no_grad():
                 for call in known:
@@ -76,10 +78,10 @@ class DirectSteps:
             self.collect()
 
     def collect(self) -> bool:
-        """Look up the state of each optimizer, and let the counts of all parameters be views of one tensor.
+        """Look up the state of each optimizer, and make all step counts views of one tensor.
 
         Returns:
-            Whether all of them are stepped by their kernels from now on.
+            Whether the kernels step all optimizers from now on.
         """
         self._calls = list(map(_calls_of, self._optimizers, self._parameters))
         held = [
@@ -96,11 +98,10 @@ class DirectSteps:
 
 
 class DirectStep:
-    """Called, it makes a step of an optimizer, bit for bit the one of `optimizer.step()`.
+    """Callable that steps one optimizer, bit for bit like `optimizer.step()`.
 
-    If that has more to do than its kernel (the first step, a parameter without a gradient, a loss scale, a hook, a
-    profiler), `optimizer.step()` is called. Nobody else changes the optimizer between two calls, except its gradients
-    and the settings of its groups.
+    It calls `optimizer.step()` if more than the kernel is needed: at the first step, without a gradient, under a loss
+    scale, with a hook or a profiler. Between two calls only gradients and settings of groups may change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -109,7 +110,7 @@ class DirectStep:
         self._groups = len(optimizer.param_groups)
         self._parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
         self._steps = DirectSteps([optimizer], [self._parameters])
-        # The optimizer's state whose tensors are collected.
+        # The state object whose tensors are in the calls.
         self._state: Mapping[Tensor, object] | None = None
         self._collect()
 
@@ -125,7 +126,7 @@ class DirectStep:
         self._state = self.optimizer.state if self._is_known and self._steps.collect() else None
 
     def _gradients(self) -> list[Tensor] | None:
-        """Return the gradients of all parameters; None if `optimizer.step()` has more to do."""
+        """Return the gradients of all parameters. None if more than the kernel is needed."""
         optimizer = self.optimizer
         if optimizer.state is not self._state or len(optimizer.param_groups) != self._groups:
             return None
@@ -147,7 +148,7 @@ class DirectStep:
 
 
 def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]:
-    """Return the calls that are the optimizer's step; nothing if it steps itself."""
+    """Return the kernel calls of an optimizer's step. Empty if it steps itself."""
     if not is_known(optimizer):
         return []
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -163,7 +164,7 @@ def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]
 
 
 def _state_of(optimizer: Optimizer, group: Group) -> tuple[list[Tensor], ...] | None:
-    """What the kernel takes of a group's state; None where a parameter has none yet."""
+    """Return the kernel's state of a group. None if a parameter has no state yet."""
     states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
     if type(optimizer) is SGD:
@@ -214,7 +215,7 @@ def _sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], state:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether its step is one call of a kernel for each group: fused, on one device, in one dtype, and torch's own."""
+    """Return whether a step is one kernel call per group: torch's own class, fused, one device and dtype."""
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
     patched = vars(optimizer).get("step")

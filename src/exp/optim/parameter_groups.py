@@ -1,4 +1,4 @@
-"""Parameter groups by name pattern: which parameters an optimizer gets, and with which options of their own."""
+"""Parameter groups by name pattern: the parameters of an optimizer, with options for each group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from exp.models.matching import NORMS
 from exp.spelling import among
 
 REST = "default"
-# A norm of the user's own is known by its class's name, as in RMSNorm or ScaleNorm2d.
+# A user's own normalization layer is known by the name of its class, as in RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
-# What the config's optimizer.groups holds, by name: patterns of parameters, and options of the optimizer.
+# The config's optimizer.groups by name: patterns of parameters, and options of the optimizer.
 Groups = Mapping[str, Mapping[str, Any]]
-# Parameters with requires_grad, each with all of its names: tied ones have several.
+# Parameters with requires_grad, with all their names: a tied parameter has several.
 Trained = Mapping[nn.Parameter, Sequence[str]]
 
 
@@ -30,19 +30,21 @@ def parameter_groups(
     parameters: Sequence[str] | None = None,
     shared: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split the trained parameters of a network into groups, as torch.optim.Optimizer takes them.
+    """Split the trained parameters of a network into groups for a torch.optim.Optimizer.
 
-    Every parameter with requires_grad is in exactly one group; a tied one is there once and goes by all its names;
-    frozen ones are in none.
+    Every parameter with requires_grad is in exactly one group. A tied parameter matches by any of its names.
 
-    groups: name to {parameters: pattern or list of patterns, and any options of the optimizer}. Patterns are those
-        of the shell: `encoder.*`. What no pattern matches is in the group `default`.
-    exempt_from_decay: `norms` (parameters of normalisation layers), `biases`, or patterns of parameter names. These
-        are split off into `<group>_exempt` with weight_decay 0.
-    parameters: patterns; only parameters that one of them matches are taken. None takes all.
-    shared: the groups are also those of other optimizers, so that a pattern may match parameters of theirs alone.
-    Raises: ConfigError, with all errors, if a pattern matches no trained parameter, a parameter is in two groups, or
-        nothing is left to train.
+    Args:
+        network: The network.
+        groups: Name to {parameters: a pattern or a list of patterns, and options of the optimizer}. Patterns are shell
+            patterns, such as `encoder.*`. Unmatched parameters are in the group `default`.
+        exempt_from_decay: `norms` (parameters of normalization layers), `biases`, or patterns of parameter names. These
+            parameters go to `<group>_exempt` with weight_decay 0.
+        parameters: Patterns of the parameters to use. None: all.
+        shared: Whether other optimizers use the same groups, so that a pattern may match only their parameters.
+
+    Raises:
+        ConfigError: If a pattern matches no trained parameter, a parameter is in two groups, or nothing is trained.
     """
     everything = _trained(network)
     taken = {one: names for one, names in everything.items() if parameters is None or matches_any(names, parameters)}
@@ -70,23 +72,23 @@ def parameter_groups(
 
 
 def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters with requires_grad that one of the patterns matches, by any of their names, each once."""
+    """Return the parameters with requires_grad that match one of the patterns, each once."""
     return [one for one, names in _trained(network).items() if matches_any(names, patterns)]
 
 
 def pattern_errors(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[ErrorDetails]:
-    """Return an error for each pattern that matches no parameter with requires_grad. key: theirs in the config."""
+    """Return an error for each pattern that matches no parameter with requires_grad, at its config key."""
     trained = _trained(network)
     return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _matched(trained, pattern)]
 
 
 def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the parameters with requires_grad that none of the patterns matches."""
+    """Return the names of the parameters with requires_grad that match none of the patterns."""
     return [names[0] for names in _trained(network).values() if not matches_any(names, patterns)]
 
 
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether one of the names that a parameter goes by matches one of the patterns."""
+    """Return whether one of the names of a parameter matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -103,52 +105,45 @@ def _matched(trained: Trained, pattern: str) -> list[nn.Parameter]:
 
 
 def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> ErrorDetails:
-    """Return the error of a pattern that matches nothing. words: that may stand instead of it."""
+    """Return the error of a pattern that matches nothing. words: alternatives to a pattern."""
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
-        return ErrorDetails(
-            key=key, got=f"{pattern!r} matches only frozen parameters", expected="parameters that are trained"
-        )
+        return ErrorDetails(key, f"{pattern!r} matches only frozen parameters", "parameters that are trained")
     shown = among([names[0] for names in trained.values()], count=6)
-    return ErrorDetails(
-        key=key,
-        got=f"{pattern!r} matches no parameter",
-        expected=f"{words}a pattern of a parameter's name: {shown}",
-        fix="A whole layer is its name with a star, as in encoder.*",
+    expected, fix = (
+        f"{words}a pattern of a parameter's name: {shown}",
+        "A whole layer is its name with a star: encoder.*",
     )
+    return ErrorDetails(key, f"{pattern!r} matches no parameter", expected, fix)
 
 
 def _owners(
     network: nn.Module, taken: Trained, known: Trained, groups: Groups, errors: list[ErrorDetails]
 ) -> dict[nn.Parameter, str]:
     """Return the group of each parameter in `taken`. known: the parameters that a pattern may match."""
+    key = "optimizer.groups"
     if REST in groups:
-        expected = "another name: what no pattern matches is called so"
-        errors.append(ErrorDetails(key=f"optimizer.groups.{REST}", got="a group of this name", expected=expected))
+        expected = "another name: this group holds unmatched parameters"
+        errors.append(ErrorDetails(f"{key}.{REST}", "a group of this name", expected))
     found: dict[nn.Parameter, str] = {}
     for group, options in groups.items():
-        key = f"optimizer.groups.{group}.parameters"
+        place = f"{key}.{group}.parameters"
         if "parameters" not in options:
-            errors.append(
-                ErrorDetails(key=key, got="missing", expected="a pattern of parameter names, or a list of them")
-            )
+            errors.append(ErrorDetails(place, "missing", "a pattern of parameter names, or a list of them"))
             continue
         patterns = options["parameters"]
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        errors += [_no_match(network, taken, one, key=key) for one in patterns if not _matched(known, one)]
+        errors += [_no_match(network, taken, one, key=place) for one in patterns if not _matched(known, one)]
         for parameter, names in taken.items():
             if matches_any(names, patterns) and (other := found.setdefault(parameter, group)) != group:
                 got = f"{other} and {group} both match {' = '.join(names)}"
-                fix = "Narrow the patterns of one"
-                errors.append(
-                    ErrorDetails(key="optimizer.groups", got=got, expected="each parameter in one group", fix=fix)
-                )
+                errors.append(ErrorDetails(key, got, "each parameter in one group", "Narrow the patterns of one"))
     return {parameter: found.get(parameter, REST) for parameter in taken}
 
 
 def _exempt(
     network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], errors: list[ErrorDetails]
 ) -> set[nn.Parameter]:
-    """Return the parameters whose weight decay is 0."""
+    """Return the parameters without weight decay."""
     found: set[nn.Parameter] = set()
     for word in exempt_from_decay:
         if word == "norms":
@@ -168,5 +163,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_bias(name: str) -> bool:
-    """bias, in_proj_bias of an attention, bias_ih_l0 of an LSTM."""
+    """Return whether a name is a bias: bias, in_proj_bias of an attention, bias_ih_l0 of an LSTM."""
     return "bias" in name.rpartition(".")[2].split("_")

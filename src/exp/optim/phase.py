@@ -1,4 +1,4 @@
-"""A phase of a step: some terms of the objective, the parameters that they train, and their optimizer."""
+"""Phases of a step: each has terms of the objective, the parameters that they train, and an optimizer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ ClipAlgorithm = Literal["norm", "value"]
 class Phase:
     """One backward and one optimizer of a step that has several.
 
-    terms: names of the objective's terms, of which this phase's loss is the weighted sum.
-    parameters: patterns of the names of the parameters that it trains; others get no gradient from it.
-    optimization: its optimizer and schedule.
-    owns_optimizer, owns_scheduler: whether they are its own in the config, or made from those at the top.
-    gradient_clip_val, gradient_clip_algorithm: as the Trainer's; None does not clip.
-    every_n_steps: it runs at the steps 1, n + 1, 2 n + 1, ...
-    repeats: how often it runs in a step, over the same batch, with fresh randomness each time.
-    forward: the network's program or method that it runs; None is the network's own forward.
-    simultaneous: whether it takes its gradients from the same forward as the phase before it, and before that one's
-        optimizer steps. The two have the same every_n_steps, repeats and forward, and train other parameters.
+    Args:
+        name: The name.
+        terms: Names of the objective's terms. Their weighted sum is the loss of this phase.
+        parameters: Patterns of the names of the trained parameters. Other parameters get no gradient from this phase.
+        optimization: Its optimizer and schedule.
+        owns_optimizer: Whether the phase has an optimizer in the config. False: the top-level one.
+        owns_scheduler: Whether the phase has a schedule in the config. False: the top-level one.
+        gradient_clip_val: As the Trainer's. None: no clipping.
+        gradient_clip_algorithm: As the Trainer's.
+        every_n_steps: The phase runs at steps 1, n + 1, 2 n + 1, ...
+        repeats: Runs per step, on the same batch, with new random numbers each time.
+        forward: The network's program or method that the phase runs. None: the network's own forward.
+        simultaneous: Whether its gradients come from the forward of the previous phase, before that phase's optimizer
+            steps. Both have the same every_n_steps, repeats and forward, and train different parameters.
     """
 
     name: str
@@ -49,15 +53,16 @@ class Phase:
     simultaneous: bool = False
 
     def due(self, step: int) -> bool:
-        """Whether it runs in a step, counted from 1."""
+        """Return whether the phase runs in a step, counted from 1."""
         return (step - 1) % self.every_n_steps == 0
 
     def make(
         self, network: nn.Module, *, total_steps: int | None, total_epochs: int | None = None
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """Its optimizer and schedule, as Optimization.make has them, for its own parameters.
+        """Return the optimizer and schedule of the phase's parameters. See Optimization.make.
 
-        Raises: ConfigError, with the keys of the phase where optimizer or schedule are its own.
+        Raises:
+            ConfigError: With the keys of the phase if it has its own optimizer or schedule.
         """
         try:
             return self.optimization.make(
@@ -78,7 +83,7 @@ class Phase:
 
 
 def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
-    """Return the phases that run together, in order, each with the place of the first of them."""
+    """Return groups of phases that run together, in order, each with the index of its first phase."""
     turns: list[tuple[int, list[Phase]]] = []
     for place, phase in enumerate(phases):
         if phase.simultaneous and turns:
@@ -89,15 +94,16 @@ def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
 
 
 class PhaseOptimizers(Optimizer):
-    """The optimizers of all phases, as the one that a Trainer knows. It never steps: each phase steps its own.
+    """The optimizers of all phases as one optimizer for the Trainer. It never steps: each phase steps its own.
 
-    Its groups are those of the phases, the same objects, and a parameter may be in several of them.
+    It has the same group objects as the phases. A parameter may be in several groups.
 
-    optimizers: by the phase's name.
+    Args:
+        optimizers: The optimizers by the phase's name.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        # The base refuses a parameter in two groups, which two phases may well train.
+        # No real parameters: the base class refuses a parameter in two groups, which two phases may train.
         super().__init__([torch.zeros(0)], {})
         self.optimizers = dict(optimizers)
         self._gather()
@@ -106,7 +112,7 @@ class PhaseOptimizers(Optimizer):
         raise RunError("the optimizers of phases were stepped together; each phase steps its own")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all phases, due or not, so that no phase sees another's."""
+        """Clear the gradients of all phases, so that no phase sees another's."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -114,9 +120,9 @@ class PhaseOptimizers(Optimizer):
         return {"phases": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises: RunError where the state is not of these phases."""
+        """Load the state of each phase's optimizer. Raise RunError if the state is that of other phases."""
         if "phases" not in state_dict:
-            raise RunError("the checkpoint is of a run without phases; expected one of this run's phases")
+            raise RunError("the checkpoint is of a run without phases; expected one with this run's phases")
         states = state_dict["phases"]
         if states.keys() != self.optimizers.keys():
             raise RunError(
@@ -125,14 +131,14 @@ class PhaseOptimizers(Optimizer):
             )
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(states[name])
-        self._gather()  # they have new ones now
+        self._gather()  # load_state_dict has replaced the groups
 
     def _gather(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
 
 class PhaseSchedule:
-    """A phase's schedule, in the form in which Lightning keeps it: attached to the optimizer that it knows."""
+    """A phase's schedule, attached to the only optimizer that Lightning knows."""
 
     def __init__(self, *, phase: str, schedule: LRScheduler, optimizer: PhaseOptimizers) -> None:
         self.phase, self.schedule, self.optimizer = phase, schedule, optimizer
@@ -145,7 +151,7 @@ class PhaseSchedule:
 
 
 def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """The optimizers that step: those of the phases in the place of the one that the Trainer knows."""
+    """Return the optimizers that step, with those of the phases instead of a PhaseOptimizers."""
     return [
         one
         for optimizer in optimizers
@@ -157,9 +163,9 @@ def name_rates(optimizer: Optimizer, rates: Sequence[float], *, phase: str | Non
     """Return the learning rates of an optimizer's groups by tag. The only group of a phase has the phase's name.
 
     Args:
-        optimizer: Optimizer that has the groups.
-        rates: Learning rate of each group.
-        phase: Name of the phase. None if the steps have no phases.
+        optimizer: The optimizer with the groups.
+        rates: The learning rate of each group.
+        phase: The name of the phase. None: no phases.
     """
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
     if phase is not None:

@@ -1,4 +1,4 @@
-"""python -m exp.precision: what a precision does to each layer of a network, on one batch."""
+"""python -m exp.precision: compare a precision with float32, layer by layer, on one batch."""
 
 from exp.cli.dispatch import run
 

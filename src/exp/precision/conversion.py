@@ -1,4 +1,4 @@
-"""Convert a network to the dtypes of a word: its tensors, inputs, edges of kept layers, and float8 layers."""
+"""Convert a network to the dtypes of a word: its tensors, its inputs, the edges of kept layers, and float8 layers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from exp.models.containers import forward_name
+from exp.models.matching import FEATURE_NORMS
 from exp.nested import Nested, map_tensors
-from exp.precision.keep import outermost
 from exp.precision.words import HALF, Word, refuse_without_torchao
 
 Arguments = tuple[object, ...]
 Keywords = dict[str, object]
 Function = TypeVar("Function", bound=Callable[..., object])
 never_compiled: Callable[[Function], Function] = torch.compiler.disable
-# torch's layers with running statistics. Their kernels take half inputs with float32 parameters and statistics.
-STATISTICS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
 # The kernels of float8 take matrices whose sides are multiples of this.
 FLOAT8_MULTIPLE = 16
 
 
 def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Nested:
-    """The same structure with its floating tensors in `dtype`; all else as it is.
+    """Return the same structure with its floating-point tensors in `dtype`.
 
-    notes: takes (cast, before) of every tensor that changed.
+    Args:
+        data: Nested data.
+        dtype: The dtype.
+        notes: Receives (tensor after, tensor before) of every tensor that changed.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -45,16 +43,17 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
-    """Casts parameters and floating buffers to the word's dtype in place; the Parameter objects stay the same.
+    """Cast parameters and floating buffers in place. The Parameter objects stay the same.
 
-    Kept layers have their own. Layers with running statistics stay in float32 under a half word: an update of
-    statistics by momentum is smaller than half a unit of bfloat16 long before they have settled.
+    Kept layers get their own dtype. Layers with running statistics stay in float32 under a half word, because an
+    update by momentum is smaller than half a unit of bfloat16 long before the statistics have converged.
     """
     for name, module in network.named_modules():
         if name in kept:
-            # Under autocast a kept float32 layer is float32 already: nothing is touched.
+            # Under autocast a kept float32 layer is float32 already.
             dtype = kept[name] if word.parameters is not None or kept[name] == torch.float64 else None
-        elif word.parameters in HALF and _has_statistics(module):
+        elif word.parameters in HALF and isinstance(module, FEATURE_NORMS) and module.running_mean is not None:
+            # torch's kernels take half inputs with float32 parameters and statistics.
             dtype = torch.float32
         else:
             dtype = word.parameters
@@ -63,7 +62,7 @@ def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]
 
 
 def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a module's own floating parameters and buffers, not those of modules in it."""
+    """Cast a module's own floating parameters and buffers, without those of its submodules."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -75,32 +74,30 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
 def attach_edges(
     network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
 ) -> list[RemovableHandle]:
-    """Attaches the hooks that cast inputs and outputs. Returns: their handles."""
-    # What flows between layers that are not kept: the word's, else float32, which autocast casts as it needs.
+    """Attach the hooks that cast inputs and outputs, and return their handles."""
+    # Between layers that are not kept: the word's dtype, or float32, which autocast casts if needed.
     flowing = word.parameters or torch.float32
     ends = Ends()
     handles = []
     if word.parameters is not None:
         handles += _attach(Entrance(dtype=word.parameters, ends=ends), network)
     modules = dict(network.named_modules(remove_duplicate=False))
-    for name, inside, around in outermost(kept):
-        edge = Edge(
-            name=name,
-            device_type=device_type,
-            inside=inside,
-            around=around or flowing,
-            ends=ends if around is None and flowing in HALF else None,
-        )
+    for name, inside in kept.items():
+        around = kept.get(name.rpartition(".")[0]) if name else None
+        if inside == around:
+            continue
+        own_ends = ends if around is None and flowing in HALF else None
+        edge = Edge(name=name, device_type=device_type, inside=inside, around=around or flowing, ends=own_ends)
         handles += _attach(edge, modules[name])
     return handles
 
 
 class Ends:
-    """Unrounded outputs of kept layers that end the network, before the cast to the dtype around them.
+    """Unrounded outputs of kept layers at the end of the network, before they are cast to the dtype around them.
 
-    A layer's output is held until the network returns only where it was among the outputs before, or where nothing is
-    known yet: at the first call of each of the network's forwards, in training and in evaluation. Where a strategy
-    runs the layers without calling the network, nothing is held.
+    A layer's output is held until the network returns if it was among the outputs before, or if nothing is known yet:
+    at the first call of each forward, in training and in evaluation. If a strategy runs the layers without calling the
+    network, nothing is held.
     """
 
     def __init__(self) -> None:
@@ -109,7 +106,7 @@ class Ends:
         self.known: dict[tuple[bool, str | None], set[str]] = {}
 
     def begin(self, *, training: bool, forward: str | None) -> None:
-        """The network is called. forward: the name of the forward that it is seen through; None is its own."""
+        """Begin a call of the network. forward: the name of its program or method; None is its own forward."""
         self.call = training, forward
 
     def hold(self, name: str, notes: list[tuple[Tensor, Tensor]]) -> None:
@@ -117,7 +114,7 @@ class Ends:
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Nested) -> Nested:
-        """The network's output with the full numbers of kept layers, in float32, for the loss."""
+        """Return the network's output with the unrounded outputs of kept layers, in float32, for the loss."""
         waiting, self.waiting = self.waiting, []
         call, self.call = self.call, None
         found: set[str] = set()
@@ -130,19 +127,19 @@ class Ends:
             return tensor
 
         restored = map_tensors(output, full) if waiting else output
-        if output is not None and call is not None:  # else the forward raised, and nothing is known of it
+        if output is not None and call is not None:  # None: the forward raised
             self.known.setdefault(call, found)
         return restored
 
 
 class Edge:
-    """The hooks of one kept layer: autocast off, floating inputs cast, the output in the dtype around it.
+    """The hooks of one kept layer: autocast off, floating inputs cast, the output cast to the dtype around the layer.
 
-    They are methods of a plain object, so that a module with them is copied and pickled like any other.
+    The hooks are methods of a plain object, so that a module with them can be copied and pickled.
     """
 
     def __init__(
-        self, *, name: str, device_type: str, inside: torch.dtype, around: torch.dtype | None, ends: Ends | None
+        self, *, name: str, device_type: str, inside: torch.dtype, around: torch.dtype, ends: Ends | None
     ) -> None:
         self.name, self.device_type = name, device_type
         self.inside, self.around, self.ends = inside, around, ends
@@ -159,9 +156,7 @@ class Edge:
     def leave(self, module: nn.Module, args: Arguments, kwargs: Keywords, output: Nested) -> Nested:
         if self.autocast and self.autocast.pop():
             torch.set_autocast_enabled(self.device_type, True)
-        if self.around is None or output is None:
-            return output
-        if self.ends is None:
+        if output is None or self.ends is None:
             return cast(output, self.around)
         notes: list[tuple[Tensor, Tensor]] = []
         output = cast(output, self.around, notes=notes)
@@ -170,12 +165,12 @@ class Edge:
 
 
 class Entrance:
-    """The hooks of the whole network under a true word: floating inputs are cast, integer ones left alone.
+    """The hooks of the whole network under a true word: floating inputs are cast, integer inputs are not.
 
-    Here and not in the batch, so that targets stay as exact as the data set gave them. Within, what a forward creates
-    without a dtype (torch.zeros(n)) has the network's, too.
+    They cast the inputs and not the batch, so that targets stay exact. Tensors that a forward creates without a dtype
+    (torch.zeros(n)) have the network's dtype, too.
 
-    Never compiled: torch.compile makes one graph of a network's forward, and would make others of its own hooks.
+    Never compiled: torch.compile would make separate graphs of the hooks.
     """
 
     def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:
@@ -197,23 +192,23 @@ class Entrance:
 
 
 def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
-    """Attaches its two hooks. always_call: what `enter` sets is put back where the forward raised, too."""
+    """Attach both hooks. With always_call, `leave` restores what `enter` set even if the forward raises."""
     return [
         module.register_forward_pre_hook(crossing.enter, with_kwargs=True),
         module.register_forward_hook(crossing.leave, with_kwargs=True, always_call=True),
     ]
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, STATISTICS) and module.running_mean is not None
-
-
 def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: bool = False) -> list[str]:
-    """Puts torchao's Float8Linear in the place of nn.Linear below `network`; the parameters stay the same objects.
+    """Replace nn.Linear below `network` by torchao's Float8Linear, and return the names of the replaced layers.
 
-    Left as they are: layers in `kept`, those whose sides are not multiples of 16, and subclasses of nn.Linear.
-    emulated: compute in float32 with numbers rounded to float8, on any device: to try, not to train.
-    Returns: the names of what was converted.
+    The parameters stay the same objects. Layers in `kept`, layers whose sides are not multiples of 16, and subclasses
+    of nn.Linear are not replaced.
+
+    Args:
+        network: The network.
+        kept: Names of layers to leave out.
+        emulated: Compute in float32 with numbers rounded to float8, on any device. For tests.
     """
     refuse_without_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,9 +1,9 @@
-"""Optimizer steps that the device skips under a loss scale, without waiting for the host.
+"""Loss scale whose skipped steps are counted on the device, without waiting for it.
 
 Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_unscale_grads_`, `_scale` and
-`_device` of torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused, whose step reads
-the attributes `grad_scale` and `found_inf` (GradScaler sets both from what it found, and takes them off again) and
-changes neither parameters nor state where `found_inf`, 0-d in float32, is not 0.
+`_device` of torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused. The step of such an
+optimizer reads the attributes `grad_scale` and `found_inf`, which GradScaler sets and removes. It changes neither
+parameters nor state if `found_inf`, 0-d in float32, is not 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 log = logging.getLogger(__name__)
 
-# The scale of the first step comes down from 65536 to 1 in 16 skips; more in a row is no search for a scale.
+# The first step reduces the scale from 65536 to 1 in 16 skips. More skips in a row do not search for a scale.
 SKIPS_IN_A_ROW = 20
 FIX = (
     "a gradient is infinite or not a number whatever the scale. Find the layer with python -m exp.precision and keep "
@@ -31,13 +31,14 @@ UNSCALED_FIX = (
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler that counts the steps it skips because a gradient was infinite or not a number.
+    """A torch.amp.GradScaler that counts the steps it skips because a gradient is infinite or not a number.
 
-    The counts stay on the scaler's device: reading one waits for the device, keeping them does not. `step` unscales
-    where nobody did, fused optimizers included. An optimizer without a gradient, or on a rank of a pipeline without a
-    parameter, passes through, and still agrees with the others.
+    The counts stay on the scaler's device: counting does not wait for the device, reading a count does. `step` unscales
+    if that was not done, for fused optimizers, too. An optimizer without a gradient, or without a parameter on a rank
+    of a pipeline, passes through and still agrees with the other ranks.
 
-    scales: whether the loss is multiplied.
+    Attributes:
+        scales: Whether the loss is multiplied.
     """
 
     scales = True
@@ -51,9 +52,9 @@ class CountingScaler(torch.amp.GradScaler):
         self._group: ProcessGroup | None = None
 
     def agree_over(self, group: ProcessGroup | None) -> None:
-        """From now on a step that one rank of the group must skip is skipped by all: found_inf is reduced (MAX).
+        """Skip a step on all ranks of the group if one of them must skip it: found_inf is reduced (MAX).
 
-        For ranks that hold different parts of one model. Each must call unscale_ or step in the same order then.
+        The ranks hold different parts of one model. Each must call unscale_ or step in the same order.
         """
         self._group = group
 
@@ -61,12 +62,12 @@ class CountingScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return
         if self._scale is None:
-            # A rank whose part of the model has no loss never scaled one; nor need it have anything to train.
+            # A rank whose part of the model has no loss never scaled one. It may have no trained parameter either.
             held = (p.device for group in optimizer.param_groups for p in group["params"])
             self.scale(torch.zeros((), device=next(held, self._device)))
         super().unscale_(optimizer)
         found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
-        device = self._place()
+        device = self._scale_device()
         if not found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
         if self._group is not None:
@@ -83,21 +84,21 @@ class CountingScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         known = len(optimizer.state)
         has_parameters = any(group["params"] for group in optimizer.param_groups)
-        # A fused step looks at its first parameter, and a rank may hold none that learns.
+        # A fused step looks at its first parameter, and a rank may have no trained one.
         result = super().step(optimizer, *args, **kwargs) if has_parameters else None
         found = self._found_inf_per_device(optimizer).values()
-        skip = torch.stack([tensor.to(self._place()) for tensor in found]).amax()
+        skip = torch.stack([tensor.to(self._scale_device()) for tensor in found]).amax()
         self._skips[optimizer] = skip
         self._skipped = self._skipped + skip
         self._taken = self._taken + (1 - skip)
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
-            # A fused SGD makes its momentum by empty_like and, skipped, leaves it unwritten (torch 2.13): the next step
-            # would add what lay in that memory. Only at the step that makes the momentum, for it waits for the device.
+            # A skipped fused SGD leaves the momentum that it makes by empty_like uninitialized (torch 2.13).
+            # Checked only at the step that makes it, because this waits for the device.
             for parameter in list(optimizer.state)[known:]:
                 del optimizer.state[parameter]
         return result
 
-    def _place(self) -> torch.device:
+    def _scale_device(self) -> torch.device:
         assert self._scale is not None, "a loss is scaled before a gradient is unscaled"
         return self._scale.device
 
@@ -107,17 +108,17 @@ class CountingScaler(torch.amp.GradScaler):
             self._unscaled.clear()
 
     def skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer left its parameters alone at its last step. Waits for the device."""
+        """Return whether this optimizer's last step changed nothing. Waits for the device."""
         return optimizer in self._skips and bool(self._skips[optimizer].item())
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """Steps skipped so far, before a resume included: 0-d on the scaler's device, or a float before the first."""
+        """Steps skipped so far, also before a resume: 0-d on the scaler's device, or a float before the first step."""
         return self._skipped.detach() if isinstance(self._skipped, Tensor) else float(self._skipped)
 
     @property
     def taken_steps(self) -> Tensor | int:
-        """Steps in this process that were not skipped: 0-d on the scaler's device, or 0 before the first."""
+        """Steps of this process that were not skipped: 0-d on the scaler's device, or 0 before the first step."""
         return self._taken
 
     @property
@@ -125,7 +126,7 @@ class CountingScaler(torch.amp.GradScaler):
         """The factor on the loss: 0-d on the scaler's device, or a float before the first step."""
         if not self.is_enabled() or self._scale is None:
             return self.get_scale()
-        # The scaler updates its own in place; a value that waits in a buffer must not change.
+        # The scaler updates its tensor in place. A value that waits in a buffer must not change.
         return self._scale.detach().clone()
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,12 +135,12 @@ class CountingScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state = dict(state_dict)
         self._skipped = state.pop("skipped_steps")
-        if state:  # of a run that had a scale
+        if state:  # the saved run had a scale
             super().load_state_dict(state)
 
 
 class FiniteSteps(CountingScaler):
-    """A scaler whose scale is always 1: it skips and counts steps whose gradients are not finite, and no more."""
+    """A scaler with the constant scale 1, which only skips and counts steps with non-finite gradients."""
 
     scales = False
 
@@ -154,7 +155,7 @@ class FiniteSteps(CountingScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        # Gradients of float16 parameters, too: there is nothing to divide them by.
+        # Gradients of float16 parameters are allowed, because the scale is 1.
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -169,10 +170,7 @@ class FiniteSteps(CountingScaler):
 
 
 class ScaleWatch:
-    """Looks at scale and skipped steps whenever they are written, and warns once.
-
-    fix: what is said where the skips do not end.
-    """
+    """Warns once if the loss scale vanishes or steps are skipped in a row. fix: the end of the warning."""
 
     def __init__(self, fix: str = FIX) -> None:
         self._fix = fix
@@ -182,8 +180,13 @@ class ScaleWatch:
         self._has_warned = False
 
     def see(self, *, step: int, loss_scale: float | None, skipped_steps: float) -> None:
-        """step: of the run, counted from 1. loss_scale: None where steps are skipped without one.
-        skipped_steps: of all optimizers, of which phases have several a step."""
+        """Look at the values written for a step.
+
+        Args:
+            step: The step of the run, counted from 1.
+            loss_scale: None if steps are skipped without a scale.
+            skipped_steps: The skipped steps of all optimizers. Phases have several per step.
+        """
         if self._seen is not None:
             steps, skips = step - self._seen[0], skipped_steps - self._seen[1]
             is_row = skips >= steps > 0

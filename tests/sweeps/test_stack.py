@@ -30,7 +30,6 @@ QUIET = ["trainer.enable_progress_bar=false", "sweep.stack=true"]
 OF_THE_STACK = ("throughput/", "memory/host_")
 HEAT_MAPS = ("gradients/norm", "gradients/update_ratio")
 TIMES = ("wall_seconds", "step_ms", "peak_memory_mib", "directory")
-RATES = [["seed=1"], ["seed=2", "optimizer.lr=0.02"], ["seed=1", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"]]
 
 
 def configs(name, shared, own):
@@ -92,7 +91,7 @@ def test_stacked_jobs_equal_single_ones_in_float64():
     own = [
         ["seed=1", "trainer.gradient_clip_val=0.3", "scheduler.warmup_steps=2", "model.layers.drop2.p=0.5"],
         ["seed=2", "scheduler=one_cycle", "model.layers.drop.p=0.0"],
-        ["seed=2", "scheduler=plateau", "trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value"],
+        ["seed=2", "trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value"],
         ["+initialisation={head.bias:ones,Linear.weight:kaiming_uniform}"],
     ]
     for one, other in zip(stacked(shared, own), alone(shared, own), strict=True):
@@ -141,17 +140,6 @@ def test_every_model_optimizer_and_precision_can_be_stacked(share):
                 assert math.isclose(one.metrics["loss/val"], other.metrics["loss/val"], rel_tol=1e-2), case
 
 
-@pytest.mark.slow
-@pytest.mark.numeric
-@pytest.mark.any_processor
-def test_a_compiled_stack_computes_the_same():
-    shared = ["model=normed", "precision=fp64", "trainer.max_epochs=3", "data.batch_size=512"]
-    # aot_eager needs no C++ compiler, and runs the operators of a step that is not compiled.
-    compiled = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]
-    for one, other in zip(stacked([*shared, *compiled], RATES), stacked(shared, RATES, name="plain"), strict=True):
-        assert_close(one, other)
-
-
 def test_a_member_leaves_the_files_of_a_single_run():
     shared = ["precision=fp64", "trainer.max_epochs=2", "data.batch_size=256", "tags=[a]"]
     own = [["seed=2", "optimizer.lr=0.01"], ["seed=1"]]
@@ -165,7 +153,7 @@ def test_a_member_leaves_the_files_of_a_single_run():
         for name in ("config.yaml", "overrides.yaml"):
             assert (directories[0] / name).read_text() == (directories[1] / name).read_text()
         first, second = (json.loads((d / "provenance.json").read_text()) for d in directories)
-        assert {**first, "time": 0} == {**second, "time": 0, "stack": True}
+        assert {**first, "time": 0} == {**second, "time": 0}
 
         # A stack writes the numbers of heat maps into tables, and draws none.
         both = [{key for key in events(one) if not key[0].startswith(OF_THE_STACK)} for one in (one, other)]
@@ -193,8 +181,7 @@ def test_a_member_leaves_the_files_of_a_single_run():
 
 def test_an_unchanged_best_is_written_once(monkeypatch):
     # All members are saved after each epoch.
-    for name in ("SAVE_SECONDS", "SAVE_SHARE"):
-        monkeypatch.setattr(stack, name, 0.0)
+    monkeypatch.setattr(stack, "SAVE_SECONDS", 0.0)
     saved, copied = Mock(wraps=member.IO.save_checkpoint), Mock(wraps=member.copy_checkpoint)
     monkeypatch.setattr(member.IO, "save_checkpoint", saved)
     monkeypatch.setattr(member, "copy_checkpoint", copied)
@@ -202,9 +189,9 @@ def test_an_unchanged_best_is_written_once(monkeypatch):
     shared = ["trainer.max_epochs=3", "data.batch_size=256", "hooks=[]", growing]
     reports = stacked(shared, [["seed=1"], ["seed=2"]])
     assert [3 * report.best["step"] for report in reports] == [report.steps for report in reports]
-    assert {call.args[1].name for call in saved.call_args_list} == {"last.ckpt"}
-    assert saved.call_count >= 6
-    assert copied.call_count == 2
+    names = [call.args[1].name for call in saved.call_args_list]
+    assert names.count("best.ckpt") == copied.call_count == 2
+    assert names.count("last.ckpt") >= 4
 
 
 @pytest.mark.numeric
@@ -260,7 +247,7 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
-        ("model=noisy", "something beside its dropouts draws random numbers"),
+        ("model=noisy", "something other than its dropout layers draws random numbers"),
         ("model=keeping", "model cannot be stacked: a step changes running.calls, running.mean"),
         ("objective=keeping", "objective.keeping cannot be stacked: a step changes loss.steps"),
     ],

@@ -7,7 +7,6 @@ torch's own. A copy of a compiled network is not compiled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -39,15 +38,6 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
             "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",
             ", ".join(sorted(needs & EAGER)),
         )
-
-
-def compiled_function(function: Callable[..., Any], *, backend: str) -> Callable[..., Any]:
-    """Return a function of tensors on a CPU that is compiled, with its backward, at its first call.
-
-    backend: as of `compile_network`.
-    """
-    made: Callable[..., Any] = torch.compile(function, backend=backend, options=_options(backend, on_cpu=True))
-    return made
 
 
 def _options(backend: str, *, on_cpu: bool) -> dict[str, Any] | None:

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
@@ -41,14 +39,13 @@ from exp.engine.checkpointing import (
     KEPT,
     POSITION,
     is_better,
-    is_of_training,
     monitored_value,
     note_metrics,
     restored_best,
 )
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
-from exp.engine.module import TrainingModule
+from exp.engine.module import TrainingModule, clip
 from exp.engine.non_finite import FIXES, broken_entries, kinds_by_design, refuse_lost
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
@@ -74,22 +71,31 @@ LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far the members of a stack are: the entries of `Position`, and the number of epochs in checkpoints."""
+    """How far the members of a stack are.
+
+    Attributes:
+        epoch, batch, step, batches: As of `Position`.
+        epochs: Number of epochs in checkpoints.
+        began: Time at which the training of this process began, from `time.monotonic`.
+        ended: Time at which it ended. None while it runs.
+    """
 
     epoch: int
     batch: int
     step: int
     batches: int
     epochs: int
-
-    @classmethod
-    def at(cls, position: Position) -> Progress:
-        one = position
-        return cls(epoch=one.epoch, batch=one.batch, step=one.step, batches=one.batches, epochs=one.epoch)
+    began: float = math.inf
+    ended: float | None = None
 
     @property
     def position(self) -> Position:
         return Position(epoch=self.epoch, batch=self.batch, step=self.step, batches=self.batches)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the training in this process, in seconds."""
+        return max(0.0, (time.monotonic() if self.ended is None else self.ended) - self.began)
 
 
 class MemberLog:
@@ -210,17 +216,17 @@ class Member:
         self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
         self.parameters = [one for one in self.network.parameters() if one.requires_grad]
-        self.monitor: str | None = plain["monitor"]
-        self.clip_value: float = plain["trainer"]["gradient_clip_val"] or 0.0
+        self.clips = bool(plain["trainer"]["gradient_clip_val"])
         self.log = MemberLog(directory, plain)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.error: ExpError | None = None
+        self._monitor: str | None = plain["monitor"]
+        self._last_path, self._best_path = (directory / CHECKPOINTS / f"{name}.ckpt" for name in ("last", "best"))
         self._text = text
-        self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
+        self._epoch_sum, self._epoch_size = 0.0, 0
         self._rates: list[float] | None = None
         self._seconds_before = 0.0
-        self._started: float | None = None
         self._is_better = False
         self._hold = contextlib.ExitStack()
         # The best state since the stack began. The test stage loads it without reading the file.
@@ -248,45 +254,21 @@ class Member:
         except OSError as error:
             self.error = _as_known(explain(error, self.ongoing, parts=None))
 
-    @property
-    def _watches_training(self) -> bool:
-        return is_of_training(self.monitor)
-
-    @property
-    def _last_path(self) -> Path:
-        return self.directory / CHECKPOINTS / "last.ckpt"
-
-    @property
-    def _best_path(self) -> Path:
-        return self.directory / CHECKPOINTS / "best.ckpt"
-
-    @property
-    def _seconds(self) -> float:
-        """Wall time of the training of the stack so far, in seconds, including the time before a resume."""
-        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
-
-    # --- training ---
-
     def begin(self) -> None:
-        """Hold the run directory, so that no other program resumes it, open the loggers, and start the clock."""
+        """Lock the run directory, so that no other program resumes it, and open the loggers."""
         self._hold.enter_context(hold_lock(self.directory / "config.yaml"))
         self.log.begin(self._progress.step + 1)
-        self._started = time.monotonic()
 
     def release(self) -> None:
         """Let other programs resume the run."""
         self._hold.close()
 
-    def pause(self) -> None:
-        """Stop the clock."""
-        self._seconds_before, self._started = self._seconds, None
+    # --- a step ---
 
     def clip(self) -> None:
-        """Clip the gradients as exp.engine.module.clip does on one device."""
-        if self.plain["trainer"]["gradient_clip_algorithm"] == "value":
-            nn.utils.clip_grad_value_(self.parameters, self.clip_value)
-        elif self.clip_value:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_value)
+        trainer = self.plain["trainer"]
+        value, algorithm = trainer["gradient_clip_val"], trainer["gradient_clip_algorithm"]
+        clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
 
     def note_rates(self, values: dict[str, Any], *, is_written: bool) -> None:
         """Add the learning rates that changed, and all of them if the step is written."""
@@ -298,19 +280,8 @@ class Member:
             values.update(name_rates(self.optimizer, rates))
 
     def move_schedule(self, interval: str) -> None:
-        schedule, is_due = self.schedule, self.module.optimization.interval == interval
-        if is_due and schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
-            schedule.step()
-
-    def move_on_plateau(self, epoch: int) -> None:
-        if not isinstance(self.schedule, ReduceLROnPlateau):
-            return
-        monitor = str(self.module.optimization.monitor)
-        every = self.plain["trainer"]["check_val_every_n_epoch"] if "val" in monitor.split("/") else 1
-        if (epoch + 1) % every == 0:
-            self.schedule.step(torch.tensor(self.metrics[monitor], dtype=torch.float64))
-
-    # --- values ---
+        if self.schedule is not None and self.module.optimization.interval == interval:
+            self.schedule.step()
 
     def write_step(self, values: dict[str, Any], losses: Sequence[float], *, index: int, size: int) -> None:
         """Write a step of training and add its loss to the mean of the epoch.
@@ -322,9 +293,10 @@ class Member:
         refuse_lost(loss, index, is_scaled=False, saved=self._saved)
         self._epoch_sum += loss * size
         self._epoch_size += size
-        self._epoch_has_loss = True
         terms = zip(self.module.objective.terms, parts, strict=False)
         self.log.write({**values, "loss/train": loss, **{f"loss/train/{term}": part for term, part in terms}}, index)
+
+    # --- stages ---
 
     def evaluate(self, stage: Stage, values: Values, batch: Batch) -> None:
         """Add a batch to the losses and the metrics of a stage."""
@@ -333,8 +305,8 @@ class Member:
         epoch_values.add(objective.means(values, parts, size=batch.size))
         epoch_values.update_metrics(epoch_values.read(values))
 
-    def end_stage(self, stage: Stage, step: int) -> dict[str, float]:
-        """Write and return the values of an evaluation. step: optimizer step of the weights.
+    def _end_stage(self, stage: Stage, step: int) -> dict[str, float]:
+        """Write and return the values of an evaluation. step: Optimizer step of the weights.
 
         Raises:
             RunError: The evaluation gave no loss.
@@ -348,47 +320,57 @@ class Member:
         """End an epoch of training, in the order of `Recording` and `Checkpointing`."""
         progress = self._progress
         if has_validated:
-            self.metrics.update(self.end_stage("val", progress.step))
-            if not self._watches_training:
-                self._compare()
-        metrics = {EPOCH_LOSS: self._epoch_sum / self._epoch_size} if self._epoch_has_loss else {}
-        if is_complete:
-            self._epoch_sum, self._epoch_size, self._epoch_has_loss = 0.0, 0, False
-        self.log.write_stage("train", metrics, progress.step)
-        self.metrics.update({**metrics, **({"loss/train": metrics[EPOCH_LOSS]} if metrics else {})})
-        if self._watches_training:
+            self.metrics.update(self._end_stage("val", progress.step))
             self._compare()
+        if self._epoch_size:
+            mean = self._epoch_sum / self._epoch_size
+            self.log.write_stage("train", {EPOCH_LOSS: mean}, progress.step)
+            self.metrics |= {EPOCH_LOSS: mean, "loss/train": mean}
+        if is_complete:
+            self._epoch_sum, self._epoch_size = 0.0, 0
         if self.best is not None and self.best["epoch"] == progress.epochs:
             note_metrics(self.best, self.metrics, stage="train")
-        if is_complete:
-            self.move_on_plateau(progress.epochs)
 
     def say_epoch(self, epochs: int) -> None:
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
         self.log.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
 
-    # --- the best ---
-
     def _compare(self) -> None:
         """Note whether the latest monitored value is the best.
 
         Raises:
-            RunError: Nothing gives the monitored tag.
+            RunError: The monitored tag has no value.
         """
-        if not self.plain["checkpoint"]["save_best"] or self.monitor is None:
+        if self._monitor is None:
             return
         step = self._progress.step
-        value = monitored_value(self.metrics, self.monitor)
+        value = monitored_value(self.metrics, self._monitor)
         if not math.isfinite(value):
-            self.log.say(f"{self.monitor} is {value} at step {step}: not the best", level=logging.WARNING)
+            self.log.say(f"{self._monitor} is {value} at step {step}: not the best", level=logging.WARNING)
         elif is_better(value, self.best, mode=self.plain["mode"]):
-            found = {"metric": self.monitor, "value": value, "step": step, "epoch": self._progress.epochs}
+            found = {"metric": self._monitor, "value": value, "step": step, "epoch": self._progress.epochs}
             self.best = restored_best(found, self._best_path)
-            if self.log.stages.get("val") == step:
-                note_metrics(self.best, self.metrics, stage="val")
+            note_metrics(self.best, self.metrics, stage="val")
             for logger in self.log.loggers:
                 logger.log_metrics(best_scalars(self.best), step)
             self._is_better = True
+
+    def load_best(self) -> None:
+        """Load the best weights for the test stage. Without a best checkpoint the last weights are tested."""
+        if self.best is not None:
+            state = self._best_state or read_checkpoint(self._best_path)
+            self.module.load_state_dict(state["state_dict"])
+        elif self._monitor is not None:
+            line = f"{self._monitor} was never measured, so there is no best.ckpt: the last weights are tested"
+            self.log.say(line, level=logging.WARNING)
+
+    def test(self) -> None:
+        """Write the values of the test stage."""
+        values = self._end_stage("test", self._progress.step if self.best is None else self.best["step"])
+        if self.best is not None:
+            note_metrics(self.best, values, stage="test")
+
+    # --- checkpoints ---
 
     def hold_best(self) -> None:
         """Copy the state of a new best for its file and the test stage. Call it where a run can resume."""
@@ -396,28 +378,11 @@ class Member:
             self._is_better = False
             self._best_state, self._best_is_written = on_host(self._state()), False
 
-    def load_best(self) -> None:
-        """Load the best weights for the test stage. Without a best checkpoint the last weights are tested."""
-        if self.best is not None:
-            state = self._best_state or read_checkpoint(self._best_path)
-            self.module.load_state_dict(state["state_dict"])
-        elif self.plain["checkpoint"]["save_best"] and self.monitor is not None:
-            line = f"{self.monitor} was never measured, so no best.ckpt: the last weights are tested"
-            self.log.say(line, level=logging.WARNING)
-
-    def test(self) -> None:
-        """Write the values of the test stage."""
-        values = self.end_stage("test", self._progress.step if self.best is None else self.best["step"])
-        if self.best is not None:
-            note_metrics(self.best, values, stage="test")
-
-    # --- checkpoints ---
-
     def _state(self) -> State:
         """Return the contents of a checkpoint, with the tensors that are trained.
 
         Raises:
-            NonFiniteError: A number of it is not finite.
+            NonFiniteError: A number of the state is not finite.
         """
         step = self._progress.step
         found: State = {
@@ -425,7 +390,7 @@ class Member:
             "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
             "state_dict": self.module.state_dict(),
-            # Checkpointing makes the state of the fit loop from the position. The other loops begin anew.
+            # Checkpointing makes the state of the fit loop from the position. The other loops start from zero.
             "loops": {f"{name}_loop": {} for name in ("fit", "validate", "test", "predict")},
             "callbacks": {},
             "optimizer_states": [self.optimizer.state_dict()],
@@ -437,33 +402,31 @@ class Member:
             BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
             KEPT: [],
             CONFIG: self._text,
-            SECONDS: self._seconds,
+            SECONDS: self._seconds_before + self._progress.seconds,
         }
         if broken := broken_entries(found, self._by_design):
             what = among(broken, count=6)
-            raise NonFiniteError(
-                f"not finite after step {step}: {what}. Nothing of it is saved; {self._saved}. {FIXES}"
-            )
+            raise NonFiniteError(f"not finite after step {step}: {what}. No state is saved; {self._saved}. {FIXES}")
         return found
 
     def save(self) -> None:
-        """Write last.ckpt, best.ckpt if there is a new best, and what loggers and the log hold back.
+        """Write what loggers and the log hold back, best.ckpt if there is a new best, and last.ckpt.
+
+        best.ckpt comes first: a kill between the two leaves a best.ckpt that the resumed training writes again.
 
         Raises:
             NonFiniteError: A number of the state is not finite.
             OSError: A file cannot be written.
         """
         self.log.flush()
-        state = on_host(self._state())
-        saves_last, step = self.plain["checkpoint"]["save_last"], self._progress.step
-        if saves_last:
-            IO.save_checkpoint(state, self._last_path)
         if self._best_state is not None and not self._best_is_written:
-            if saves_last and self.best is not None and self.best["step"] == step:
-                copy_checkpoint(self._last_path, self._best_path)
-            else:
-                IO.save_checkpoint(self._best_state, self._best_path)
+            IO.save_checkpoint(self._best_state, self._best_path)
             self._best_is_written = True
+        step = self._progress.step
+        if self.best is not None and self.best["step"] == step:
+            copy_checkpoint(self._best_path, self._last_path)
+        else:
+            IO.save_checkpoint(on_host(self._state()), self._last_path)
         self._saved = f"checkpoints/last.ckpt is of step {step}, and good"
 
     def _restore(self, state: State) -> None:
@@ -473,30 +436,23 @@ class Member:
         self.optimizer.load_state_dict(state["optimizer_states"][0])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["lr_schedulers"][0])
-        recorded = state[STATE]
+        recorded, found = state[STATE], state[BEST]
         self.metrics.update(recorded["metrics"])
         self.log.latest.update(state[LATEST])
         self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
-        self._epoch_has_loss = bool(self._epoch_size)
         self._seconds_before = state[SECONDS]
-        found, path = state[BEST], self._best_path
-        if found is None or found["metric"] != self.monitor:
+        if found is None or found["metric"] != self._monitor:
             return
-        is_there = path.is_file() and (read_checkpoint(path)[BEST] or {}).get("step") == found["step"]
-        if not is_there and found["step"] == state["global_step"]:
-            # A kill has prevented the copy of last.ckpt.
-            copy_checkpoint(self._last_path, path)
-            is_there = True
-        if is_there:
-            self.best = restored_best(found, path)
+        if self._best_path.is_file():
+            self.best = restored_best(found, self._best_path)
         else:
-            line = f"the best.ckpt of step {found['step']} is not there: the best is sought anew from here"
+            line = f"the best.ckpt of step {found['step']} is missing: only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)
 
     # --- the end ---
 
     def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:
-        """Write the report, tell the loggers, and return what a single run would have returned or raised."""
+        """Write the report, end the loggers, and return what a single run would have returned or raised."""
         if isinstance(error, Interrupted | UserCodeError) and self._last_path.is_file():
             error.command = self.ongoing.resume_command(str(self._last_path))
         if error is not None:
@@ -517,6 +473,7 @@ class Member:
         limits, steps, epochs = self.plain["trainer"], self._progress.step, self._progress.epochs
         is_by_epochs = epochs == limits["max_epochs"]
         ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits["max_steps"])
+        seconds = self._seconds_before + self._progress.seconds
         return dataclasses.replace(
             self.ongoing.ended(status, error=error),
             metrics={**self.log.latest, **best_scalars(self.best)},
@@ -525,7 +482,7 @@ class Member:
             ended_by=ended_by if status == "completed" else None,
             steps=steps,
             epochs=epochs,
-            step_ms=1000.0 * self._seconds / steps if steps else None,
+            step_ms=1000.0 * seconds / steps if steps else None,
             peak_memory_mib=peak_of_run().so_far() / MIB,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, one_line
 from exp.hooks.saved_tensors import kept_by
 from exp.launch.launcher import last_checkpoint
-from exp.nested import tensors_in
+from exp.nested import mapped, tensors_in
 from exp.optim.direct_step import DirectSteps
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Report, explain, forget_peak_memory
@@ -50,17 +51,17 @@ from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
 from exp.sweeps.member import Member, Progress
 from exp.sweeps.stacked_hooks import StackedHooks
-from exp.sweeps.stacked_network import StackedNetwork, Step, Unstackable, examine, of_first
-from exp.sweeps.stacking import STACK, is_member, obstacle
+from exp.sweeps.stacked_network import StackedNetwork, Unstackable, examine
+from exp.sweeps.stacking import obstacle
 
 log = logging.getLogger(__name__)
 
 Outcome = tuple[int, Report | ExpError]
-# The shortest time between two saves of all members, in seconds and in multiples of the time that a save takes.
-SAVE_SECONDS, SAVE_SHARE = 30.0, 20.0
+# The shortest time between two saves of all members, in seconds.
+SAVE_SECONDS = 30.0
 # The weights of more members do not fit into a cache.
 MOST_MEMBERS = 64
-# The share of free memory that all stacks take, and the size of a member in multiples of its weights.
+# The share of memory that all stacks take, and the size of a member in multiples of its weights.
 MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
 # Recurrent layers, and operators of so many multiply-adds, are slower in a stack on a CPU.
 # Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
@@ -93,11 +94,12 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     decided = examined.plan()
     _refuse(decided)
     network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
-    was_stacked = any(is_member(Path(config[COMPOSITION].directory)) for config in configs)
-    _refuse_network(decided, network, batch, was_stacked=was_stacked)
+    examine(network, batch, run=forward_by_name(network, tuple(decided.spec.inputs)), objective=decided.objective)
+    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided, network):
+        raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
     refuse_other_data(decided)
     precision = build_run_precision(decided.plain, device_type="cpu")
-    first, origin = plain_values(configs[0]), {**shared_origin(), STACK: True}
+    first, origin = plain_values(configs[0]), shared_origin()
     by_position: dict[object, list[Member]] = {}
     for place, config in enumerate(configs):
         try:
@@ -128,7 +130,7 @@ def _refuse(decided: Plan) -> None:
     if reason := obstacle(decided.plain):
         raise Unstackable(reason)
     if decided.placement.accelerator != "cpu" or decided.placement.world_size != 1:
-        raise Unstackable("launch.accelerator cannot be stacked: jobs are stacked on a CPU alone, in one process")
+        raise Unstackable("launch.accelerator cannot be stacked: a stack runs in one process on a CPU")
     objective = decided.objective
     if objective.needs or any(True for _ in objective.parameters()):
         raise Unstackable("objective cannot be stacked: a term has parameters, or needs more than one forward")
@@ -137,38 +139,22 @@ def _refuse(decided: Plan) -> None:
     for stage in decided.data.stages:
         loader = decided.data.loader(stage)
         if not isinstance(loader, IndexedLoader) or type(loader.batches) is not GlobalBatches:
-            raise Unstackable(f"data cannot be stacked: the {stage} part is not taken by index from memory")
+            raise Unstackable(f"data cannot be stacked: the {stage} split is not in memory")
         if loader.batches.draw is not None or decided.data.transforms_batches(stage):
-            raise Unstackable(f"data cannot be stacked: the {stage} part is drawn or transformed for one run")
-
-
-def _refuse_network(decided: Plan, network: nn.Module, batch: Batch, *, was_stacked: bool) -> None:
-    """Raise Unstackable if a network is not supported in a stack, or is slower in it with sweep.stack=auto.
-
-    Args:
-        decided: Plan of one member.
-        network: Network of one member.
-        batch: First batch of training.
-        was_stacked: Whether an earlier sweep began to train the jobs in a stack.
-    """
-    run = forward_by_name(network, tuple(decided.spec.inputs))
-    examine(network, batch, run=run, objective=decided.objective)
-    if decided.plain["sweep"]["stack"] == "auto" and not was_stacked and not is_faster(decided, network):
-        raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
+            raise Unstackable(f"data cannot be stacked: the {stage} split is drawn or transformed for one run")
 
 
 def is_faster(decided: Plan, network: nn.Module) -> bool:
     """Return whether jobs like this one take less processor time in a stack than side by side.
 
-    A stack saves the time between operators, of which large ones have little, and recurrent layers run slower in it.
+    The answer follows from the network and its input, not from a measurement: a stack saves the time between operators,
+    of which large ones have little, and recurrent layers run slower in it.
     """
-    if decided.plain["runtime"]["compile"]:
-        return True  # a stack compiles once for all jobs, which takes many times what a job takes
     has_slow_layers = any(isinstance(module, SLOW_IN_A_STACK) for module in network.modules())
     return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
 
 
-def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int = 1, free: int | None = None) -> int:
+def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int = 1, memory: int | None = None) -> int:
     """Return how many members of a stack fit into memory; at least one.
 
     Args:
@@ -176,16 +162,16 @@ def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int
         network: Network of one member.
         batch: First batch of training.
         stacks: Number of stacks that share the memory.
-        free: Free memory in bytes. None asks the system.
+        memory: Memory of the machine in bytes. None asks the system.
     """
-    free = psutil.virtual_memory().available if free is None else free
+    memory = psutil.virtual_memory().total if memory is None else memory
     run = forward_by_name(network.train(), tuple(decided.spec.inputs))
     weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
     kept = kept_by(lambda: decided.objective(run(network, batch.data), batch), network=network, data=batch.data)
     # Weights, gradients, two averages of them and the best checkpoint. Activations and their gradients.
     member = WEIGHTS_PER_MEMBER * weights + 2 * kept.size + data
-    return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * free / stacks / member)))
+    return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * memory / stacks / member)))
 
 
 def _directory(config: DictConfig, text: str, origin: Mapping[str, Any]) -> Path:
@@ -217,15 +203,17 @@ def _resolved(config: DictConfig, first: Mapping[str, Any], decided: Plan) -> Ma
 class Stack:
     """Members at one position of their runs, which are trained together.
 
-    A member that fails stays in the tensors of the stack, and nothing of it is written.
+    A member that fails stays in the tensors of the stack, and its values are no longer written.
     """
 
     def __init__(self, decided: Plan, members: Sequence[Member], *, precision: RunPrecision, flag: SignalFlag) -> None:
         self._decided, self._members, self._precision, self._flag = decided, members, precision, flag
         self._running = list(members)
         first, trainer = members[0], decided.plain["trainer"]
-        self._start = first.position
-        self._progress = Progress.at(self._start)
+        self._start = start = first.position
+        self._progress = Progress(
+            epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches, epochs=start.epoch
+        )
         self._epochs: int = trainer["max_epochs"]
         self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
         self._log_every: int = trainer["log_every_n_steps"] or 50
@@ -239,7 +227,6 @@ class Stack:
             run=self._run,
             objective=first.module.objective,
             autocast=precision.forward_context,
-            compiled=_compiled(decided.plain),
         )
         for member in members:
             member.join(self._progress, total_steps=total_steps, total_epochs=self._epochs)
@@ -248,25 +235,21 @@ class Stack:
         )
         self._hooks = StackedHooks(
             decided.hooks,
-            [(member.network, member.optimizer, bool(member.clip_value)) for member in members],
+            [(member.network, member.optimizer, member.clips) for member in members],
             forward=self._forward,
             total_steps=total_steps,
         )
         # Steps that are not written yet: index, samples, losses `[T, M]`, and the values of each member by tag.
         self._waiting: list[tuple[int, int, Tensor, list[dict[str, Any]]]] = []
         self._seconds_waited = 0.0
-        self._saved_at, self._save_seconds = time.monotonic(), 0.0
 
     # --- the run ---
 
     def run(self) -> Iterator[Outcome]:
         """Train to the end, then test. Yield members when they end."""
-        plain = self._decided.plain
         try:
-            self._begin()
-            yield from self._fit()
-            if self._running and plain["test"] and "test" in self._decided.data.stages:
-                yield from self._test()
+            for _ in self._work():
+                yield from self._failed()
             for member in self._running:
                 yield member.place, member.end("completed")
         except Interrupted as interrupted:
@@ -287,13 +270,13 @@ class Stack:
                 member.release()
             self._hooks.detach()
 
-    def _begin(self) -> None:
+    def _work(self) -> Iterator[None]:
+        """Train and test. Yield at each point at which members may have failed."""
         set_threads(threads_of(self._decided.plain["runtime"]["threads"], operator=self._decided.operator))
         for member in self._members:
             member.begin()
             member.log.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
-
-    def _fit(self) -> Iterator[Outcome]:
+        self._progress.began = saved_at = time.monotonic()
         is_trained = self._start.validation_due and self._start.epoch_complete
         while not self._is_over:
             if not is_trained:
@@ -302,60 +285,69 @@ class Stack:
             yield from self._end_epoch()
             if self._is_over:
                 break
-            if self._flag.received is not None:
-                raise Interrupted(signum=self._flag.received, checkpoint=None)
-            if time.monotonic() - self._saved_at >= max(SAVE_SECONDS, SAVE_SHARE * self._save_seconds):
+            self._raise_signal()
+            if time.monotonic() - saved_at >= SAVE_SECONDS:
                 self._save()
-        for member in self._running:
-            member.pause()
+                saved_at = time.monotonic()
+        self._progress.ended = time.monotonic()
         self._save()
-        yield from self._failed()
+        yield
+        if self._running and self._decided.plain["test"] and "test" in self._decided.data.stages:
+            self._each(Member.load_best)
+            self._evaluate("test")
+            self._each(Member.test)
+            yield
 
     @property
     def _is_over(self) -> bool:
-        progress = self._progress
-        has_steps = self._max_steps > 0 and progress.step >= self._max_steps
-        return not self._running or has_steps or progress.epochs >= self._epochs
+        return not self._running or self._has_all_steps or self._progress.epochs >= self._epochs
 
-    def _train_epoch(self) -> Iterator[Outcome]:
+    @property
+    def _has_all_steps(self) -> bool:
+        return 0 < self._max_steps <= self._progress.step
+
+    def _raise_signal(self) -> None:
+        if self._flag.received is not None:
+            raise Interrupted(signum=self._flag.received, checkpoint=None)
+
+    def _train_epoch(self) -> Iterator[None]:
         progress = self._progress
         waited = time.perf_counter()
         for index, (batch, is_shared) in enumerate(self._batches(), progress.batch):
             self._seconds_waited += time.perf_counter() - waited
-            if self._flag.received is not None:
-                raise Interrupted(signum=self._flag.received, checkpoint=None)
+            self._raise_signal()
             self._do_batch(batch, is_shared, index)
             progress.batch = index + 1
             if progress.batch == len(self._loader):
                 self._move_schedules("epoch")
-            yield from self._failed()
-            if not self._running or (self._max_steps and progress.step >= self._max_steps):
+            yield
+            if not self._running or self._has_all_steps:
                 break
             waited = time.perf_counter()
         self._flush()
-        yield from self._failed()
+        yield
 
-    def _end_epoch(self) -> Iterator[Outcome]:
+    def _end_epoch(self) -> Iterator[None]:
         """Validate, compare and hold the best, and move to the next epoch if this one is complete."""
-        progress, every = self._progress, self._decided.plain["trainer"]["check_val_every_n_epoch"]
+        progress, has_validated = self._progress, "val" in self._decided.data.stages
         self._hooks.pause()
-        has_validated = (progress.epoch + 1) % every == 0 and "val" in self._decided.data.stages
         if has_validated:
             self._evaluate("val")
         is_complete = progress.batch == len(self._loader)
-        for member in self._running:
-            with member.failing():
-                member.end_epoch(has_validated=has_validated, is_complete=is_complete)
+        self._each(functools.partial(Member.end_epoch, has_validated=has_validated, is_complete=is_complete))
         progress.epochs += 1
         if is_complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
+        self._each(functools.partial(Member.say_epoch, epochs=self._epochs))
+        self._each(Member.hold_best)
+        yield
+
+    def _each(self, work: Callable[[Member], None]) -> None:
+        """Do work for each running member. If it raises an error, that member fails alone."""
         for member in self._running:
-            member.say_epoch(self._epochs)
-        yield from self._failed()
-        for member in self._running:
-            with member.failing():
-                member.hold_best()
-        yield from self._failed()
+            if member.error is None:
+                with member.failing():
+                    work(member)
 
     # --- a step ---
 
@@ -364,7 +356,7 @@ class Stack:
         progress, hooks, members = self._progress, self._hooks, self._members
         index = progress.step + 1
         hooks.start_batch(
-            batch if is_shared else of_first(batch),
+            batch if is_shared else batch._replace(data=mapped(batch.data, operator.itemgetter(0))),
             index=index,
             epoch=progress.epoch,
             batch_idx=batch_idx,
@@ -373,7 +365,7 @@ class Stack:
         gradients, losses = self._network.gradients(batch, is_shared=is_shared, epoch=progress.epoch, index=batch_idx)
         progress.batches += 1
         rows = list(zip(*(gradients[name].unbind(0) for name in self._network.trained), strict=True))
-        clipped = [place for place, member in enumerate(members) if member.clip_value]
+        clipped = [place for place, member in enumerate(members) if member.clips]
         for place in range(len(members)) if hooks.need_gradients() else clipped:
             for parameter, gradient in zip(members[place].parameters, rows[place], strict=True):
                 parameter.grad = gradient
@@ -420,17 +412,11 @@ class Stack:
             yield member.place, member.end("failed", error=member.error)
 
     def _save(self) -> None:
-        """Save all members."""
-        self._saved_at = time.monotonic()
-        for member in self._running:
-            with member.failing():
-                member.save()
-        self._save_seconds = time.monotonic() - self._saved_at
+        self._each(Member.save)
 
     def _save_interrupted(self, signum: int) -> Iterator[Outcome]:
         """Save all members and end the stack."""
         self._flush()
-        yield from self._failed()
         if self._progress.step:
             self._save()
         yield from self._failed()
@@ -469,8 +455,6 @@ class Stack:
             else:
                 yield first, True
 
-    # --- evaluation ---
-
     def _evaluate(self, stage: Stage) -> None:
         for batch in self._decided.data.loader(stage):
             batch = self._precision.convert_input(batch)
@@ -480,18 +464,6 @@ class Stack:
                     if member.error is None:
                         member.evaluate(stage, values, batch)
 
-    def _test(self) -> Iterator[Outcome]:
-        """Evaluate the best weights of each member on the test split."""
-        for member in self._running:
-            with member.failing():
-                member.load_best()
-        self._evaluate("test")
-        for member in self._running:
-            if member.error is None:
-                with member.failing():
-                    member.test()
-        yield from self._failed()
-
 
 def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
     """Stack the data of several batches, and return the row `index[m]` for each member m."""
@@ -499,12 +471,3 @@ def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
     if isinstance(first, Mapping):
         return {name: torch.stack([one[name] for one in entries])[index] for name in first}
     return tuple(torch.stack(columns)[index] for columns in zip(*entries, strict=True))
-
-
-def _compiled(plain: Mapping[str, Any]) -> Callable[[Step], Step] | None:
-    """Return a function that compiles forward, objective and backward of all members; None without runtime.compile."""
-    if not plain["runtime"]["compile"]:
-        return None
-    from exp.engine.compilation import compiled_function
-
-    return functools.partial(compiled_function, backend=plain["runtime"]["compile_backend"])

@@ -1,96 +1,71 @@
 """Networks of one architecture computed as one: stacked tensors, and one vmap for the gradients of all members.
 
-The parameters and buffers of a member are rows of the stack. Its network, optimizer and state dict therefore see what
-the stack computes. Each member draws its own dropout masks.
+The parameters and buffers of a member are rows of the stack, so its network, optimizer and state dict see what the
+stack computes. Each member draws its dropout masks from the random stream of a single run.
 
-Private of torch (2.13), and tested: on a CPU the dropouts of torch.nn.functional draw `empty_like(input).bernoulli_(1 -
-p)` and divide by 1 - p. With p of 0 or 1 they draw nothing. Fused attention on a CPU has no rule for vmap, so that the
-plain kernel is used.
+Seen in torch 2.13, and tested: a dropout on a CPU draws `empty_like(input).bernoulli_(1 - p)` and divides by 1 - p. At
+p = 0 and p = 1 it draws nothing. Fused attention on a CPU has no rule for vmap, so the plain kernel is used.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from exp.data.randomness import step_seed
 from exp.engine.forward import Forward, Values
+from exp.functions.identities import applied
 from exp.models.kept_state import KeptState
 from exp.nested import map_tensors
 from exp.objectives.objective import Objective
 from exp.shared_types import Batch
 
 Tensors = dict[str, Tensor]
-Step = Callable[[Tensors, Tensors, Sequence[Tensor], Any], tuple[Tensors, Tensor]]
-# The functions of torch that are dropouts, and whether they drop whole channels.
-DROPOUTS: Mapping[Callable[..., Any], bool] = {
-    functional.dropout: False,
-    functional.dropout1d: True,
-    functional.dropout2d: True,
-    functional.dropout3d: True,
-}
+# The dropouts whose masks a stack draws.
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Unstackable(Exception):
     """The reason, in one line, why jobs cannot be stacked, found when their parts are built."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropout:
-    """One call of a dropout in a forward, with the shape, the strides and the dtype of its input."""
-
-    rate: float
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    by_channel: bool
-
-    def mask(self) -> Tensor:
-        """Return the factors of the input, drawn from torch's default generator in the same way as torch."""
-        if self.by_channel:
-            noise = torch.empty([*self.shape[:2], *[1] * (len(self.shape) - 2)], dtype=self.dtype)
-        else:
-            noise = torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
-        if self.rate in (0.0, 1.0):
-            return noise.fill_(1.0 - self.rate)
-        return noise.bernoulli_(1 - self.rate).div_(1 - self.rate)
-
-
-class _AtDropouts(TorchFunctionMode):
-    """Calls a function instead of each dropout of torch in training. Dropouts in evaluation return their input.
+class _Mask(torch.autograd.Function):
+    """The factors of a dropout's input, drawn for each member.
 
     Args:
-        dropout: Called with the input, the rate, and whether whole channels are dropped. Returns the output.
+        input: Input of the dropout, detached.
+        member: Index of the member. vmap calls the rule below because it is batched, even if the input is not.
+        draw: Returns the factors of a member, from its index and its input.
     """
 
-    def __init__(self, dropout: Callable[[Tensor, float, bool], Tensor]) -> None:
-        super().__init__()
-        self._dropout = dropout
+    @staticmethod
+    def forward(input: Tensor, member: Tensor, draw: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return draw(int(member), input)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func not in DROPOUTS:
-            return func(*args, **(kwargs or {}))
-        input, rate, training = _of_dropout(*args, **(kwargs or {}))
-        return self._dropout(input, rate, DROPOUTS[func]) if training else input
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
 
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
-def _of_dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool]:
-    return input, p, training
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Sequence[int | None], input: Tensor, member: Tensor, draw: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, int]:
+        dim = in_dims[0]
+        rows = [input] * info.batch_size if dim is None else input.unbind(dim)
+        return torch.stack([draw(place, row) for place, row in enumerate(rows)]), 0
 
 
 class StackedNetwork:
@@ -102,7 +77,6 @@ class StackedNetwork:
         run: Result of `forward_by_name` for the first network.
         objective: Objective of all members.
         autocast: Returns the context of a forward.
-        compiled: Compiles the function of a step. None runs it uncompiled.
 
     Attributes:
         trained: Names of the parameters that learn, in the order of the network.
@@ -119,15 +93,18 @@ class StackedNetwork:
         run: Forward,
         objective: Objective,
         autocast: Callable[[], AbstractContextManager[object]],
-        compiled: Callable[[Step], Step] | None = None,
     ) -> None:
-        self._networks, self._seeds, self._template = networks, seeds, networks[0]
-        self._run, self._objective, self._autocast, self._compiled = run, objective, autocast, compiled
-        self.trained = [name for name, one in self._template.named_parameters() if one.requires_grad]
-        # A step by the sizes of its batch. A step that served all sizes would be compiled anew for each.
-        self._steps: dict[tuple[Batch, bool], Step] = {}
-        # The dropouts of each member in the order of a forward, by batch size.
-        self._dropouts: dict[int, list[list[Dropout]]] = {}
+        self._seeds, self._run, self._objective, self._autocast = seeds, run, objective, autocast
+        self.trained = [name for name, one in networks[0].named_parameters() if one.requires_grad]
+        self._members = torch.arange(len(networks))
+        self._generators = [torch.Generator() for _ in networks]
+        # The index of the member, batched, while a step runs.
+        self._member = self._members
+        # Computes with the tensors of the stack in place of its own.
+        self._template = copy.deepcopy(networks[0])
+        dropouts = zip(_dropouts_of(self._template), *map(_dropouts_of, networks), strict=True)
+        for module, *own in dropouts:
+            module.forward = self._dropout(module, [one.p for one in own])
         self._tensors: Tensors = {}
         own = [{**dict(one.named_parameters()), **dict(one.named_buffers())} for one in networks]
         for name, first in own[0].items():
@@ -143,6 +120,24 @@ class StackedNetwork:
                 else:
                     setattr(module, leaf, row)
 
+    def _dropout(self, module: nn.Dropout, rates: Sequence[float]) -> Callable[[Tensor], Tensor]:
+        """Return the forward of a dropout with a rate for each member."""
+        by_channel = type(module) is not nn.Dropout
+
+        def draw(place: int, row: Tensor) -> Tensor:
+            rate = rates[place]
+            noise = row.new_empty([*row.shape[:2], *[1] * (row.dim() - 2)]) if by_channel else torch.empty_like(row)
+            if rate in (0.0, 1.0):
+                return noise.fill_(1.0 - rate)
+            return noise.bernoulli_(1 - rate, generator=self._generators[place]).div_(1 - rate)
+
+        def forward(input: Tensor) -> Tensor:
+            if not module.training:
+                return input
+            return input * applied(_Mask, input.detach(), self._member, draw)
+
+        return forward
+
     def gradients(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> tuple[Tensors, Tensor]:
         """Return the gradient of each trained parameter `[M, ...]`, and the losses `[T, M]`.
 
@@ -155,36 +150,22 @@ class StackedNetwork:
             index: Index of the batch in its epoch.
         """
         self._template.train()
-        tensors = dict(self._tensors)
-        trained = {name: tensors.pop(name) for name in self.trained}
-        masks = self._masks(batch, is_shared=is_shared, epoch=epoch, index=index)
-        step = self._step(batch._replace(data=None), is_shared=is_shared)
-        with self._autocast(), sdpa_kernel(SDPBackend.MATH):
-            gradients, losses = step(trained, tensors, masks, batch.data)
-        return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses
+        fixed = dict(self._tensors)
+        trained = {name: fixed.pop(name) for name in self.trained}
+        sizes = batch._replace(data=None)
+        for seed, generator in zip(self._seeds, self._generators, strict=True):
+            generator.manual_seed(step_seed(seed=seed, rank=0, epoch=epoch, batch=index))
 
-    def _step(self, sizes: Batch, *, is_shared: bool) -> Step:
-        """Return the function of a step: of trained and other tensors, dropout masks, and the data of a batch."""
-        key = (sizes, is_shared)
-        if key in self._steps:
-            return self._steps[key]
-
-        def objective(trained: Tensors, fixed: Tensors, masks: Sequence[Tensor], data: Any) -> tuple[Tensor, Tensor]:
-            left = iter(masks)
-            with _AtDropouts(lambda input, *_: input * next(left)):
-                values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
-                total, parts = self._objective(values, sizes)
+        def objective(trained: Tensors, fixed: Tensors, member: Tensor, data: Any) -> tuple[Tensor, Tensor]:
+            self._member = member
+            values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
+            total, parts = self._objective(values, sizes)
             return total, torch.stack([total.detach(), *(parts.values() if len(parts) > 1 else ())])
 
-        stepped = vmap(grad_and_value(objective, has_aux=True), in_dims=(0, 0, 0, None if is_shared else 0))
-        called = stepped if self._compiled is None else self._compiled(stepped)
-
-        def step(trained: Tensors, fixed: Tensors, masks: Sequence[Tensor], data: Any) -> tuple[Tensors, Tensor]:
-            gradients, (_, losses) = called(trained, fixed, masks, data)
-            return gradients, losses.T
-
-        self._steps[key] = step
-        return step
+        step = vmap(grad_and_value(objective, has_aux=True), in_dims=(0, 0, 0, None if is_shared else 0))
+        with self._autocast(), sdpa_kernel(SDPBackend.MATH):
+            gradients, (_, losses) = step(trained, fixed, self._members, batch.data)
+        return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses.T
 
     def evaluate(self, batch: Batch) -> list[Values]:
         """Return the values by name of one batch, for each member."""
@@ -202,46 +183,30 @@ class StackedNetwork:
             stacked = vmap(forward)(self._tensors)
         return [
             {**shared, **{name: map_tensors(value, operator.itemgetter(place)) for name, value in stacked.items()}}
-            for place in range(len(self._networks))
+            for place in range(len(self._seeds))
         ]
-
-    def _masks(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> list[Tensor]:
-        """Return the factors `[M, ...]` of each dropout in the order of a forward. Each member draws its own."""
-        if batch.size not in self._dropouts:
-            self._dropouts[batch.size] = self._find_dropouts(batch if is_shared else of_first(batch))
-        drawn = []
-        for seed, dropouts in zip(self._seeds, self._dropouts[batch.size], strict=True):
-            if dropouts:
-                torch.default_generator.manual_seed(step_seed(seed=seed, rank=0, epoch=epoch, batch=index))
-            drawn.append([one.mask() for one in dropouts])
-        return [torch.stack(masks) for masks in zip(*drawn, strict=True)]
-
-    def _find_dropouts(self, batch: Batch) -> list[list[Dropout]]:
-        found = []
-        with torch.no_grad(), self._autocast():
-            for network in self._networks:
-                found.append(_watched(network.train(), batch, run=self._run, objective=self._objective)[0])
-                if not found[0]:
-                    return [[] for _ in self._networks]  # one architecture: no other network has any
-        return found
 
 
 def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:
     """Run a training step's forward and backward, and a forward of evaluation, of a network that no job trains.
 
     Raises:
-        Unstackable: Something besides a dropout draws random numbers, a parameter gets no gradient, or a step changes
-            more of the network than the numbers in its buffers. All members share the objects of one network.
+        Unstackable: A module that is not a dropout draws random numbers, a parameter gets no gradient, or a step
+            changes more of the network than the numbers in its buffers. All members share the objects of one network.
     """
+    network = copy.deepcopy(network)
+    for dropout in _dropouts_of(network):
+        dropout.p = 0.0
     kept = {f"objective.{name}": KeptState(term, with_buffers=True) for name, term in objective.terms.items()}
     kept["model"] = KeptState(network.train())
     with torch.no_grad():
         run(network.eval(), batch.data)
         run(network.train(), batch.data)
     state = torch.default_generator.get_state()
-    loss = _watched(network, batch, run=run, objective=objective)[1]
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    loss, _ = objective(run(functools.partial(_called, network, buffers), batch.data), batch)
     if not torch.equal(state, torch.default_generator.get_state()):
-        raise Unstackable("model cannot be stacked: something beside its dropouts draws random numbers in a step")
+        raise Unstackable("model cannot be stacked: something other than its dropout layers draws random numbers")
     for key, one in kept.items():
         if changed := one.changes():
             raise Unstackable(f"{key} cannot be stacked: a step changes {', '.join(changed)}, which jobs would share")
@@ -252,26 +217,8 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
             raise Unstackable(f"model cannot be stacked: {name} gets no gradient, and its optimizer leaves it alone")
 
 
-def of_first(batch: Batch) -> Batch:
-    """Return a batch with the data `[B, ...]` of the first member, from data `[M, B, ...]`."""
-    return batch._replace(data=map_tensors(batch.data, operator.itemgetter(0)))
-
-
-def _watched(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> tuple[list[Dropout], Tensor]:
-    """Return the dropouts of a training forward, and its objective. Dropouts draw nothing, buffers do not change."""
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    found: list[Dropout] = []
-
-    def note(input: Tensor, rate: float, by_channel: bool) -> Tensor:
-        like = torch.empty_like(input, device="meta")
-        shape, strides = tuple(like.shape), like.stride()
-        found.append(Dropout(rate=float(rate), shape=shape, strides=strides, dtype=like.dtype, by_channel=by_channel))
-        return input
-
-    with _AtDropouts(note):
-        values = run(functools.partial(_called, network, buffers), batch.data)
-        loss, _ = objective(values, batch)
-    return found, loss
+def _dropouts_of(network: nn.Module) -> list[nn.Dropout]:
+    return [cast(nn.Dropout, module) for module in network.modules() if type(module) in DROPOUTS]
 
 
 def _called(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **named: Any) -> Any:

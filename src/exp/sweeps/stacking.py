@@ -12,13 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR
 from exp.config.plain_tree import are_same, is_node, leaves
 from exp.config.reading import UNKNOWN, Values
-from exp.launch.launcher import last_checkpoint
+from exp.shared_types import EPOCH_LOSS
 from exp.spelling import show
 from exp.sweeps.jobs import Job
 
@@ -35,8 +34,6 @@ LOGGERS = {"exp.tensorboard.logger.TensorBoardLogger"}
 DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "3d")}
 # LBFGS evaluates the loss by itself, SparseAdam takes sparse gradients.
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
-# The key in the provenance of a job that began in a stack.
-STACK = "stack"
 
 # The values that a stacked job may have, and the keys that must have one of them. A key that is not there is allowed.
 REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
@@ -47,11 +44,12 @@ REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
     ((None, [], {}), ("data.batch_transforms", "data.train_batch_transforms")),
     ((None, False), ("checkpoint.async",)),
     ((False,), ("trainer.detect_anomaly", "runtime.deterministic", "runtime.cuda_blocking")),
-    ((False,), ("runtime.channels_last", "runtime.autoresume")),
-    ((True,), ("train",)),
+    ((False,), ("runtime.channels_last", "runtime.autoresume", "runtime.compile")),
+    ((True,), ("train", "checkpoint.save_last", "checkpoint.save_best")),
     ((0,), ("launch.max_restarts", "trainer.num_sanity_val_steps")),
     ((0, 0.0), ("trainer.overfit_batches",)),
     ((1,), ("launch.nodes", "trainer.accumulate_grad_batches", "checkpoint.keep")),
+    ((1,), ("trainer.check_val_every_n_epoch",)),
     ((1, "auto"), ("launch.devices",)),
     # A limit of 1.0 is all batches, a limit of 1 is one batch.
     ((None, 1.0), ("trainer.val_check_interval", "trainer.limit_train_batches")),
@@ -121,27 +119,11 @@ def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) 
         print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
     stacked = []
     for places in found.stacked:
-        members = [whole[place] for place in places if whole[place].number in left and not _began_alone(whole[place])]
+        members = [whole[place] for place in places if whole[place].number in left]
         if members:
             stacked.append([replace(job, is_stacked=True) for job in members])
     together = {job.number for members in stacked for job in members}
     return [*stacked, *([job] for job in jobs if job.number not in together)]
-
-
-def _began_alone(job: Job) -> bool:
-    """Return whether an earlier sweep has trained a job in its own process."""
-    directory = cast(Path, job.directory)
-    return job.is_known and last_checkpoint(directory) is not None and not is_member(directory)
-
-
-def is_member(directory: Path) -> bool:
-    """Return whether the job of a run directory began in a stack.
-
-    Such a job resumes in a stack, even as its only member: a stack rounds differently from a single run, and equally
-    for any number of members.
-    """
-    path = directory / "provenance.json"
-    return path.is_file() and STACK in json.loads(path.read_text(encoding="utf-8"))
 
 
 def obstacle(plain: Plain) -> str | None:
@@ -170,16 +152,16 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
             yield f"hooks.{name}.peak_flops", "the FLOPs of a stack are those of all its members"
     if plain["optimizer"]["_target_"] in OTHER_OPTIMIZERS:
         yield "optimizer", "it evaluates the loss by itself, or takes sparse gradients"
-    for key in ("max_epochs", "check_val_every_n_epoch"):
-        if plain["trainer"][key] is None or plain["trainer"][key] < 1:
-            yield f"trainer.{key}", "a stack needs a number of epochs"
+    epochs = plain["trainer"]["max_epochs"]
+    if epochs is None or epochs < 1:
+        yield "trainer.max_epochs", "a stack needs a number of epochs"
     if "train" in plain["metric_stages"]:
         yield "metric_stages", "a stack computes no metrics of training batches"
-    if plain["monitor"] is not None and not isinstance(plain["monitor"], str):
-        yield "monitor", "a stack compares one value of each member"
-    scheduler = plain["scheduler"]
-    if str(scheduler["_target_"]).endswith("ReduceLROnPlateau") and scheduler["interval"] == "step":
-        yield "scheduler.interval", "a plateau schedule moves at epochs in a stack"
+    monitor = plain["monitor"]
+    if monitor is not None and (monitor == EPOCH_LOSS or monitor.endswith("/train")):
+        yield "monitor", "a stack compares values of the validation split"
+    if str(plain["scheduler"]["_target_"]).endswith("ReduceLROnPlateau"):
+        yield "scheduler", "it reads a value of one run"
     for key, value in leaves(plain):
         if isinstance(value, str) and OUTPUT_DIR in value:
             yield key, "it is in the directory of one run"

@@ -248,9 +248,9 @@ class Freezing:
         self.frozen, self._ends = [], []
 
     def start(self, work):
-        (config,) = work.configs
-        self.frozen.append(freeze(resolve(config).config))
-        self._ends = [End(job=work.jobs[0], outcome=RunError("enough"))]
+        (job,) = work.jobs
+        self.frozen.append(freeze(resolve(job.new_config()).config))
+        self._ends = [End(job=job.number, outcome=RunError("enough"))]
 
     def ends(self, timeout):
         ends, self._ends = self._ends, []

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from exp import compose
 from exp.check.stages import early_errors
-from exp.config.freeze import freeze, make_exclusively, provenance, shared_origin, take_directory
-from exp.config.frozen import frozen_yaml, read_frozen, read_overrides
+from exp.config.freeze import freeze, make_exclusively, provenance, shared_origin, take_directory, write_frozen
+from exp.config.frozen import COMPOSITION, frozen_yaml, read_frozen, read_overrides
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import RunError
 
@@ -116,9 +116,12 @@ def test_yaml_text_equals_that_of_omegaconf():
 
 def test_jobs_of_a_sweep_record_their_overrides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = compose(overrides=["seed=5", "hydra.run.dir=outputs/shared"])
+    config = compose(overrides=["seed=5", "hydra.run.dir=shared"])
     origin = {**shared_origin(), "time": "then"}
-    directory = freeze(config, text=frozen_yaml(config), origin=origin, is_synced=False)
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    overrides = config[COMPOSITION].overrides
+    write_frozen(directory, text=frozen_yaml(config), overrides=overrides, origin=origin, is_synced=False)
     written = json.loads((directory / "provenance.json").read_text())
     assert written == {**origin, "overrides": ["seed=5"]}
     assert read_frozen(directory).seed == 5

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import exp
 from exp.errors import ConfigError, RunError
+from exp.sweeps.jobs import Job, with_config
 from exp.sweeps.stack import train
 
 KEPT = "+callbacks.kept={_target_: kept.Kept}"
@@ -108,8 +109,13 @@ def test_lora_is_loaded_as_trained(trained):
 
 def test_a_job_of_a_stacked_sweep_is_loaded():
     stacked = ["trainer.max_steps=2", "hooks=[]", "trainer.enable_progress_bar=false", "sweep.stack=true"]
-    configs = [exp.compose([*stacked, f"seed={seed}", f"hydra.run.dir=outputs/sweep/{seed}"]) for seed in (0, 1)]
-    outcomes = dict(train(configs))
+    jobs = []
+    for seed in (0, 1):
+        directory = Path(f"outputs/sweep/{seed}").absolute()
+        directory.mkdir(parents=True)
+        job = Job(number=seed, overrides=(*stacked, f"seed={seed}"), swept={}, packed=None)
+        jobs.append(with_config(job, exp.compose([*job.overrides]), directory))
+    outcomes = dict(train(jobs))
     run = exp.load("outputs/sweep/1")
     assert run.config.seed == 1
     report = run.evaluate()

@@ -40,8 +40,8 @@ def test_a_job_is_the_same_after_a_similar_one(overrides):
         one = made.composed(number, space.overrides(values))
         other = jobs_of(master).composed(number, space.overrides(values))
         assert (one.swept, str(one.error), one.plain) == (other.swept, str(other.error), other.plain)
-        if one.config is not None:
-            assert OmegaConf.to_container(one.config) == OmegaConf.to_container(other.config)
+        if one.packed is not None:
+            assert OmegaConf.to_container(one.new_config()) == OmegaConf.to_container(other.new_config())
 
 
 SGD = ["optimizer=sgd", "scheduler=one_cycle"]
@@ -86,5 +86,5 @@ def test_ten_thousand_jobs_fit_into_memory():
     finally:
         tracemalloc.stop()
     assert each < 40e3
-    assert [job.config.seed for job in jobs[::10]] == [0, 10, 20]
-    assert jobs[7].config[COMPOSITION].directory == str(jobs[7].directory) != str(jobs[8].directory)
+    assert [job.new_config().seed for job in jobs[::10]] == [0, 10, 20]
+    assert jobs[7].new_config()[COMPOSITION].directory == str(jobs[7].directory) != str(jobs[8].directory)

@@ -22,6 +22,7 @@ from exp.run_report import Report, read_report, write_report
 from exp.start import prepare
 from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
+from exp.sweeps.jobs import Job, with_config
 from exp.sweeps.sweep import compose_sweep
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
@@ -36,8 +37,9 @@ COMMANDS = {
 }
 
 
-def work(job, *overrides):
-    return Work(jobs=(job,), configs=(exp.compose([f"hydra.run.dir=outputs/{job}", *SMALL, *overrides]),))
+def work(number, *overrides):
+    job = Job(number=number, overrides=(*SMALL, *overrides), swept={}, packed=None)
+    return Work(jobs=(with_config(job, exp.compose([*job.overrides]), Path(f"outputs/{number}").absolute()),))
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
 def test_a_job_that_slurm_does_not_take_has_failed(slurm, tmp_path):
     running = slurm(nodes=1)
     with pytest.raises(ConfigError, match=r"sweep\.stack: 2 jobs in one process, on a cluster"):
-        running.start(Work(jobs=(0, 1), configs=()))
+        running.start(Work(jobs=(*work(0).jobs, *work(1).jobs)))
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no partition >&2\nexit 1\n")
     running.start(work(0))
     running.start(work(1, "launch.nodes=2", "strategy=ddp"))

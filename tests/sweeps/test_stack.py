@@ -13,12 +13,14 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from exp import compose, fit
+from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import read_checkpoint
 from exp.errors import Interrupted, NonFiniteError
 from exp.files import is_locked
 from exp.run_report import Report, read_report
 from exp.sweeps import member, stack
 from exp.sweeps.executor import Unstacked
+from exp.sweeps.jobs import Job, with_config
 from exp.sweeps.local import outcomes
 from exp.sweeps.stack import train
 from exp.sweeps.stacked_network import Unstackable
@@ -39,9 +41,19 @@ def configs(name, shared, own):
     ]
 
 
+def jobs_of(name, shared, own):
+    jobs = []
+    for place, config in enumerate(configs(name, shared, own)):
+        directory = Path(config[COMPOSITION].directory)
+        directory.mkdir(parents=True)
+        job = Job(number=place, overrides=(*QUIET, *shared, *own[place]), swept={}, packed=None)
+        jobs.append(with_config(job, config, directory))
+    return jobs
+
+
 def stacked(shared, own, *, name="stack"):
     """Return the outcome of each job, trained together, in the order of the jobs."""
-    found = dict(train(configs(name, shared, own)))
+    found = dict(train(jobs_of(name, shared, own)))
     assert sorted(found) == list(range(len(own)))
     return [found[place] for place in range(len(own))]
 
@@ -212,7 +224,7 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
     """A member that diverges leaves in the first epoch. The others then get a signal."""
     shared = ["precision=fp64", "trainer.max_epochs=2", "trainer.log_every_n_steps=3", "optimizer=sgd", "hooks=[]"]
     own = [["optimizer.lr=0.05"], ["optimizer.lr=1e30"], ["optimizer.lr=0.02", "seed=3"]]
-    jobs, ended = configs("stack", shared, own), {}
+    jobs, ended = jobs_of("stack", shared, own), {}
     for place, outcome in train(jobs):
         if not ended:
             assert [is_locked(path) for path in sorted(Path("outputs/stack").glob("*/config.yaml"))] == [
@@ -252,14 +264,14 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
         ("objective=keeping", "objective.keeping cannot be stacked: a step changes loss.steps"),
     ],
 )
-def test_jobs_that_cannot_be_stacked_leave_no_directory(choice, reason):
+def test_jobs_that_cannot_be_stacked_are_not_frozen(choice, reason):
     with pytest.raises(Unstackable, match=reason):
-        list(train(configs("unstacked", [choice, "security.allow=[ends]"], [["seed=1"], ["seed=2"]])))
-    assert not Path("outputs").exists()
+        list(train(jobs_of("unstacked", [choice, "security.allow=[ends]"], [["seed=1"], ["seed=2"]])))
+    assert not list(Path("outputs").rglob("config.yaml"))
 
 
 def test_a_late_refusal_unstacks_the_jobs_without_an_outcome(monkeypatch):
-    def late(configs, *, at_once):
+    def late(jobs, *, at_once):
         yield 1, NonFiniteError("a loss")
         raise Unstackable("a reason")
 

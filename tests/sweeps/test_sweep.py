@@ -53,12 +53,13 @@ class Runs:
         self._ends = []
 
     def start(self, work):
-        for number, config in zip(work.jobs, work.configs, strict=True):
+        for job in work.jobs:
+            config = job.new_config()
             self.configs.append(config)
             try:
-                self._ends.append(End(job=number, outcome=self._trained(config)))
+                self._ends.append(End(job=job.number, outcome=self._trained(config)))
             except ExpError as error:
-                self._ends.append(End(job=number, outcome=error))
+                self._ends.append(End(job=job.number, outcome=error))
 
     def ends(self, timeout):
         ends, self._ends = self._ends, []

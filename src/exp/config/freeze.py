@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from exp.config.frozen import COMPOSITION, OUTPUT, TAKEN, frozen_yaml, literal, versions, with_texts
 from exp.config.revision import revision
@@ -31,40 +31,69 @@ from exp.redaction import mask_secrets
 MAX_TRIES = 100
 
 
-def freeze(
-    config: DictConfig, *, text: str | None = None, origin: Mapping[str, Any] | None = None, is_synced: bool = True
-) -> Path:
-    """Makes the run directory of a composed config and writes overrides.yaml, provenance.json and config.yaml.
+def freeze(config: DictConfig) -> Path:
+    """Make the run directory of a composed config, and write overrides.yaml, provenance.json and config.yaml.
 
-    config.yaml is the last: where it stands, the others do, in whatever moment the process was killed.
+    If the directory exists, `-2`, `-3` and so on are appended to its name, unless it was made for this config; see
+    `take_directory`.
 
-    A directory that stands already is never shared: `-2`, `-3` and so on are appended. One that was made for this
-    config alone is taken; see `take_directory`.
+    Returns:
+        The absolute path of the new directory.
 
-    text: of config.yaml, where it is made already. origin: `shared_origin`, of several runs.
-    is_synced: whether each file is on the disk when this returns, for 0.5 ms each; else when the system sees to it.
-    Returns: the absolute path of the new directory.
-    Raises: RunError where the directory cannot be made or written.
+    Raises:
+        RunError: The directory cannot be made or written.
     """
     composition = config[COMPOSITION]
     wanted = Path(composition.directory)
     try:
         directory = wanted.absolute() if TAKEN in composition else make_exclusively(wanted)
-        composition.directory = literal(str(directory))
-        overrides = list(composition.overrides)
-        found = _covered(provenance(overrides)) if origin is None else {**origin, **_covered({"overrides": overrides})}
+    except OSError as error:
+        raise _unwritable(wanted, error) from error
+    composition.directory = literal(str(directory))
+    write_frozen(directory, text=frozen_yaml(config), overrides=composition.overrides)
+    return directory
+
+
+def write_frozen(
+    directory: Path,
+    *,
+    text: str,
+    overrides: ListConfig,
+    origin: Mapping[str, Any] | None = None,
+    is_synced: bool = True,
+) -> None:
+    """Write overrides.yaml, provenance.json and config.yaml of a run.
+
+    config.yaml is written last. If it exists, the others do, also after a kill.
+
+    Args:
+        directory: Run directory.
+        text: Text of config.yaml.
+        overrides: Overrides of the run, as its config keeps them.
+        origin: Result of `shared_origin`, for several runs of one process.
+        is_synced: Whether the files are on the disk when this returns, which takes 0.5 ms each.
+
+    Raises:
+        RunError: A file cannot be written.
+    """
+    texts = list(overrides)
+    found = _covered(provenance(texts)) if origin is None else {**origin, **_covered({"overrides": texts})}
+    try:
         for name, content in (
-            ("overrides.yaml", OmegaConf.to_yaml(composition.overrides, resolve=True)),
+            ("overrides.yaml", OmegaConf.to_yaml(overrides, resolve=True)),
             ("provenance.json", json.dumps(found, indent=2) + "\n"),
-            ("config.yaml", frozen_yaml(config) if text is None else text),
+            ("config.yaml", text),
         ):
             write_atomic(directory / name, content, is_synced=is_synced)
     except OSError as error:
-        raise RunError(
-            f"the run directory {wanted} cannot be written: {error.strerror or error}. "
-            "Free the place, or choose another with hydra.run.dir=outputs/elsewhere"
-        ) from error
-    return directory
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: Path, error: OSError) -> RunError:
+    return RunError(
+        f"the run directory {directory} cannot be written: {error.strerror or error}. "
+        "Free the place, or choose another with hydra.run.dir=outputs/elsewhere"
+    )
 
 
 def take_directory(config: DictConfig, directory: Path) -> None:

@@ -1,5 +1,6 @@
-"""The place where a sweep's jobs run: cores and GPUs of this machine, a cluster's nodes. A sweep asks for no more than
-`Executor`; which jobs there are, and in which order, is no concern of an executor's.
+"""The interface between a sweep and the place where its jobs run: this machine, or the nodes of a cluster.
+
+A sweep decides which jobs there are and in which order they start. An executor runs them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from exp.errors import ExpError, RunError
 if TYPE_CHECKING:
     from exp.check.plan import Plan
     from exp.run_report import Report
+    from exp.sweeps.jobs import Job
 
 # Checks and freezes the config of a job, and returns its plan and its run directory.
 Prepare = Callable[[DictConfig], tuple["Plan", Path]]
@@ -23,16 +25,14 @@ Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one process: a job, or several that are trained together.
+    """The work of one process: a job, or several jobs that are trained together.
 
-    jobs: their numbers.
-    configs: of each, checked; `_composition_.directory` is its own run directory, absolute. A directory that holds a
-        config.yaml already is gone on with, in place, from its newest whole checkpoint.
-    is_stack: they are trained together, or one is whose like have ended.
+    Attributes:
+        jobs: Checked jobs. A job whose directory has a config.yaml resumes there from its newest checkpoint.
+        is_stack: Whether the jobs are trained together. A stack may have one job, if the others have ended.
     """
 
-    jobs: tuple[int, ...]
-    configs: tuple[DictConfig, ...]
+    jobs: tuple[Job, ...]
     is_stack: bool = False
 
 
@@ -40,8 +40,10 @@ class Work:
 class End:
     """The end of one job.
 
-    outcome: its report; or what ended it: RunError with the last words of a process that died, Interrupted where it was
-        ended by a signal, Unstacked where it has not begun, or was in the process of several that died.
+    Attributes:
+        job: Number of the job.
+        outcome: Its report or its error: RunError with the last words of a process that died, Interrupted after a
+            signal, Unstacked if the job has to run alone.
     """
 
     job: int
@@ -49,32 +51,33 @@ class End:
 
 
 class Unstacked(RunError):
-    """A job that was to be trained together with others and was not: it is to be run alone. The message says why."""
+    """A job could not be trained together with others, and has to run alone. The message has the reason."""
 
 
 class Executor(Protocol):
-    """Runs works, several at a time, each job in a process that cannot harm another one."""
+    """Runs works, several at a time, each job in a process that cannot harm other jobs."""
 
     @property
     def stacks(self) -> bool:
-        """Whether one process may train several jobs together here."""
+        """Whether one process may train several jobs together."""
 
     @property
     def slots(self) -> int:
-        """How many works run at once here."""
+        """The number of works that run at a time."""
 
     def start(self, work: Work) -> None:
-        """Start a work and return at once. At most `slots` are running."""
+        """Start a work and return at once. At most `slots` works are running."""
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait until a job has ended, a signal has come or `timeout` seconds are over.
+        """Wait until a job has ended, a signal has come or `timeout` seconds have passed.
 
-        Returns: the jobs that have ended since the last call, each once, in the order of their ends. Every job that was
-            started ends, in whatever way; its report.json is written then, where its run directory was.
+        Returns:
+            The jobs that have ended since the last call, each once, in the order of their ends. Every started job ends,
+            and its report.json is written if its run directory existed.
         """
 
     def end(self, signum: int) -> None:
-        """Pass a signal on to every running job, which saves its state and leaves; a second call kills them."""
+        """Pass a signal on to every running job, which saves its state and ends. A second call kills the jobs."""
 
     def close(self) -> None:
-        """End what is left, and leave nothing behind: no process, no file outside the run directories."""
+        """End the jobs that still run, and remove all files outside of run directories."""

@@ -63,11 +63,9 @@ class Job:
     is_known: bool = False
     is_stacked: bool = False
 
-    @property
-    def config(self) -> DictConfig | None:
-        """A new copy of its config. None if the job has an error."""
-        if self.packed is None:
-            return None
+    def new_config(self) -> DictConfig:
+        """Return a new copy of the config of a job without an error."""
+        assert self.packed is not None
         config = unpacked(self.packed)
         config[COMPOSITION].directory = literal(str(self.directory))
         return config
@@ -181,7 +179,7 @@ class Jobs:
             groups = [text for line, text in pairs if line.key_or_group in options]
             fix = f"Start one sweep for each option: -m {' '.join(groups)}"
             raise ConfigError([replace(one, fix=fix, source=source_of(config, one.key)) for one in others])
-        job = _with_config(job, config, Path(config[COMPOSITION].directory))
+        job = with_config(job, config, Path(config[COMPOSITION].directory))
         if is_plain and job.error is None:
             self._pattern = _Pattern(
                 lines=lines,
@@ -201,10 +199,10 @@ class Jobs:
         paths = {line.key_or_group: tuple(line.key_or_group.split(".")) for line in changed}
         directory = self._directory / str(job.number)
         if are_referred(paths.values(), pattern.raw):
-            return _with_config(job, config, directory)
+            return with_config(job, config, directory)
         values = {path: OmegaConf.select(config, key) for key, path in paths.items()}
         reading, plain = with_changes(pattern.reading, values), with_changes(pattern.plain, values)
-        return _with_config(job, config, directory, reading=(reading, []), plain=plain)
+        return with_config(job, config, directory, reading=(reading, []), plain=plain)
 
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the errors that need torch beside the errors that they have."""
@@ -241,7 +239,7 @@ class Jobs:
                 raise config_error(key, got=f"{value} in a job", expected="one value for the whole sweep", fix=fix)
 
 
-def _with_config(
+def with_config(
     job: Job,
     config: DictConfig,
     directory: Path,

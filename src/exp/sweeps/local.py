@@ -9,15 +9,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig
 
 from exp.config.freeze import make_exclusively, take_directory
-from exp.config.frozen import COMPOSITION, OUTPUT
-from exp.errors import ExpError, RunError, describe_exception
+from exp.config.frozen import OUTPUT
+from exp.errors import ExpError, RunError, words_of
 from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
@@ -26,12 +26,13 @@ from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_ba
 if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.strategies.placement import Machine
+    from exp.sweeps.jobs import Job
 # A signal may have arrived: the caller looks for it so often.
 SIGNAL_SECONDS = 0.1
 
 
 def outcomes(
-    configs: Sequence[DictConfig],
+    jobs: Sequence[Job],
     is_stack: bool,
     most_threads: int,
     at_once: int,
@@ -40,7 +41,7 @@ def outcomes(
     """Run the jobs of a work in their process. Yield the index of each job and its outcome.
 
     Args:
-        configs: Configs of the jobs.
+        jobs: Jobs of the work, in their own directories.
         is_stack: Whether the jobs are trained together.
         most_threads: Most threads of the operators of each rank, if a config does not set them.
         at_once: Number of works that share the machine.
@@ -52,18 +53,26 @@ def outcomes(
     torch.set_num_threads(each)
     os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
     if not is_stack:
-        yield 0, ended(fit, configs[0])
+        yield 0, ended(fit, _config_in_place(jobs[0]))
         return
     from exp.sweeps.stack import train
     from exp.sweeps.stacked_network import Unstackable
 
-    left = set(range(len(configs)))
+    left = set(range(len(jobs)))
     try:
-        for place, outcome in train(configs, at_once=at_once):
+        for place, outcome in train(jobs, at_once=at_once):
             left.remove(place)
             yield place, outcome
     except Unstackable as reason:
         yield from ((place, Unstacked(str(reason))) for place in sorted(left))
+
+
+def _config_in_place(job: Job) -> DictConfig:
+    """Return the config of a job, which the job freezes in its directory unless an earlier process did."""
+    config, directory = job.new_config(), cast(Path, job.directory)
+    if not (directory / "config.yaml").is_file():
+        take_directory(config, directory)
+    return config
 
 
 @dataclass(kw_only=True)
@@ -72,7 +81,6 @@ class _Running:
 
     work: Work
     process: JobProcess[tuple[int, Report | ExpError]]
-    directories: Sequence[Path]
     need: Need
     gpus: tuple[str, ...]
     waiting: list[int] = field(default_factory=list)
@@ -109,13 +117,13 @@ class LocalExecutor:
     def start(self, work: Work) -> None:
         """Start a work and return at once."""
         try:
-            need, machine = self._asked(work.configs[0])
-            directories = [self._directory(config) for config in work.configs]
-            _begin_outputs(work, directories)
+            need, machine = self._asked(work.jobs[0].new_config())
+            work = replace(work, jobs=tuple(map(_in_own_directory, work.jobs)))
+            _begin_outputs(work)
         except (OSError, Died) as error:
             who = "the process that looks for its devices " if isinstance(error, Died) else ""
-            failed = RunError(f"the job could not begin: {who}{describe_exception(error)}")
-            self._ended += [End(job=job, outcome=failed) for job in work.jobs]
+            failed = RunError(f"the job could not begin: {who}{words_of(error)}")
+            self._ended += [End(job=job.number, outcome=failed) for job in work.jobs]
             return
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
@@ -123,18 +131,16 @@ class LocalExecutor:
         self._processes.start()
         process = JobProcess(
             outcomes,
-            work.configs,
+            work.jobs,
             work.is_stack,
             threads(need, slots=self.slots, machine=machine),
             self.slots,
             self._processes.fit,
-            output=directories[0] / OUTPUT,
+            output=_output_of(work.jobs[0]),
             environment=visible(gpus),
         )
         waiting = list(range(len(work.jobs)))
-        self._running.append(
-            _Running(work=work, process=process, directories=directories, need=need, gpus=gpus, waiting=waiting)
-        )
+        self._running.append(_Running(work=work, process=process, need=need, gpus=gpus, waiting=waiting))
 
     def ends(self, timeout: float) -> list[End]:
         """Wait at most `timeout` seconds until a job has ended, and at most SIGNAL_SECONDS; see Executor."""
@@ -170,20 +176,11 @@ class LocalExecutor:
             self._processes.asked[wanted] = self._processes.call(need_of, config)
         return self._processes.asked[wanted]
 
-    def _directory(self, config: DictConfig) -> Path:
-        """Return the run directory of a job, in which the job freezes its config. Make it if it does not exist."""
-        wanted = Path(config[COMPOSITION].directory).absolute()
-        if (wanted / "config.yaml").is_file():
-            return wanted
-        directory = make_exclusively(wanted)
-        take_directory(config, directory)
-        return directory
-
     def _take_in(self) -> None:
         for one in tuple(self._running):
             for place, outcome in one.process.values:
                 one.waiting.remove(place)
-                self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
+                self._ended.append(End(job=one.work.jobs[place].number, outcome=outcome))
             one.process.values.clear()
             died = one.process.died
             if died is None:
@@ -191,13 +188,13 @@ class LocalExecutor:
             self._running.remove(one)
             if self._devices is not None:
                 self._devices.give_back(one.gpus, one.need)
-            for place in one.waiting:
+            for job in map(one.work.jobs.__getitem__, one.waiting):
                 if one.work.is_stack and not self._signals:
                     # Any of the jobs may have ended the process. Each job runs alone, so that only that job fails.
-                    self._ended.append(End(job=one.work.jobs[place], outcome=Unstacked(f"their process {died}")))
-                    continue
-                outcome = self._bad_end(one.directories[place], died)
-                self._ended.append(End(job=one.work.jobs[place], outcome=outcome))
+                    outcome = Unstacked(f"their process {died}")
+                else:
+                    outcome = self._bad_end(cast(Path, job.directory), died)
+                self._ended.append(End(job=job.number, outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
         """Return the error of a job whose process ended without an outcome, and write its report."""
@@ -207,12 +204,21 @@ class LocalExecutor:
         return error
 
 
-def _begin_outputs(work: Work, directories: Sequence[Path]) -> None:
+def _in_own_directory(job: Job) -> Job:
+    """Make the run directory of a job unless an earlier sweep made it."""
+    directory = cast(Path, job.directory)
+    return job if (directory / "config.yaml").is_file() else replace(job, directory=make_exclusively(directory))
+
+
+def _output_of(job: Job) -> Path:
+    return cast(Path, job.directory) / OUTPUT
+
+
+def _begin_outputs(work: Work) -> None:
     """Make the output file of each job. The output of jobs that are trained together is in the file of the first."""
-    first, *others = (directory / OUTPUT for directory in directories)
+    first, *others = map(_output_of, work.jobs)
     first.touch()
     for path in others:
         shown = os.path.relpath(first, path.parent)
-        path.write_text(
-            f"trained together with job {work.jobs[0]}, whose output is theirs: {shown}\n", encoding="utf-8"
-        )
+        line = f"trained together with job {work.jobs[0].number}, whose output is theirs: {shown}\n"
+        path.write_text(line, encoding="utf-8")

@@ -17,21 +17,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from exp.check.examination import examine as examine_config
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan
 from exp.check.resolution import resolve
-from exp.config.freeze import clear, freeze, shared_origin, take_directory
-from exp.config.frozen import COMPOSITION
+from exp.config.compose import recorded
+from exp.config.freeze import clear, shared_origin, write_frozen
 from exp.config.plain_tree import changes, with_changes
-from exp.config.reading import plain_values
 from exp.config.yaml_files import yaml_text
 from exp.construct import build_network, build_run_precision
 from exp.data.in_memory import EpochDependent, IndexedLoader
@@ -49,6 +48,7 @@ from exp.run_report import Report, explain, forget_peak_memory
 from exp.shared_types import Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
+from exp.sweeps.jobs import Job
 from exp.sweeps.member import Member, Progress
 from exp.sweeps.stacked_hooks import StackedHooks
 from exp.sweeps.stacked_network import StackedNetwork, Unstackable, examine
@@ -69,12 +69,12 @@ SLOW_IN_A_STACK = (nn.RNNBase,)
 LARGE_OPERATOR = 2**26
 
 
-def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcome]:
+def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
     """Train jobs together, each in its own run directory. Members at different positions are trained one after another.
 
     Args:
-        configs: Composed and checked configs that `exp.sweeps.stacking.groups` put into one group. A job whose
-            directory has a config.yaml resumes from its last checkpoint.
+        jobs: Checked jobs that `exp.sweeps.stacking.groups` put into one group. A job whose directory has a config.yaml
+            resumes from its last checkpoint.
         at_once: Number of stacks that share the memory of this machine.
 
     Yields:
@@ -85,12 +85,12 @@ def train(configs: Sequence[DictConfig], *, at_once: int = 1) -> Iterator[Outcom
         Unstackable: The jobs cannot be stacked. No directory was made.
     """
     with torch.random.fork_rng(devices=[]):
-        yield from _train(configs, at_once=at_once)
+        yield from _train(jobs, at_once=at_once)
 
 
-def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
+def _train(jobs: Sequence[Job], *, at_once: int) -> Iterator[Outcome]:
     forget_peak_memory()
-    examined = examine_config(resolve(configs[0]))
+    examined = examine_config(resolve(jobs[0].new_config()))
     decided = examined.plan()
     _refuse(decided)
     network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
@@ -98,14 +98,13 @@ def _train(configs: Sequence[DictConfig], *, at_once: int) -> Iterator[Outcome]:
     if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided, network):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
     refuse_other_data(decided)
-    precision = build_run_precision(decided.plain, device_type="cpu")
-    first, origin = plain_values(configs[0]), shared_origin()
+    precision, origin = build_run_precision(decided.plain, device_type="cpu"), shared_origin()
     by_position: dict[object, list[Member]] = {}
-    for place, config in enumerate(configs):
+    for place, job in enumerate(jobs):
         try:
-            plain = _resolved(config, first, decided)
+            plain = _resolved(job, jobs[0], decided)
             text = yaml_text(plain)
-            directory = _directory(config, text, origin)
+            directory = _directory(job, text, origin)
             member = Member(place, decided, plain=plain, text=text, directory=directory, precision=precision)
         except ExpError as error:
             yield place, error
@@ -174,29 +173,29 @@ def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int
     return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * memory / stacks / member)))
 
 
-def _directory(config: DictConfig, text: str, origin: Mapping[str, Any]) -> Path:
-    """Return the run directory of a job with its frozen config. A job without a checkpoint begins anew."""
-    directory = Path(config[COMPOSITION].directory)
-    if last_checkpoint(directory) is not None:
-        return directory
-    if (directory / "config.yaml").is_file():
-        clear(directory)
-        take_directory(config, directory)
-    return freeze(config, text=text, origin=origin, is_synced=False)
-
-
-def _resolved(config: DictConfig, first: Mapping[str, Any], decided: Plan) -> Mapping[str, Any]:
-    """Return the values that `resolve` gives for a config.
+def _directory(job: Job, text: str, origin: Mapping[str, Any]) -> Path:
+    """Return the run directory of a job with its frozen config. A job without a checkpoint starts from its beginning.
 
     Args:
-        config: Config of a job.
-        first: Result of `plain_values` for the config of another job.
-        decided: Plan of the other job.
+        job: The job.
+        text: Text of its config.yaml.
+        origin: Result of `shared_origin`.
     """
-    changed = changes(first, {**plain_values(config), COMPOSITION: first[COMPOSITION]})
+    directory = cast(Path, job.directory)
+    if last_checkpoint(directory) is None:
+        if (directory / "config.yaml").is_file():
+            clear(directory)
+        overrides = OmegaConf.create(recorded(job.overrides))
+        write_frozen(directory, text=text, overrides=overrides, origin=origin, is_synced=False)
+    return directory
+
+
+def _resolved(job: Job, other: Job, decided: Plan) -> Mapping[str, Any]:
+    """Return the values that `resolve` gives for a job. decided: Plan of another job."""
+    changed = changes(other.plain, job.plain)
     # `resolve` looks up the run whose weights are named.
     if changed is None or any(path[0] == "weights" for path in changed):
-        return resolve(config).plain
+        return resolve(job.new_config()).plain
     return with_changes(decided.plain, changed)
 
 

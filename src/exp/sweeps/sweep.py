@@ -145,7 +145,7 @@ class Sweep:
         return [
             job_return(
                 overrides=job.overrides,
-                config=job.config,
+                config=None if job.packed is None else job.new_config(),
                 directory=str(self._directory / rows[job.number].directory) if job.number in rows else "",
                 value=rows[job.number].value if job.number in rows else 0.0,
             )
@@ -218,8 +218,9 @@ class Sweep:
 
         def make(number: int, trial: int, values: Combination) -> Job:
             job = self._jobs.composed(number, settings.space.overrides(values))
-            if (config := job.config) is None:
+            if job.packed is None:
                 return job
+            config = job.new_config()
             with open_dict(config):
                 config.sweep.trial = {"number": trial, "sweep": os.path.relpath(directory, job.directory)}
             return replace(job, packed=packed(config))

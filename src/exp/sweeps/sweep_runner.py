@@ -147,9 +147,7 @@ class SweepRunner:
                 shown = os.path.relpath(directory, self._directory)
                 entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=shown))
         self._ledger.write(entries)
-        configs = tuple(config for job in jobs if (config := job.config) is not None)
-        numbers, is_stack = tuple(job.number for job in jobs), any(job.is_stacked for job in jobs)
-        self._executor.start(Work(jobs=numbers, configs=configs, is_stack=is_stack))
+        self._executor.start(Work(jobs=tuple(jobs), is_stack=any(job.is_stacked for job in jobs)))
         self._running |= {job.number: _Running(job=job, started=started, process=process) for job in jobs}
 
     def _placed(self, job: Job) -> Job:

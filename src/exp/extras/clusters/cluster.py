@@ -183,7 +183,7 @@ class ClusterExecutor(ABC):
                 expected="jobs with a process of their own",
                 fix="Write sweep.stack=false, or leave hydra/launcher unchanged",
             )
-        (job,), (config,) = work.jobs, work.configs
+        job, config = work.jobs[0].number, work.jobs[0].new_config()
         try:
             frozen = self._processes.call(freeze_job, self._prepare, config, job, self._gpus)
             if isinstance(frozen, ExpError):

@@ -190,3 +190,9 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def natural_order(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts paths with 9 before 10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -27,10 +27,10 @@ from exp.extras.report import report
 from exp.extras.report.charts import band, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import compare
+from exp.extras.report.run_records import find_runs, read_run
 from exp.files import hold_lock
 from exp.run_report import read_report
 from exp.sweeps.ledger import held
-from exp.sweeps.run_records import find_runs, read_run
 from exp.tensorboard.curves import Curve
 
 
@@ -249,13 +249,13 @@ def test_incomplete_runs_are_rows_with_their_problems(sweep):
     assert [words[job] for job in "23569"] == ["completed"] * 5
     text = (sweep / "report" / "report.html").read_text()
     for line in (
-        "0: report.json is not there: the run has not begun, or was killed",
-        "1: report.json is not as exp wrote it: ",
-        "2: config.yaml is not there",
-        "3: overrides.yaml is not as exp wrote it: ",
+        "0: report.json is missing: the run has not begun, or was killed",
+        "1: report.json is damaged: ",
+        "2: config.yaml is missing",
+        "3: overrides.yaml is damaged: ",
         "no curves of 5, 6: no TensorBoard events of a loss or of a metric of the validation",
         "6: events.out.tfevents.1 is empty",
-        "7: report.json is not as exp wrote it: ",
+        "7: report.json is damaged: ",
     ):
         assert f"<li>{line}" in text
     assert "<li>8: " not in text
@@ -312,7 +312,7 @@ def test_a_directory_that_disappears_is_a_row(sweep):
     shutil.rmtree(sweep / "3")
     record = read_run(found.runs[3])
     assert record.status == "no report"
-    assert "report.json is not there: the directory has gone" in record.problems
+    assert "report.json is missing: the directory was removed" in record.problems
     assert len(report.comparison_of(found, report.parser().parse_args([str(sweep)])).rows) == 12
 
 

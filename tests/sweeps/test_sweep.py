@@ -168,7 +168,9 @@ def test_a_failed_job_does_not_end_the_sweep(capsys, table):
     assert [row["error"] for row in rows[:2]] == ["the loss is nan at step 3", "reported"]
     assert [row["directory"] for row in rows][::3] == ["0", "3"]
     assert "optimizer.lr" not in rows[0]
-    assert "best       job 3" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "best       job 3" in shown
+    assert "job 3  completed  loss/val " in shown
 
 
 def test_a_signal_ends_the_sweep_with_its_table(capsys, table):

@@ -23,12 +23,13 @@ from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import RunError
+from exp.files import natural_order
 from exp.run_report import Report
 from exp.saved_runs.evaluation import Evaluated, evaluate
 from exp.saved_runs.prediction import Predictions, predict
 from exp.saved_runs.run_files import RunFiles
 from exp.spelling import among
-from exp.sweeps.run_records import is_sweep, natural
+from exp.sweeps.ledger import is_sweep
 
 WHERE = "a run directory, outputs/<name>/<date>/<time>, a job's in a sweep's directory, or a checkpoint of a run"
 
@@ -88,7 +89,7 @@ def _resolved(config: DictConfig) -> Resolved:
 
 def _config_of(path: Path, *, allow: Sequence[str]) -> DictConfig:
     if not (path / "config.yaml").is_file():
-        jobs = sorted((found.parent for found in path.glob("*/config.yaml")), key=natural)
+        jobs = sorted((found.parent for found in path.glob("*/config.yaml")), key=natural_order)
         if not jobs:
             raise RunError(f"{path} holds no config.yaml; expected {WHERE}")
         what = f"a directory of {len(jobs)} runs" + (f", in {path / 'table.md'}" if is_sweep(path) else "")

@@ -223,6 +223,15 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
     return directory
 
 
+def is_sweep(directory: Path) -> bool:
+    """Return whether a folder is the directory of a sweep."""
+    # os.path returns False for a folder that cannot be read.
+    if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
+        return True
+    # A run may have a table, too, next to its config.
+    return os.path.isfile(directory / "table.csv") and not os.path.isfile(directory / "config.yaml")
+
+
 def sweeps_of(wanted: Path) -> Path:
     """Return the directory of all sweeps of a name, from the directory of one of them."""
     return wanted.absolute().parent.parent

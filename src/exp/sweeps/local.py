@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from exp.config.freeze import make_exclusively, take_directory
 from exp.config.frozen import OUTPUT
-from exp.errors import ExpError, RunError, words_of
+from exp.errors import ExpError, RunError, describe_exception
 from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
@@ -122,7 +122,7 @@ class LocalExecutor:
             _begin_outputs(work)
         except (OSError, Died) as error:
             who = "the process that looks for its devices " if isinstance(error, Died) else ""
-            failed = RunError(f"the job could not begin: {who}{words_of(error)}")
+            failed = RunError(f"the job could not begin: {who}{describe_exception(error)}")
             self._ended += [End(job=job.number, outcome=failed) for job in work.jobs]
             return
         if self._devices is None:

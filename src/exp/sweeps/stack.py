@@ -41,7 +41,7 @@ from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, one_line
 from exp.hooks.saved_tensors import kept_by
 from exp.launch.launcher import last_checkpoint
-from exp.nested import mapped, tensors_in
+from exp.nested import map_tensors, tensors_in
 from exp.optim.direct_step import DirectSteps
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Report, explain, forget_peak_memory
@@ -355,7 +355,7 @@ class Stack:
         progress, hooks, members = self._progress, self._hooks, self._members
         index = progress.step + 1
         hooks.start_batch(
-            batch if is_shared else batch._replace(data=mapped(batch.data, operator.itemgetter(0))),
+            batch if is_shared else batch._replace(data=map_tensors(batch.data, operator.itemgetter(0))),
             index=index,
             epoch=progress.epoch,
             batch_idx=batch_idx,

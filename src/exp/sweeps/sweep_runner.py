@@ -19,7 +19,6 @@ from exp.sweeps.executor import Executor, Unstacked, Work
 from exp.sweeps.job_queue import Queue
 from exp.sweeps.jobs import Job
 from exp.sweeps.ledger import Entry, Ledger, clear_unfrozen, identity_of
-from exp.sweeps.progress_table import Progress
 from exp.sweeps.results import NOT_STARTED, Row
 from exp.sweeps.sweep_settings import SweepSettings
 from exp.sweeps.sweep_view import SweepView
@@ -66,9 +65,9 @@ class SweepRunner:
             Interrupted: A signal came. All running jobs have ended.
         """
         self._passed_on = 0
-        with contextlib.closing(Progress(total=queue.total)) as progress, collected_signals() as received:
+        with collected_signals() as received:
             try:
-                self._work_off(queue, progress, received)
+                self._work_off(queue, received)
             except Exception:
                 # The sweep itself has failed, as on a full disk. Running jobs save their state and end.
                 self._end_all(received)
@@ -78,23 +77,22 @@ class SweepRunner:
             interrupted.command = self._settings.resume_command(os.path.relpath(self._directory))
             raise interrupted
 
-    def _work_off(self, queue: Queue, progress: Progress, received: Sequence[int]) -> None:
+    def _work_off(self, queue: Queue, received: Sequence[int]) -> None:
         begun = time.monotonic()
         while True:
             while not received and self._has_room and not self._why_it_ends(begun):
-                if not self._start_next(queue, progress, received):
+                if not self._start_next(queue, received):
                     break
             if not self._running:
                 break
             for job, outcome, seconds in self._ends(received):
                 if isinstance(outcome, Unstacked):
-                    progress.say_once(f"side by side: {outcome}")
+                    self._view.say_once(f"side by side: {outcome}")
                     queue.again(job)
                 else:
                     row = self._view.row_of(job, outcome, seconds=seconds)
                     self._view.end_session(job, row)
-                    self._record(row, queue, progress)
-            progress.refresh()
+                    self._record(row, queue)
         for job in queue.rest():
             self._view.record(self._row_without_run(job) or self._view.row_of(job, None))
         self._view.write()
@@ -113,7 +111,7 @@ class SweepRunner:
             return f"ended by sweep.max_failures={most}"
         return "" if time.monotonic() - begun < self._settings.seconds else f"ended by sweep.timeout={timeout}"
 
-    def _start_next(self, queue: Queue, progress: Progress, received: Sequence[int]) -> bool:
+    def _start_next(self, queue: Queue, received: Sequence[int]) -> bool:
         """Start the next jobs of the queue, or record those that need not run. Return whether there was a job."""
         try:
             jobs = queue.next()
@@ -124,15 +122,13 @@ class SweepRunner:
             if (row := self._row_without_run(job)) is None:
                 left.append(job)
             else:
-                self._record(row, queue, progress)
+                self._record(row, queue)
         if left and not received:
             left = [self._placed(job) for job in left]
             with contextlib.suppress(Interrupted):  # a signal came while the executor looked up what a job needs
                 self._start(left)
         for job in left:
-            if job.number in self._running:
-                progress.begin(job.number, swept=job.swept, directory=cast(Path, job.directory))
-            else:
+            if job.number not in self._running:
                 queue.again(job)
         return bool(jobs)
 
@@ -173,10 +169,10 @@ class SweepRunner:
         """Return whether a job has not ended in an earlier sweep of this directory."""
         return self._row_without_run(job) is None
 
-    def _record(self, row: Row, queue: Queue, progress: Progress) -> None:
+    def _record(self, row: Row, queue: Queue) -> None:
         self._view.record(row)
         queue.end(row)
-        progress.end(row, best=self._view.best)
+        self._view.print_end(row)
 
     def _ends(self, received: Sequence[int]) -> Iterator[tuple[Job, Report | ExpError, float]]:
         """Wait until a job ends or a moment passes. Yield each job that has ended, its outcome and its seconds."""

@@ -13,9 +13,10 @@ from pathlib import Path
 from exp.config.compose import recorded
 from exp.config.frozen import chosen_values, compared_tags
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.redaction import redact
 from exp.run_report import Report
 from exp.sweeps.jobs import Job
-from exp.sweeps.results import FINISHED, NOT_STARTED, Row, best_row, print_table, write_table
+from exp.sweeps.results import FINISHED, NOT_STARTED, Row, print_table, write_table
 from exp.sweeps.sweep_settings import SweepSettings
 from exp.tensorboard.hparams import declaration, declare, write_bad_end
 
@@ -41,15 +42,12 @@ class SweepView:
         self.rows: dict[int, Row] = {}
         self.ended_early = ""
         self._written, self._write_seconds = -math.inf, 0.0
+        self._said = set[str]()
 
     @property
     def is_whole(self) -> bool:
         """Whether all jobs ended as they should."""
         return all(row.status in FINISHED for row in self.rows.values())
-
-    @property
-    def best(self) -> Row | None:
-        return best_row(list(self.rows.values()))
 
     def row_of(self, job: Job, outcome: Report | ExpError | None, *, seconds: float = 0.0) -> Row:
         """Return the row of a job. outcome: None if the job was not started."""
@@ -90,6 +88,19 @@ class SweepView:
         pause = max(TABLE_SECONDS, TABLE_PAUSES * self._write_seconds)
         if time.monotonic() - self._written > pause or len(self.rows) < TABLE_ROWS:
             self.write()
+
+    def print_end(self, row: Row) -> None:
+        """Print a line for a job that has ended."""
+        value = f"{row.monitor} {row.value:.6g}" if row.monitor is not None and math.isfinite(row.value) else ""
+        swept = " ".join(f"{key}={text}" for key, text in row.swept.items())
+        facts = [f"job {row.job}", row.status, value, swept, f"{row.seconds:.1f} s", row.error]
+        print(redact("  ".join(filter(None, facts))), flush=True)
+
+    def say_once(self, line: str) -> None:
+        """Print a line that several jobs have in common."""
+        if line not in self._said:
+            self._said.add(line)
+            print(redact(line), flush=True)
 
     def write(self) -> None:
         """Write the table if it has rows."""

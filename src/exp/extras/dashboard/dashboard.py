@@ -26,7 +26,7 @@ from exp.errors import ExpError
 from exp.extras.dashboard.run_names import LinkedRuns, runs_below
 from exp.output import command
 from exp.signals import handle_signals
-from exp.sweeps.run_records import is_sweep
+from exp.sweeps.ledger import is_sweep
 
 LOOPBACK = "127.0.0.1"
 OVERVIEW = "data/plugin/exp/overview"

@@ -14,10 +14,10 @@ import numpy as np
 
 from exp.errors import MissingExtraError, is_installed
 from exp.extras.report.run_comparison import Comparison, numbers
+from exp.extras.report.run_records import is_of_validation
 from exp.shared_types import compared_tag
 from exp.spelling import among
 from exp.sweeps.results import FINISHED, Repeats
-from exp.sweeps.run_records import is_of_validation
 from exp.tensorboard.curves import Curve
 
 MOST_CURVES, MOST_KEYS = 8, 12

@@ -21,11 +21,12 @@ from exp.errors import MissingExtraError, RunError
 from exp.extras.report.charts import Chart, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import Comparison, ReportError, compare, tags_of
+from exp.extras.report.run_records import MARKS, Found, find_runs, read_run
 from exp.files import remove_partial_files, write_atomic
 from exp.output import command
 from exp.spelling import find_nearest
+from exp.sweeps.ledger import is_sweep
 from exp.sweeps.results import again_command, best_line, rich_tables
-from exp.sweeps.run_records import MARKS, Found, find_runs, is_sweep, read_run
 
 PAGE = "report.html"
 # On the terminal; the page has all notes.

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from exp.errors import RunError
+from exp.extras.report.run_records import RunRecord, best_point
 from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
 from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing, repeats_of
-from exp.sweeps.run_records import RunRecord, best_point
 
 # Tags of which less is better, if neither the config nor the command says so.
 LESS = re.compile(

@@ -1,60 +1,77 @@
-"""What run directories hold, of any runs and sweeps below a folder, as far as it can be read.
+"""Read the run directories of any runs and sweeps below a folder, as far as they can be read.
 
-A run that is going on, was killed, was copied by half or goes away while it is read is a record that says so, and never
-an error: `problems` has a line for each file that is missing or damaged.
+A run that is running, was killed, was copied in part or disappears while it is read is a record and never an error. Its
+`problems` have a line for each file that is missing or damaged.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TypedDict, TypeVar, cast
 
 from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shorten
-from exp.files import is_locked
+from exp.files import is_locked, natural_order
 from exp.redaction import mask_secrets
 from exp.run_report import DAMAGE as REPORT_DAMAGE
-from exp.run_report import Report, parsed_report
+from exp.run_report import parsed_report
 from exp.shared_types import Mode, compared_tag
-from exp.sweeps.ledger import JOBS, SETTINGS
 from exp.tensorboard.curves import Curve, event_files, read_curves
 
-# Any of them makes a folder a run's.
+Part = TypeVar("Part")
+# A folder with any of these files is a run directory.
 MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")
 EVENTS = "tensorboard"
-# What exp.data and exp.find_lr leave: looks and tests, which are no runs to compare with others.
+# Files of exp.data and exp.find_lr, whose directories are not compared.
 NO_RUN = ("data.md", "lr.json")
-# Whose folders hold no runs, and may be large.
+# Folders that hold no runs, and may be large.
 SKIPPED = ("__pycache__", "node_modules", "checkpoints")
 RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
-# Of an override: no hyperparameter.
-BESIDE = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
-# What a file that is torn, of another version, or written by somebody else makes of its reading.
+# Overrides of these keys are no hyperparameters.
+NOT_COMPARED = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
+# Errors of a file that is cut off, or that exp did not write.
 DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
+
+
+class Facts(TypedDict):
+    """The fields of a record that a report fills."""
+
+    status: str
+    value: float
+    step: int | None
+    metrics: Mapping[str, float]
+    seconds: float
+    peak_memory_mib: float | None
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run directory.
 
-    status: the report's; running, where a process holds the run; no report, where none does; unreadable.
-    typed: key to value of its overrides, as text. config: the plain frozen one; empty where it cannot be read.
-    monitor, mode: None where the config cannot be read.
-    value: the monitored one, also of a run that failed or is under way, then the best so far; nan without one.
-    step: of the optimizer, at which it was. metrics: tag to last value. seconds: nan where nobody knows.
-    curves: those that were asked for.
+    Attributes:
+        status: Status of the report, or RUNNING, NO_REPORT, UNREADABLE.
+        typed: Values of its overrides by key, as text.
+        config: Values of its frozen config. Empty if it cannot be read.
+        monitor: Monitored tag. None if the config cannot be read.
+        mode: Direction of the monitored tag. None if the config cannot be read.
+        value: Best monitored value so far, whatever the status. nan without one.
+        step: Optimizer step of the value.
+        metrics: Last value of each tag.
+        seconds: Wall time. nan if it is unknown.
+        curves: Curves by tag.
+        problems: A line for each file that is missing or damaged.
     """
 
     directory: Path
     status: str
     typed: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     monitor: str | None = None
     mode: Mode | None = None
     repeat_over: str | None = None
@@ -68,7 +85,7 @@ class RunRecord:
     problems: Sequence[str] = ()
 
     def value_of(self, key: str) -> str | None:
-        """A hyperparameter as text: what the config holds, or what was typed of a group; None where nobody knows."""
+        """Return a hyperparameter as text: the value in the config, or the option of a group. Return None without."""
         found = Values(dict(self.config))[key]
         if found is UNKNOWN or isinstance(found, dict | list):
             return self.typed.get(key)
@@ -84,70 +101,55 @@ def text_of(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """runs: their directories, absolute, each once, 9 before 10. problems: folders that could not be looked into."""
+    """Run directories, absolute, each once, 9 before 10. problems: Folders that cannot be read."""
 
     runs: Sequence[Path]
     problems: Sequence[str]
 
 
 def find_runs(places: Sequence[Path]) -> Found:
-    """The run directories at and below some folders, however these lie in each other."""
-    problems: list[str] = []
+    """Return the run directories at and below some folders."""
+    problems: dict[str, None] = {}
 
-    def tell(error: OSError) -> None:
-        problems.append(f"{error.filename}: {error.strerror or error}")
+    def note(error: OSError) -> None:
+        problems[f"{error.filename}: {error.strerror or error}"] = None
 
     found: dict[str, Path] = {}
     for place in places:
-        for folder, inner, files in os.walk(place, onerror=tell):
+        for folder, inner, files in os.walk(place, onerror=note):
             if is_run(Path(folder), names=[*inner, *files]):
                 found.setdefault(os.path.realpath(folder), Path(folder).absolute())
                 inner.clear()
             inner[:] = [name for name in inner if not name.startswith(".") and name not in SKIPPED]
-    return Found(runs=sorted(found.values(), key=natural), problems=list(dict.fromkeys(problems)))
+    return Found(runs=sorted(found.values(), key=natural_order), problems=list(problems))
 
 
 def is_run(folder: Path, *, names: Collection[str]) -> bool:
-    """Whether a folder is the one of a run. names: of what is in it."""
+    """Return whether a folder is a run directory. names: Names of the entries of the folder."""
     if any(name in names for name in NO_RUN):
         return False
-    return any(name in names for name in MARKS) or (EVENTS in names and bool(_event_files(folder)))
+    return any(name in names for name in MARKS) or (EVENTS in names and _has_events(folder))
 
 
-def natural(path: Path) -> list[tuple[int, int, str]]:
-    """A key to sort paths by, in which 9 comes before 10."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-
-
-def is_sweep(directory: Path) -> bool:
-    """Whether a folder is the one of a sweep."""
-    # os.path, for pathlib raises where a directory may not be entered.
-    if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
-        return True
-    # A run has a table of its own, beside its config.
-    return os.path.isfile(directory / "table.csv") and not os.path.isfile(directory / "config.yaml")
-
-
-def _event_files(directory: Path) -> list[Path]:
-    """Return the event files of a run; none if there are none or they cannot be listed, which `read_run` reports."""
+def _has_events(directory: Path) -> bool:
     try:
-        return event_files(directory / EVENTS)
-    except OSError:
-        return []
+        return bool(event_files(directory / EVENTS))
+    except OSError:  # read_run reports it
+        return False
 
 
 def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
-    """What a run directory holds.
+    """Return the record of a run directory.
 
-    tags: whose curves are read beside those of the losses, the monitored tag and the validation metrics.
+    Args:
+        directory: Run directory.
+        tags: Tags whose curves are read in addition to losses, the monitored tag and validation metrics.
     """
     problems: list[str] = []
     config = read_part(directory, "config.yaml", _mapping, problems) or {}
     typed = read_part(directory, "overrides.yaml", _overrides, problems) or {}
     known = Values(config)
     monitor = known["monitor"] if isinstance(known["monitor"], str) else None
-    mode = cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None
     over = known["sweep.repeat_over"]
     wanted = {"loss/train", "loss/val", *tags, *([] if monitor is None else [compared_tag(monitor)])}
     found = read_curves(directory / EVENTS, wants=lambda tag: tag in wanted or is_of_validation(tag))
@@ -157,42 +159,39 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
         typed={key: mask_secrets(text) for key, text in typed.items()},
         config=config,
         monitor=monitor,
-        mode=mode,
+        mode=cast(Mode, known["mode"]) if known["mode"] in ("min", "max") else None,
         repeat_over=over if isinstance(over, str) else None,
         curves=found.by_tag,
     )
-    told = _reported(record, problems)
-    return replace(told, problems=tuple(map(mask_secrets, [*problems, *found.problems])))
+    record = _with_report(record, problems)
+    return replace(record, problems=tuple(map(mask_secrets, [*problems, *found.problems])))
 
 
 def is_of_validation(tag: str) -> bool:
-    """Whether it is a loss or a metric of the validation, and no class's, term's or entry's part of one."""
+    """Return whether a tag is a loss or a metric of the validation split, and not a class or a term of one."""
     return tag.endswith("/val") and tag.count("/") == 1
 
 
-def _reported(record: RunRecord, problems: list[str]) -> RunRecord:
-    """The record with what report.json says; without one, with what the curves say so far."""
+def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
+    """Return a record with the facts of report.json. Without a report, the facts follow from the curves."""
     directory = record.directory
-    is_there = os.path.lexists(directory / "report.json")
-    facts = read_part(directory, "report.json", _facts, problems) if is_there else None
+    exists = os.path.lexists(directory / "report.json")
+    facts = read_part(directory, "report.json", _facts, problems) if exists else None
     if facts is not None:
         return replace(record, **facts)
-    status = UNREADABLE if is_there else RUNNING if _is_held(directory) else NO_REPORT
+    # A sweep locks its own directory.
+    is_running = is_locked(directory / "config.yaml") or is_locked(directory.parent)
+    status = UNREADABLE if exists else RUNNING if is_running else NO_REPORT
     if status == NO_REPORT:
-        why = "the run has not begun, or was killed" if os.path.isdir(directory) else "the directory has gone"
-        problems.append(f"report.json is not there: {why}")
+        why = "the run has not begun, or was killed" if os.path.isdir(directory) else "the directory was removed"
+        problems.append(f"report.json is missing: {why}")
     last = {tag: float(curve.values[-1]) for tag, curve in record.curves.items()}
     value, step = best_point(record.curves.get(compared_tag(record.monitor or "")), mode=record.mode)
     return replace(record, status=status, metrics=last, value=value, step=step)
 
 
-def _is_held(directory: Path) -> bool:
-    """Whether a process holds the run, or the sweep that it is a job of, which locks its whole directory."""
-    return is_locked(directory / "config.yaml") or is_locked(directory.parent)
-
-
 def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | None]:
-    """The best finite value of a curve, and its first step; nan and None where there is none."""
+    """Return the best finite value of a curve, and its first step. Return nan and None without one."""
     pick = max if mode == "max" else min
     pairs = [] if curve is None else list(zip(curve.values.tolist(), curve.steps.tolist(), strict=True))
     finite = [(value, step) for value, step in pairs if math.isfinite(value)]
@@ -202,41 +201,37 @@ def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | 
 # --- the files ---
 
 
-def read_part(directory: Path, name: str, read: Callable[[Path], Any], problems: list[str]) -> Any:
-    """What a file of a run directory holds; None, and a line in `problems`, where it cannot be read.
-
-    read: gives it, and raises one of DAMAGE.
-    """
-    path = directory / name
+def read_part(directory: Path, name: str, read: Callable[[Path], Part], problems: list[str]) -> Part | None:
+    """Return the result of `read` for a file of a run directory. After one of DAMAGE, add a line to `problems`."""
     try:
-        return read(path)
+        return read(directory / name)
     except FileNotFoundError:
-        problems.append(f"{name} is not there")
+        problems.append(f"{name} is missing")
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror or error}")
     except DAMAGE as error:
         what = error.errors[0].got if isinstance(error, ConfigError) else str(error) or type(error).__name__
-        what = f"it has no {what}" if isinstance(error, KeyError) else what
-        problems.append(f"{name} is not as exp wrote it: {shorten(what, most=200)}")
+        what = f"no entry {what}" if isinstance(error, KeyError) else what
+        problems.append(f"{name} is damaged: {shorten(what, most=200)}")
     return None
 
 
-def _plain(path: Path) -> Any:
-    path.open("rb").close()  # of a file that cannot be opened, read_yaml makes an error of a config
+def _plain(path: Path) -> object:
+    path.open("rb").close()  # read_yaml reports a file that cannot be opened as an error of a config
     return read_yaml(path)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> dict[str, object]:
     found = _plain(path)
     if not isinstance(found, dict):
-        raise ValueError("no mapping")
+        raise ValueError("not a mapping")
     return found
 
 
 def _overrides(path: Path) -> dict[str, str]:
     found = _plain(path)
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ValueError("no list of overrides")
+        raise ValueError("not a list of overrides")
     return dict(_typed(found))
 
 
@@ -244,21 +239,20 @@ def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     for override in overrides:
         key, sign, value = override.lstrip("+").partition("=")
         key = key.partition("@")[0]
-        if sign and not override.startswith("~") and key.partition(".")[0].partition("/")[0] not in BESIDE:
+        if sign and not override.startswith("~") and key.partition(".")[0].partition("/")[0] not in NOT_COMPARED:
             yield key, _number_or_text(value)
 
 
 def _number_or_text(value: str) -> str:
-    """1e-4 and 0.0001 are one value."""
+    """Return a number in one spelling: 1e-4 and 0.0001 are equal."""
     try:
         return text_of(int(value) if value.lstrip("+-").isdecimal() else float(value))
     except ValueError:
         return value
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """The fields of a record that a report fills. Raises: one of DAMAGE."""
-    report: Report = parsed_report(path.read_text(encoding="utf-8"))
+def _facts(path: Path) -> Facts:
+    report = parsed_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib
     return {

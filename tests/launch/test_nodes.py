@@ -136,7 +136,7 @@ def test_a_missing_network_interface_is_an_error(ranks, commands):
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     done = commands.run(str(directory), module="exp.worker", environment=place | nobody)
     assert done.returncode == 1
-    assert "launch.network_interface is eth77" in done.stderr
+    assert "launch.network_interface: got eth77" in done.stderr
     assert "expected one of" in done.stderr
 
 

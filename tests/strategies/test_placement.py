@@ -131,7 +131,7 @@ def test_a_rank_adopts_the_placement_of_its_launcher():
 @pytest.mark.parametrize("wish", [{"devices": 2}, {"devices": 4, "nodes": 3}, {"devices": [0, 1]}])
 def test_a_rank_refuses_other_numbers_than_started(wish):
     rank = Rank(global_rank=5, local_rank=1, world_size=8, local_world_size=4, node_rank=1)
-    with pytest.raises(ConfigError, match="what was started: 4 ranks on each of 2 nodes"):
+    with pytest.raises(ConfigError, match="were started: 4 on each of 2 nodes"):
         adopt_placement(rank, "ddp", **wish, machine=FOUR_GPUS)
 
 
@@ -145,13 +145,13 @@ def test_a_rank_takes_the_one_gpu_it_sees(asked):
 
 
 def test_another_number_of_confined_ranks_is_refused():
-    with pytest.raises(ConfigError, match="what was started"):
+    with pytest.raises(ConfigError, match="ranks that were started"):
         adopt_placement(CONFINED, "ddp", devices=3, nodes=2, machine=Machine(gpus=1))
 
 
 def test_a_strategy_of_one_process_refuses_two_ranks():
     two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
-    with pytest.raises(ConfigError, match="rank 1 of 2; expected one rank"):
+    with pytest.raises(ConfigError, match="one of 2 ranks; expected one rank"):
         adopt_placement(two, "data_parallel", demand=Demand(rest="layers"), machine=Machine(gpus=2))
 
 

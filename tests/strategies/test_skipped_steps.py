@@ -13,14 +13,14 @@ import math
 
 from lightning.pytorch import Callback
 
-from exp.strategies.whole_state import local
+from exp.strategies.whole_state import local_part
 
 class Spoils(Callback):
     """Makes a part of the last rank's gradients nan, in the third step."""
 
     def on_after_backward(self, trainer, module):
         if trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
-            held = [local(p.grad) for p in module.network.parameters() if p.grad is not None]
+            held = [local_part(p.grad) for p in module.network.parameters() if p.grad is not None]
             next(part for part in held if part.numel())[:1] = math.nan
 '''
 TWO = ("launch.accelerator=cpu", "launch.devices=2")

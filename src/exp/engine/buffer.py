@@ -153,7 +153,7 @@ class Source(Protocol):
 
     has_output: bool
 
-    def shared(self, value: Any) -> Any:
+    def broadcast_output(self, value: Any) -> Any:
         """Return what the rank that has the outputs gives, on every rank of the model; each must call it."""
 
 
@@ -266,7 +266,7 @@ class EpochValues(nn.Module):
         states = {}
         if self.source is None or self.source.has_output:
             states = {measure.name: measure.states() for measure in self.measures}
-        return states if self.source is None else self.source.shared(states)
+        return states if self.source is None else self.source.broadcast_output(states)
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]], *, rank: int, ranks: int) -> None:
         """Go on from `metric_states`. rank, ranks: of those that share the batches.
@@ -284,4 +284,4 @@ class EpochValues(nn.Module):
             values = {measure.name: measure.compute() for measure in self.measures}
         for measure in self.measures:
             measure.metric.reset()
-        return values if self.source is None else self.source.shared(values)
+        return values if self.source is None else self.source.broadcast_output(values)

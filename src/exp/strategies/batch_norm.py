@@ -7,15 +7,18 @@ the collectives and adds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.strategies import Strategy as LightningStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from exp.errors import ErrorDetails, invalid_value
 from exp.models.matching import ANY_BATCH_NORM, BATCH_NORMS
+from exp.shared_types import Batch
 from exp.strategies.strategy import Blueprint
 
 
@@ -26,6 +29,35 @@ class Share:
 
     def __init__(self) -> None:
         self.counts = True
+
+
+class StatisticsOverRanks(LightningStrategy):
+    """Base of Lightning strategies with sync_batchnorm: `class X(StatisticsOverRanks, Base)`.
+
+    Attributes:
+        sync_batchnorm: Whether to normalize over the global batch.
+    """
+
+    sync_batchnorm: bool = False
+    _share: Share | None = None
+    _classes_before: Mapping[nn.Module, type[nn.Module]] = {}
+
+    def join_statistics(self, network: nn.Module) -> None:
+        """Let the network normalize over the global batch until the end of a stage, if the option asks for it."""
+        if self.sync_batchnorm and not self._classes_before:
+            self._share = Share()
+            self._classes_before = join_statistics(network, self._share, device_type=self.root_device.type)
+
+    def training_step(self, batch: object, *arguments: object, **named: object) -> STEP_OUTPUT:
+        if self._share is not None:
+            # The batch of a user's LightningModule comes from the data set unchanged.
+            self._share.counts = not isinstance(batch, Batch) or batch.size > 0
+        return super().training_step(batch, *arguments, **named)
+
+    def teardown(self) -> None:
+        super().teardown()
+        restore_classes(self._classes_before)
+        self._classes_before = {}
 
 
 class CudaBatchNorm(nn.SyncBatchNorm):
@@ -124,7 +156,7 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
     return before
 
 
-def restore_classes(before: dict[nn.Module, type[nn.Module]]) -> None:
+def restore_classes(before: Mapping[nn.Module, type[nn.Module]]) -> None:
     """Undo join_statistics, except for a layer whose class fully_shard has replaced since."""
     for part, kind in before.items():
         if type(part) not in (CudaBatchNorm, GlobalBatchNorm):

@@ -14,23 +14,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs do not name it
 from torch.nn.parallel import DistributedDataParallel
 
 from exp.errors import ErrorDetails, invalid_value, not_supported_with
-from exp.shared_types import Batch
 from exp.spelling import show
-from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, restore_classes
+from exp.strategies.batch_norm import StatisticsOverRanks, batch_norm_errors
 from exp.strategies.footprint import (
     Footprint,
     Load,
     Place,
     Transfer,
     gather_bytes,
-    gradient_transfers,
-    whole_parameters,
 )
 from exp.strategies.gradient_averaging import broadcast_buffers, broadcast_state
 from exp.strategies.placement import Placement
@@ -112,11 +108,11 @@ class DDP(Strategy):
         count = load.placement.world_size
         has_buckets = count > 1 and not self.options["gradient_as_bucket_view"]
         buffers = {"buckets of gradients": load.gradient_bytes} if has_buckets else {}
-        places = [Place(ranks=tuple(range(count)), held=whole_parameters(load), buffers=buffers)]
+        places = [Place(ranks=tuple(range(count)), held=load.whole_parameters(), buffers=buffers)]
         if count == 1:
             return Footprint(places=places)
         largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
-        transfers = gradient_transfers(load, factor=1.0 if self.communication_hook is None else 2 / largest)
+        transfers = load.gradient_transfers(factor=1.0 if self.communication_hook is None else 2 / largest)
         if load.buffers and self.options["broadcast_buffers"]:
             sent = gather_bytes(load.buffers, count) * load.micro_batches
             transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=count))
@@ -128,7 +124,7 @@ class DDP(Strategy):
         return {HOOK: self.communication_hook, "sync_batchnorm": self.sync_batchnorm, **reducer}
 
 
-class ExpDDPStrategy(DDPStrategy):
+class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
     """Wraps the module in DistributedDataParallel, unless the module averages its own gradients.
 
     The parameters and buffers of such a module start as those of rank 0, and nothing else is done:
@@ -148,15 +144,13 @@ class ExpDDPStrategy(DDPStrategy):
         arguments: dict[str, Any] = options.options
         super().__init__(process_group_backend=placement.backend, **arguments)
         self._hook = options.communication_hook
-        self._share = Share() if options.sync_batchnorm else None
-        self._classes_before: dict[nn.Module, type[nn.Module]] = {}
+        self.sync_batchnorm = options.sync_batchnorm
         self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
         """Wrap the module, unless it averages its gradients."""
         module = module_of(self)
-        if self._share is not None and not self._classes_before:
-            self._classes_before = join_statistics(module, self._share, device_type=self.root_device.type)
+        self.join_statistics(module)
         # A user's LightningModule does not have the attribute.
         if getattr(module, "averages_gradients", False):
             broadcast_state(module)
@@ -174,13 +168,7 @@ class ExpDDPStrategy(DDPStrategy):
         """
         own = (type(self).training_step, type(self).optimizer_step)
         is_own = own == (ExpDDPStrategy.training_step, ExpDDPStrategy.optimizer_step)
-        return is_own and self._share is None and self._model_averager is None
-
-    def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
-        if self._share is not None:
-            # The batch of a user's LightningModule comes from the data set unchanged.
-            self._share.counts = not isinstance(batch, Batch) or batch.size > 0
-        return super().training_step(batch, *arguments, **named)
+        return is_own and not self.sync_batchnorm and self._model_averager is None
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -206,11 +194,6 @@ class ExpDDPStrategy(DDPStrategy):
         """Return the weights and buffers for a checkpoint, equal on all ranks. Every rank must call it."""
         self._share_buffers()
         return super().lightning_module_state_dict()
-
-    def teardown(self) -> None:
-        super().teardown()
-        restore_classes(self._classes_before)
-        self._classes_before = {}
 
     def _share_buffers(self) -> None:
         broadcast_buffers(module_of(self), are_saved_only=not self.broadcasts_buffers)

@@ -94,6 +94,19 @@ class Load:
     def parameter_bytes(self) -> int:
         return sum(size.nbytes for size in self.sizes.values())
 
+    def whole_parameters(self) -> dict[str, Held]:
+        """Return every parameter, unsplit."""
+        return {
+            name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
+            for name, one in self.sizes.items()
+        }
+
+    def gradient_transfers(self, *, factor: float = 1.0) -> list[Transfer]:
+        """Return the all-reduce of gradients over the data ranks. factor: Share of bytes that is sent."""
+        ranks = self.placement.data_ranks
+        sent = all_reduce_bytes(self.gradient_bytes * factor, ranks)
+        return [Transfer(what="all-reduce of gradients", sent=sent, over=ranks)] if ranks > 1 else []
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -174,14 +187,6 @@ def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
     return rest
 
 
-def whole_parameters(load: Load) -> dict[str, Held]:
-    """Return every parameter, unsplit."""
-    return {
-        name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
-        for name, one in load.sizes.items()
-    }
-
-
 def shard_parameters(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, rank: int) -> dict[str, Held]:
     """Return a rank's rows of each part, as FSDP2 splits them: equal numbers of rows, padded in storage to the largest.
 
@@ -206,15 +211,6 @@ def all_reduce_bytes(size: float, ranks: int) -> float:
 def gather_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in an all-gather or reduce-scatter of `size` bytes in total."""
     return size * (ranks - 1) / ranks
-
-
-def gradient_transfers(load: Load, *, factor: float = 1.0) -> list[Transfer]:
-    """Return the all-reduce of gradients over the ranks that share the batch. factor: Share of bytes that is sent."""
-    ranks = load.placement.data_ranks
-    if ranks == 1:
-        return []
-    sent = all_reduce_bytes(load.gradient_bytes * factor, ranks)
-    return [Transfer(what="all-reduce of gradients", sent=sent, over=ranks)]
 
 
 def merge_equal_places(places: Iterable[Place]) -> list[Place]:

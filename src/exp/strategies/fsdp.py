@@ -8,14 +8,12 @@ from typing import Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from exp.errors import ConfigError, ErrorDetails, not_supported_with
 from exp.optim.optimizer import FUSED_IN_SHARDS
-from exp.shared_types import Batch
-from exp.strategies.batch_norm import Share, batch_norm_errors, join_statistics, restore_classes
+from exp.strategies.batch_norm import StatisticsOverRanks, batch_norm_errors
 from exp.strategies.footprint import (
     Footprint,
     Load,
@@ -24,7 +22,6 @@ from exp.strategies.footprint import (
     gather_bytes,
     merge_equal_places,
     shard_parameters,
-    whole_parameters,
 )
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -130,7 +127,7 @@ class FSDP(Strategy):
         places = (
             Place(
                 ranks=(rank,),
-                held=shard_parameters(whole_parameters(load), load.sizes, ranks=ranks, rank=rank),
+                held=shard_parameters(load.whole_parameters(), load.sizes, ranks=ranks, rank=rank),
                 buffers=buffers,
                 offloaded=self.cpu_offload,
             )
@@ -159,7 +156,7 @@ class FSDP(Strategy):
         return FullyShardedStrategy(placement=placement, options=self)
 
 
-class FullyShardedStrategy(ModelParallel):
+class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
     """Keeps weights, gradients and optimizer state as DTensors, in shards over the data ranks.
 
     Relied on, and tested: fully_shard works with hooks around a module's call and sets the gathered parameters on the
@@ -169,24 +166,18 @@ class FullyShardedStrategy(ModelParallel):
     def __init__(self, *, placement: Placement, options: FSDP) -> None:
         super().__init__(placement=placement)
         self.options = options
-        self._share = Share() if options.sync_batchnorm else None
-        self._classes_before: dict[nn.Module, type[nn.Module]] = {}
+        self.sync_batchnorm = options.sync_batchnorm
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         # In a second stage the network is in shards already, and the end of the first stage restored the classes.
-        self._join_statistics()
-
-    def teardown(self) -> None:
-        super().teardown()
-        restore_classes(self._classes_before)
-        self._classes_before = {}
+        self.join_statistics(network_of(self))
 
     def place_model(self) -> None:
         network, options = network_of(self), self.options
         recomputed = match_modules(network, options.activation_checkpointing, key=CHECKPOINTING)
         checkpoint_activations(recomputed.values())
-        self._join_statistics()
+        self.join_statistics(network)
         mesh = self.data_mesh()
         dtypes = MixedPrecisionPolicy(
             param_dtype=DTYPES[options.param_dtype] if options.param_dtype else None,
@@ -204,11 +195,6 @@ class FullyShardedStrategy(ModelParallel):
                 offload_policy=offload,
             )
 
-    def training_step(self, batch: Batch, *arguments: object, **named: object) -> STEP_OUTPUT:
-        if self._share is not None:
-            self._share.counts = batch.size > 0
-        return super().training_step(batch, *arguments, **named)
-
     def model_to_device(self) -> None:
         if self.is_placed and not self.options.cpu_offload:
             super().model_to_device()
@@ -218,11 +204,6 @@ class FullyShardedStrategy(ModelParallel):
         for module in network_of(self).modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
-
-    def _join_statistics(self) -> None:
-        if self._share is not None and not self._classes_before:
-            network, kind = network_of(self), self.root_device.type
-            self._classes_before = join_statistics(network, self._share, device_type=kind)
 
 
 def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Gradients averaged over ranks by a few flat collectives, where DistributedDataParallel cannot do it.
+"""Averages of gradients over ranks in a few flat collectives, for runs without DistributedDataParallel.
 
-Its reducer counts one backward a forward; phases with several backwards, and parts of a network in several ranks, call
-`average_gradients` after theirs instead.
+Its reducer expects one backward per forward. Phases with several backwards, and networks in parts, call
+`average_gradients` after the backward instead.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from exp.errors import RunError
 from exp.strategies.whole_state import local_part
 
 T = TypeVar("T", bound=Tensor)
-# The most that one collective sends, unless one tensor is larger; as DistributedDataParallel.
+# Largest size of a collective, unless one tensor is larger; the same as in DistributedDataParallel.
 BUCKET_BYTES = 25 * 2**20
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each gradient by its mean over the ranks of a process group. Every rank of it must call it.
+    """Replace each gradient by its mean over the ranks of a process group. Every rank of it must call it.
 
-    A gradient that only some ranks have counts as zeros in the others, which then hold the mean, too; one that no rank
-    has stays None. Of a DTensor the local part is averaged. Without a process group, or alone in it, nothing happens.
+    If only some ranks have a gradient, the others count as zeros and get the mean as well. The local part of a DTensor
+    is averaged. Without a process group, or with one rank, nothing happens.
 
-    parameters: the same, in the same order, on every rank; those that require no gradient are passed over.
-    group: None is all ranks.
-    Raises: RunError for a sparse gradient.
+    Args:
+        parameters: The same in the same order on every rank. Those that require no gradient are skipped.
+        group: None: all ranks.
+
+    Raises:
+        RunError: A gradient is sparse.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -38,12 +41,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
         return
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
         raise RunError(
-            "a gradient is sparse; expected dense ones, which ranks can average. Write sparse: false in its layer"
+            "a gradient is sparse; expected dense gradients, which ranks can average. Write sparse: false in its layer"
         )
     present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
     dist.all_reduce(present, group=group)
     missing = [place for place, parameter in enumerate(trained) if parameter.grad is None]
-    # Read only if something is missing here: it waits for the device.
+    # Read only if a gradient is missing here, because reading waits for the device.
     counts = present.tolist() if missing else []
     for place in missing:
         if counts[place]:
@@ -52,19 +55,20 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
 
 
 def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
+    """Replace each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
 
-    tensors: of the same shapes, in the same order, on every rank.
+    Args:
+        tensors: Tensors of the same shapes in the same order on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     sent = []
     for bucket in _buckets(tensors):
         pieces = [local_part(tensor) for tensor in bucket]
-        # Divided before they are added, as DistributedDataParallel does: float16 overflows less.
+        # Divided before they are added, like in DistributedDataParallel: float16 overflows less.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         sent.append((pieces, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    # All on their way before the first is awaited.
+    # All collectives are started before the first one is awaited.
     for pieces, flat, work in sent:
         work.wait()
         for piece, mean in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
@@ -74,9 +78,10 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
 def broadcast_buffers(
     module: nn.Module, *, group: dist.ProcessGroup | None = None, are_saved_only: bool = False
 ) -> None:
-    """Gives all ranks of a process group its first rank's buffers, in place, as ddp does before each forward.
+    """Copy the buffers of a process group's first rank to all its ranks, in place, as ddp does before each forward.
 
-    are_saved_only: leave out buffers that are not in the state dict, which may differ in shape between ranks.
+    Args:
+        are_saved_only: Skip buffers that are not in the state dict: their shapes may differ between ranks.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return

@@ -1,4 +1,4 @@
-"""Layers split over devices: one process, each part of the network on a device of its own."""
+"""Layers on several devices of one process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import ConfigError, ErrorDetails
+from exp.errors import ConfigError, ErrorDetails, invalid_value
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
 from exp.nested import move_tensors, tensors_in
 from exp.shared_types import DataSpec
-from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, whole_parameters
+from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
@@ -36,20 +36,21 @@ def _has_names(layers: Sequence[Sequence[str]]) -> bool:
     return bool(layers) and all(part and all(part) for part in layers)
 
 
-# Name patterns of the layers of each part, in the order in which the parts run.
+# Name patterns of the layers of each part, in running order.
 Layers = Annotated[
     Sequence[Sequence[str]], 'a list, each a list of texts, such as [[stem, "stage.*"], [head]]', Predicate(_has_names)
 ]
-# Terms may take gradients from the step's graph, which is one, but not call layers themselves.
+# Terms of the objective may differentiate the step's graph, but not call layers.
 MEETS = frozenset({"retained_graph"})
 
 
 class LayerSplit(Strategy):
-    """PyTorch's model-parallel tutorial: a network that is too large for one device is laid over several.
+    """A network that is too large for one device, on several, as in PyTorch's model-parallel tutorial.
 
-    One part works at a time, so it saves memory, not time; `pipeline` lets the parts work at once.
+    One part computes at a time, so this saves memory and no time; `pipeline` lets all parts compute at once.
 
-    layers: name patterns of the layers of each device, in order; None balances them by the bytes of their parameters.
+    Args:
+        layers: Name patterns of the layers of each device, in order. None: parts with similar parameter bytes.
     """
 
     splits_batch = False
@@ -62,23 +63,23 @@ class LayerSplit(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """All devices of the run, in one process."""
+        """All devices, in one process."""
         return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """A split that does not fit the network or the devices."""
-        placement = planned.placement
+        """Return the errors of a split that does not fit the network or the devices."""
+        placement, count, layers = planned.placement, planned.placement.layers, self.layers
         if placement.world_size > 1:
-            return [
-                ErrorDetails(
-                    key="launch.nodes", got=f"{placement.nodes} nodes", expected="1: layer_split is one process"
-                )
-            ]
-        count = placement.layers
-        return _device_errors(count, self.layers) or split_errors(planned, count=count, layers=self.layers)
+            return [invalid_value("launch.nodes", placement.nodes, f"1: {self.name} is one process")]
+        if layers is not None and len(layers) != count:
+            expected, fix = f"{len(layers)}, one per part of strategy.layers", f"Write launch.devices={len(layers)}"
+            return [invalid_value("launch.devices", count, expected, fix)]
+        if count == 1:
+            return [invalid_value("launch.devices", count, "2 or more to split over", "Write strategy=single")]
+        return split_errors(planned, count=count, layers=layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """The part of each device."""
+        """Return the part of each device."""
         count = load.placement.layers
         places = device_places(load, count=count, layers=self.layers, ranks=(0,))
         inputs = list(load.inputs)
@@ -87,12 +88,12 @@ class LayerSplit(Strategy):
         return Footprint(places=places, transfers=[Transfer(what="copies between devices", sent=sent, over=count)])
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """One process with several devices."""
+        """Return the strategy of one process with several devices."""
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
 
 
 def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
-    """Why the network cannot be cut into so many parts."""
+    """Return the reasons why the network cannot be split into so many parts."""
     try:
         inputs = example_arguments(planned.network, DataSpec.of(planned.config["data"]))
         split(planned.network, count=count, layers=layers, inputs=inputs)
@@ -102,18 +103,20 @@ def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> li
 
 
 def carried_bytes(parts: Split, part: int, load: Load) -> int:
-    """Bytes behind a part that later ones read, for a rank's micro-batch; those of its samples that a gradient has."""
+    """Return the bytes of a rank's micro-batch that the parts after this one read."""
     values = [parts.values[name] for name in parts.carried(part)]
     stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
     return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
 
 
 def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
-    """What is there of a network of which these parts are here.
+    """Return the contents of a device that holds these parts of a network.
 
-    factor: of the activations of a whole micro-batch that are kept at once.
+    Args:
+        own: Indices of the parts.
+        factor: Factor on the activations of a whole micro-batch that are kept at once.
     """
-    everything, names = whole_parameters(load), {name for part in own for name in parts.parts[part].tensors}
+    everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
     layers = {
         layer: factor if place_parts in own else 0.0
         for place_parts, part in enumerate(parts.parts)
@@ -123,38 +126,25 @@ def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int
     return Place(
         ranks=ranks,
         held={name: one for name, one in everything.items() if name in names},
-        # What no layer keeps, but the code between them, is shared out evenly.
+        # Activations of the code between layers are divided evenly.
         activations={**layers, OBJECTIVE: last},
         rest=factor * len(own) / len(parts.parts),
     )
 
 
 def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple[int, ...]) -> list[Place]:
-    """Of each device of a rank whose network is laid over several."""
+    """Return the contents of each device of a rank whose network is on several."""
     parts = split(load.network, count=count, layers=layers, inputs=list(load.inputs))
     return [replace(part_place(load, parts, [part], ranks=ranks), device=part) for part in range(count)]
 
 
-def _device_errors(count: int, layers: Layers | None) -> list[ErrorDetails]:
-    if layers is not None and len(layers) != count:
-        got = f"{count} device{'s' if count > 1 else ''}"
-        expected = f"{len(layers)}, one for each part of strategy.layers"
-        return [
-            ErrorDetails(key="launch.devices", got=got, expected=expected, fix=f"Write launch.devices={len(layers)}")
-        ]
-    if count == 1:
-        expected = "2 or more to split over"
-        return [ErrorDetails(key="launch.devices", got="1 device", expected=expected, fix="Write strategy=single")]
-    return []
-
-
 class SplitNetwork:
-    """What a step calls in the network's place: its parts one after the other, each on its device.
+    """A function that a step calls instead of the network: its parts one by one, each on its device.
 
-    Each part computes where its layers are; what it reads is copied there without waiting. The output is on the last
-    device.
+    The inputs of each part are copied to its device without waiting. The output is on the last device.
 
-    cast: of the inputs by name, what a precision makes of them.
+    Args:
+        cast: Casts the inputs, by name, as the precision needs.
     """
 
     def __init__(
@@ -181,12 +171,12 @@ class SplitNetwork:
 
 
 class OverDevices(LightningStrategy):
-    """What a Lightning strategy of one process with several devices does differently; for `class X(OverDevices, Base)`.
+    """Base of Lightning strategies of one process with several devices: `class X(OverDevices, Base)`.
 
-    The data and the loss are on the last device, where the output comes out.
+    The data and the loss are on the last device, like the output.
 
-    Relied on, and tested: Lightning calls `model_to_device` before it makes optimizers, and moves their state by
-    `load_optimizer_state_dict` alone (seen in lightning 2.6.6).
+    Relied on, and tested: Lightning calls `model_to_device` before it makes optimizers, and moves their state only in
+    `load_optimizer_state_dict` (lightning 2.6.6).
     """
 
     devices: tuple[torch.device, ...]
@@ -208,19 +198,19 @@ class OverDevices(LightningStrategy):
         super().teardown()
 
     def model_to_device(self) -> None:
-        # The whole may not fit on any of the devices: the network is moved by its parts, and the rest without it.
+        # The whole network may not fit on one device, so it is moved in parts.
         assert self._split is not None
         move_all_but_network(module_of(self), self.devices[-1])
         place_parts(network_of(self), self._split, self.devices)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # torch puts each state on its parameter's device; Lightning would move all of it to one.
+        # torch puts each state on its parameter's device; Lightning would move all of them to one.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
 
 def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> None:
-    """Moves every parameter and buffer, and its gradient, to the device of its part, in place."""
+    """Move every parameter with its gradient, and every buffer, to the device of its part, in place."""
     where = {name: device for part, device in zip(parts.parts, devices, strict=True) for name in part.tensors}
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
@@ -234,7 +224,7 @@ def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device
 
 
 class LayerSplitStrategy(OverDevices, SingleDeviceStrategy):
-    """One process whose network lies on several devices."""
+    """One process whose network is on several devices."""
 
     def __init__(self, *, devices: Sequence[str], layers: Patterns | None) -> None:
         self.devices = tuple(map(torch.device, devices))

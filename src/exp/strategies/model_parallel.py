@@ -1,10 +1,10 @@
-"""Lightning's side of strategies whose ranks hold parts of one network: fsdp, tensor_parallel, hybrid, pipeline.
+"""Base of Lightning strategies whose ranks hold parts of one network: fsdp, tensor_parallel, hybrid, pipeline.
 
-setup, once, in fit or test        the network is whole and the same on every rank, weights of a checkpoint included
-  place_model()                    shards or cuts it in place; a subclass says how
-  configure_optimizers             of the parts; before placing where a rank holds only some of the parameters
-checkpoints                        whole, see whole_state.py
-norms, total_norm                  of whole gradients, over all ranks
+setup                  once, in fit or test: every rank has the whole network with the same numbers
+  place_model          shards or cuts it in place, in a subclass
+  setup_optimizers     of the parts; before place_model if a rank keeps only some of the parameters
+checkpoints            whole, see whole_state.py
+norms, total_norm      of whole gradients, over all ranks
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of, precision_of
 from exp.strategies.whole_state import Whole, WholeState, local_part
 
-# The network's place in the module: names in its state dict begin so.
+# Prefix of the network's names in the module's state dict.
 NETWORK = "network."
 
 
 class ModelParallel(WholeState):
-    """Base. A subclass gives `place_model`, and `gather`, `part` and `copies_in_model` where its parts are no DTensors.
+    """Base of strategies that place parts of a network.
 
-    With `holds_every_name` False the optimizers are made of the whole network, before it is cut, and keep the
-    parameters that this rank is left with: their groups, and a checkpoint's indices, are those of one process.
+    A subclass implements `place_model`, and also `gather`, `part` and `copies_in_model` if its parts are no DTensors.
+    If `holds_every_name` is False, the optimizers are made of the whole network and then keep the parameters of this
+    rank, so that their groups and a checkpoint's indices are those of one process.
 
-    is_placed: whether the network is in parts already.
-    is_last_backward: whether an optimizer step follows, and not the backward of another accumulated batch.
-    data_group: the ranks that hold the same part of the model, one a share of the batch. model_group: the ranks that
-        hold the parts of one model, and work on one share of a batch. Set when the process group is joined.
+    Attributes:
+        is_placed: Whether the network is in parts.
+        is_last_backward: Whether an optimizer step follows this backward, instead of another accumulated batch.
+        data_group: Ranks with the same part of the model, one for each share of the batch.
+        model_group: Ranks with the parts of one model, which share one part of a batch.
     """
 
     data_group: dist.ProcessGroup
@@ -58,22 +60,19 @@ class ModelParallel(WholeState):
 
     @abstractmethod
     def place_model(self) -> None:
-        """Shards or cuts `self.lightning_module.network` in place. Called once, on every rank.
-
-        Every rank has the whole network with the same numbers, on `root_device` where `model_to_device` is inherited.
-        """
+        """Shard or cut the network in place. Called once, on every rank, with the same numbers everywhere."""
 
     def copies(self, name: str, part: Tensor) -> int:
-        """How many ranks of the run hold this same part of a tensor: in a norm over all ranks it counts once."""
+        """Return the number of ranks that hold this part of a tensor: it counts once in a norm over all ranks."""
         in_model = self.copies_in_model(name)
         if not isinstance(part, DTensor):
             return in_model * self.placement.data_ranks
-        # A mesh is of ranks of the data: those of a model share what it has not.
+        # The mesh has the data ranks, and the ranks of one model each have one.
         sizes = [part.device_mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
         return in_model * math.prod(sizes)
 
     def copies_in_model(self, name: str) -> int:
-        """How many ranks of one model hold the same part of a tensor; by default each has its own."""
+        """Return the number of ranks of one model that hold the same part of a tensor. Default: 1."""
         return 1
 
     # --- placing ---
@@ -85,23 +84,19 @@ class ModelParallel(WholeState):
             self._is_grouped = True
 
     def _make_groups(self) -> None:
-        """Every rank makes every group, in the same order, as torch asks."""
-        self.model_group = self.subgroup(self.placement.models())
-        self.data_group = self.subgroup(self.placement.peers())
+        # torch needs every rank to make every group, in the same order.
+        self.model_group = dist.new_subgroups_by_enumeration(self.placement.models())[0]
+        self.data_group = dist.new_subgroups_by_enumeration(self.placement.peers())[0]
         if self.placement.backend == "nccl" and not self.holds_every_name:
-            # Of all ranks: those outside of a group split NCCL's communicator, and gloo's members do not (torch 2.13).
+            # Of all ranks: a smaller group would make the other ranks split NCCL's communicator (torch 2.13).
             self.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
-    def subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup:
-        """Makes a group of each list of ranks; this rank's. Every rank must call it."""
-        return cast("dist.ProcessGroup", dist.new_subgroups_by_enumeration(ranks)[0])
-
     def data_mesh(self) -> DeviceMesh:
-        """The ranks that share the batch, for what FSDP2 keeps in shards over them."""
+        """Return the mesh of the ranks that share the batch, for FSDP2."""
         return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:
-        """In the place of DDPStrategy's, which wraps the module and sends rank 0's numbers to all."""
+        """Place the model, instead of wrapping it and sending the numbers of rank 0 like DDPStrategy."""
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -121,12 +116,12 @@ class ModelParallel(WholeState):
             self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
-        # Again: behind the hooks that placing made, and in a second stage, for the first took them off.
+        # Attached again: after the hooks of place_model, and in a second stage, since the first one removed them.
         precision_of(self).attach(module_of(self))
         if fitting and self.holds_every_name:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # A step that one part must skip is skipped by all.
+        # All parts skip a step that one part must skip.
         assert dist.group.WORLD is not None
         precision_of(self).agree_over(dist.group.WORLD)
 
@@ -148,7 +143,7 @@ class ModelParallel(WholeState):
                 group["params"] = [left[id(old)] for old in group["params"] if id(old) in left]
 
     def _share_metrics(self) -> None:
-        """Ranks of one model see the same samples, which count once: over the ranks of the data."""
+        """Let metrics count over the data ranks: the ranks of one model see the same samples."""
         for module in module_of(self).modules():
             if isinstance(module, Metric):
                 module.process_group = self.data_group
@@ -157,7 +152,7 @@ class ModelParallel(WholeState):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it around the backward of accumulated batches, but for the last."""
+        """Mark the backward of accumulated batches. Lightning enters it for all except the last batch."""
         self.is_last_backward = False
         try:
             yield
@@ -177,65 +172,52 @@ class ModelParallel(WholeState):
         return super().lightning_module_state_dict()
 
     def _agree_on_buffers(self) -> None:
-        """Running statistics are those of the first share, whichever rank evaluates with them or resumes."""
+        """Give all ranks the running statistics of the first share, for evaluation and checkpoints."""
         broadcast_buffers(module_of(self), group=self.data_group, are_saved_only=True)
 
     # --- norms ---
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The 2-norm of each whole tensor, 0-d, of all that any rank has. Every rank must call it.
+        """Return the 2-norm of each whole tensor that any rank has, 0-d. Every rank must call it.
 
-        tensors: gradients, say: this rank's parts of them, by the names of the network's parameters.
+        Args:
+            tensors: This rank's parts, such as gradients, by the names of the network's parameters.
         """
-        tensors = {f"{NETWORK}{name}": tensor for name, tensor in tensors.items()}
-        # The squares, and whether a rank has the tensor at all.
-        found = torch.zeros(2, len(self._parameter_names), dtype=torch.float64, device=self.root_device)
-        for place, name in enumerate(self._parameter_names):
-            if name in tensors:
-                found[0, place] = self._share_of_square(name, tensors[name])
-                found[1, place] = 1.0
-        dist.all_reduce(found)
-        roots = found[0].sqrt()
-        # Where every rank has the same names nobody has to wait for the device to know them.
-        there = None if self.holds_every_name else found[1].tolist()
-        return {
-            name.removeprefix(NETWORK): roots[place]
-            for place, name in enumerate(self._parameter_names)
-            if (name in tensors if there is None else there[place])
-        }
-
-    # --- what is counted in parts ---
+        squares = {name: self._share_of_square(f"{NETWORK}{name}", tensor)[None] for name, tensor in tensors.items()}
+        return {name: total[0].sqrt() for name, total in self._reduce(squares, dist.ReduceOp.SUM, width=1).items()}
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As Parts has it: a part that several ranks hold counts once."""
-        names = {name: f"{NETWORK}{name}" for name in found}
-        once = {name: found[name].double() / self.copies(names[name], tensors[name]) for name in found}
-        # Thirds do not add up to a whole number of entries.
-        return {name: total.round() for name, total in self._reduced(once, dist.ReduceOp.SUM).items()}
+        """Implement Parts: a part that several ranks hold counts once."""
+        once = {name: one.double() / self.copies(f"{NETWORK}{name}", tensors[name]) for name, one in found.items()}
+        # Thirds do not add up to an integer.
+        return {name: total.round() for name, total in self._reduce(once, dist.ReduceOp.SUM).items()}
 
     def maxima(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As Parts has it."""
-        return self._reduced(found, dist.ReduceOp.MAX)
+        """Implement Parts."""
+        return self._reduce(found, dist.ReduceOp.MAX)
 
-    def _reduced(self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, Tensor]:
-        """`[K]` of each name that any rank has; the same K for all."""
-        there = torch.zeros(len(self._parameter_names) + 1, dtype=torch.float64, device=self.root_device)
-        there[-1] = max((len(one) for one in found.values()), default=0)
+    def _reduce(
+        self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, *, width: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return `[K]` for each name that any rank has. width: K, the same for all names. None: unknown."""
         places = {name.removeprefix(NETWORK): place for place, name in enumerate(self._parameter_names)}
-        for name in found:
-            there[places[name]] = 1.0
-        # A rank may have no parameter at all, and has to know how much the others send.
-        dist.all_reduce(there, op=dist.ReduceOp.MAX)
-        *held, width = there.tolist()
+        is_held = [float(name in found) for name in places]
+        if width is None or not self.holds_every_name:
+            # A rank may have none of the parameters, and then does not know K.
+            sent = [*is_held, float(max((len(one) for one in found.values()), default=0))]
+            there = torch.tensor(sent, dtype=torch.float64, device=self.root_device)
+            dist.all_reduce(there, op=dist.ReduceOp.MAX)
+            *is_held, most = there.tolist()
+            width = int(most)
         smallest = 0.0 if op == dist.ReduceOp.SUM else -math.inf
-        values = torch.full((len(held), int(width)), smallest, dtype=torch.float64, device=self.root_device)
+        values = torch.full((len(places), width), smallest, dtype=torch.float64, device=self.root_device)
         for name, one in found.items():
             values[places[name]] = one.to(device=self.root_device, dtype=torch.float64)
         dist.all_reduce(values, op=op)
-        return {name: values[place] for name, place in places.items() if held[place]}
+        return {name: values[place] for name, place in places.items() if is_held[place]}
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The 2-norm of the gradients of all parameters together, 0-d, in float64. Every rank must call it."""
+        """Return the 2-norm of the gradients of all parameters together, 0-d, float64. Every rank must call it."""
         names = self._names()
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for parameter in parameters:
@@ -250,9 +232,10 @@ class ModelParallel(WholeState):
 
 
 def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`[...]` of each of R ranks becomes `[R, ...]`, in their order. Every rank of the group must call it alike.
+    """Return `[R, ...]` from the tensors `[...]` of R ranks, in their order. Every rank of the group must call it.
 
-    group: None is all ranks. A process without others gets `[1, ...]`.
+    Args:
+        group: None: all ranks. A single process returns `[1, ...]`.
     """
     if not dist.is_available() or not dist.is_initialized():
         return tensor[None]
@@ -263,5 +246,5 @@ def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> T
 
 
 def gather_data(tensor: Tensor, *, strategy: LightningStrategy) -> Tensor:
-    """The same over the ranks that share the data: ranks of one model, which see the same samples, give one."""
+    """Return the tensors of the ranks that share the data: one for the ranks of each model."""
     return gather_ranks(tensor, group=strategy.data_group if isinstance(strategy, ModelParallel) else None)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some consecutive layers, and micro-batches run through all ranks at once."""
+"""Pipeline parallel: each rank has some consecutive layers, and micro-batches run through all ranks at once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.data.data import Data
-from exp.errors import ErrorDetails, raise_errors
+from exp.errors import ErrorDetails, invalid_value, raise_errors, unknown_word
 from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
-from exp.spelling import did_you_mean
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.footprint import Footprint, Load, Transfer, gradient_transfers, merge_equal_places
+from exp.strategies.footprint import Footprint, Load, Transfer, merge_equal_places
 from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_errors
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, count_micro_batches
@@ -28,11 +26,14 @@ from exp.strategies.strategy import Blueprint, Strategy, data_of, module_of, mov
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One of torch.distributed.pipelining's.
+    """A schedule of torch.distributed.pipelining.
 
-    torch_name: its name there. stages_per_rank: how many stages a rank holds; None is two or more.
-    is_v: whether the stages go down the ranks and up again, so that the first rank has the last one, too.
-    needs_filling: whether it asks for a micro-batch a stage at least. in_rounds: for a multiple of the ranks.
+    Attributes:
+        torch_name: Its name in torch.
+        stages_per_rank: Stages of each rank. None: two or more.
+        is_v: Whether stages go down the ranks and up again, so that the first rank also has the last stage.
+        needs_filling: Whether it needs at least one micro-batch per stage.
+        in_rounds: Whether it needs a multiple of the ranks as the number of micro-batches.
     """
 
     torch_name: str
@@ -53,21 +54,22 @@ SCHEDULES = {
 }
 
 
-WAITING = (
-    "activations of a pipeline are an estimate, of the micro-batches that are on their way at once; the hook memory "
-    "counts all that went through"
+MICROBATCHES = "strategy.microbatches"
+ESTIMATE = (
+    "activations of a pipeline are an estimate: with 1f1b of the micro-batches that are computed at once, with other "
+    "schedules of all micro-batches"
 )
-KEPT = "of {} it is not known how many micro-batches are on their way at once; all of them are counted"
 
 
 class Pipeline(Strategy):
-    """The stages come from one split of the network; neighbouring ranks make one pipeline, and there may be several.
+    """Neighboring ranks form one pipeline, whose stages are parts of the network. There may be several pipelines.
 
-    schedule: a word of SCHEDULES.
-    stages: into how many parts the network is cut; None is one for each of `layers`, else `stages_per_rank` a rank.
-    stages_per_rank: None is 1, or 2 for a schedule of several stages a rank.
-    microbatches: of a rank's share of a batch; `auto` takes a number that cuts it without a rest.
-    layers: name patterns of the layers of each stage, in order; None balances them by the bytes of their parameters.
+    Args:
+        schedule: A word of SCHEDULES.
+        stages: Parts of the network. None: one per entry of `layers`, or `stages_per_rank` per rank.
+        stages_per_rank: Stages of each rank. None: 1, or 2 for a schedule with several.
+        microbatches: Micro-batches of a rank's share of a batch. `auto`: a number that divides the share.
+        layers: Name patterns of the layers of each stage, in order. None: stages with similar parameter bytes.
     """
 
     splits_layers = True
@@ -84,11 +86,11 @@ class Pipeline(Strategy):
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        raise_errors(_errors_of_words(schedule, stages, stages_per_rank, layers))
+        raise_errors(_option_errors(schedule, stages, stages_per_rank, layers))
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages
-        # Else all ranks are one pipeline.
+        # Without a number of stages all ranks form one pipeline.
         self.splits_batch = self.stages is not None
         self.stages_per_rank = stages_per_rank or self.schedule.stages_per_rank or 2
         self.microbatches: int | Literal["auto"] = microbatches
@@ -96,14 +98,14 @@ class Pipeline(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """The ranks of one pipeline; all of the run where the number of stages is left open."""
+        """The ranks of one pipeline: all ranks if the number of stages is not set."""
         if self.stages is None:
             return Demand(rest="pipeline")
         ranks = self.stages // self.stages_per_rank
         return Demand(dimensions=Dimensions(pipeline=ranks), cpu_devices=ranks)
 
     def microbatches_of(self, batch_size: int, ranks: int) -> int:
-        """Into how many micro-batches a rank's whole share of `batch_size` samples is cut."""
+        """Return the number of micro-batches of a rank's share of `batch_size` samples."""
         return count_micro_batches(
             self.microbatches,
             batch_size=batch_size,
@@ -113,22 +115,21 @@ class Pipeline(Strategy):
         )
 
     def owners(self, ranks: int) -> list[int]:
-        """Of each stage, in order, the place of its rank in the pipeline."""
-        count = ranks * self.stages_per_rank
-        down = [stage % ranks for stage in range(count)]
-        return [*range(ranks), *reversed(range(ranks))] if self.schedule.is_v else down
+        """Return the index in the pipeline of the rank of each stage."""
+        if self.schedule.is_v:
+            return [*range(ranks), *reversed(range(ranks))]
+        return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """What does not go through a pipeline, and a split that does not fit the network or the ranks."""
+        """Return the errors of batches and layers that a pipeline does not support."""
         ranks = planned.placement.model_ranks
         if planned.placement.world_size == 1:
-            expected = "2 or more: each rank holds a part of the network"
-            return [ErrorDetails(key="launch.devices", got="1 rank", expected=expected, fix="Write strategy=single")]
+            return [invalid_value("launch.devices", 1, "2 or more ranks, each with a part", "Write strategy=single")]
         errors = self._batch_errors(planned, ranks)
         return errors + split_errors(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """The stages of each rank, and the activations of the micro-batches that are on their way at once."""
+        """Return the stages of each rank, and the activations of the micro-batches that are computed at once."""
         placement, ranks = load.placement, load.placement.model_ranks
         owners = self.owners(ranks)
         parts = split(load.network, count=len(owners), layers=self.layers, inputs=list(load.inputs))
@@ -136,114 +137,94 @@ class Pipeline(Strategy):
         places = []
         for rank in range(placement.world_size):
             own = [stage for stage, owner in enumerate(owners) if owner == rank % ranks]
-            # One forward, one backward: a stage waits for as many as there are stages from it to the last.
+            # One forward, one backward: a stage keeps as many micro-batches as stages follow, including itself.
             waiting = min(count, ranks - rank % ranks) if self.schedule_word == "1f1b" else count
             places.append(part_place(load, parts, own, ranks=(rank,), factor=waiting / max(count, 1)))
         edges = [carried_bytes(parts, stage, load) for stage in range(len(owners) - 1)]
         crossing = [edge for stage, edge in enumerate(edges) if owners[stage] != owners[stage + 1]]
         sent = 2 * max(crossing, default=0) * load.micro_batches
-        what, calls = "activations to the next rank, gradients to the one before", 2 * count * load.micro_batches
+        what, calls = "activations to the next rank, gradients to the previous one", 2 * count * load.micro_batches
         transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
         if placement.data_ranks > 1:
             own_bytes = max(sum(one.stored for one in place.held.values()) for place in places)
-            transfers += gradient_transfers(load, factor=own_bytes / max(load.parameter_bytes, 1))
-        # The filling and emptying of the pipeline (Huang et al. 2019, GPipe).
-        filled = (count + ranks - 1) / max(count, 1)
-        notes = [WAITING]
-        notes += [] if self.schedule_word in ("1f1b", "gpipe") else [KEPT.format(self.schedule_word)]
+            transfers += load.gradient_transfers(factor=own_bytes / max(load.parameter_bytes, 1))
         return Footprint(
             places=merge_equal_places(places),
             transfers=transfers,
             work=1 / ranks,
             calls=count / ranks,
-            waiting=filled,
-            notes=tuple(notes),
+            # The pipeline fills and drains (Huang et al. 2019, GPipe).
+            waiting=(count + ranks - 1) / max(count, 1),
+            notes=(ESTIMATE,),
         )
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """One rank of a pipeline."""
+        """Return the strategy of one rank of a pipeline."""
         return PipelineStrategy(placement=placement, plan=self)
 
     def _batch_errors(self, planned: Blueprint, ranks: int) -> list[ErrorDetails]:
-        share = planned.batch_size // planned.placement.data_ranks
-        stages = ranks * self.stages_per_rank
-        count = self.microbatches_of(share, ranks)
-        each = f" in each of {planned.placement.data_ranks} pipelines" if planned.placement.data_ranks > 1 else ""
+        pipelines = planned.placement.data_ranks
+        share, stages = planned.batch_size // pipelines, ranks * self.stages_per_rank
+        count, word = self.microbatches_of(share, ranks), self.schedule_word
         errors = []
         if share < count:
-            least = count * planned.placement.data_ranks
-            expected = f"{least} or more: {count} micro-batches{each}"
-            errors.append(ErrorDetails(key="data.batch_size", got=str(planned.batch_size), expected=expected))
-        word = self.schedule_word
+            expected = f"{count * pipelines} or more: {count} micro-batches in each of {pipelines} pipelines"
+            errors.append(invalid_value("data.batch_size", planned.batch_size, expected))
         if self.schedule.needs_filling and count < stages:
-            expected = f"{stages} or more, one a stage, for {word}"
-            fix = "Write strategy.schedule=gpipe"
-            errors.append(ErrorDetails(key="strategy.microbatches", got=str(count), expected=expected, fix=fix))
+            expected = f"{stages} or more, one per stage, for {word}"
+            errors.append(invalid_value(MICROBATCHES, count, expected, "Write strategy.schedule=gpipe"))
         if self.schedule.in_rounds and count % max(1, count // ranks):
             expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
-            errors.append(ErrorDetails(key="strategy.microbatches", got=str(count), expected=expected))
-        return errors + _batch_norm_errors(planned, count)
+            errors.append(invalid_value(MICROBATCHES, count, expected))
+        normed = [name for name, _ in batch_norms(planned.network)]
+        if normed and (count > 1 or pipelines > 1):
+            because = f"with {len(normed)} layers of batch normalization, such as {normed[0]}"
+            fix = "Or use a model with layer or group normalization"
+            # The statistics of a part of the batch are different.
+            if count > 1:
+                expected = "1: they would normalize over each micro-batch (strategy.schedule=gpipe takes one)"
+                errors.append(invalid_value(MICROBATCHES, count, expected, fix, because=because))
+            else:
+                expected = f"{ranks}: {pipelines} pipelines would each normalize over their share of the batch"
+                got = planned.placement.world_size
+                errors.append(invalid_value("launch.devices", got, expected, fix, because=because))
+        return errors
 
 
-def _errors_of_words(
-    schedule: str,
-    stages: int | None,
-    stages_per_rank: int | None,
-    layers: Layers | None,
+def _option_errors(
+    schedule: str, stages: int | None, stages_per_rank: int | None, layers: Layers | None
 ) -> list[ErrorDetails]:
-    errors = []
     if schedule not in SCHEDULES:
-        fix = did_you_mean(str(schedule), list(SCHEDULES))
-        return [ErrorDetails(key="schedule", got=repr(schedule), expected=f"one of {', '.join(SCHEDULES)}", fix=fix)]
+        return [unknown_word("schedule", str(schedule), SCHEDULES)]
+    errors = []
     takes = SCHEDULES[schedule].stages_per_rank
     if stages_per_rank is not None and stages_per_rank != takes and (takes is not None or stages_per_rank < 2):
-        expected = f"{takes or '2 or more'}: {schedule} has so many stages a rank"
-        errors.append(ErrorDetails(key="stages_per_rank", got=str(stages_per_rank), expected=expected))
+        expected = f"{takes or '2 or more'}: {schedule} has so many stages per rank"
+        errors.append(invalid_value("stages_per_rank", stages_per_rank, expected))
     each = stages_per_rank or takes or 2
     if layers is not None and stages is not None and len(layers) != stages:
-        expected = f"{len(layers)}, one for each part of strategy.layers, or null"
-        errors.append(ErrorDetails(key="stages", got=str(stages), expected=expected))
-    count = len(layers) if layers is not None else stages
+        errors.append(invalid_value("stages", stages, f"{len(layers)}, one per part of strategy.layers, or null"))
+    key, count = ("stages", stages) if layers is None else ("layers", len(layers))
     if count is not None and not errors and count % each:
-        key = "stages" if layers is None else "layers"
-        expected = f"a multiple of {each}, the stages of each rank"
-        errors.append(ErrorDetails(key=key, got=str(count), expected=expected))
+        errors.append(invalid_value(key, count, f"a multiple of {each}, the stages of each rank"))
     return errors
-
-
-def _batch_norm_errors(planned: Blueprint, count: int) -> list[ErrorDetails]:
-    """Statistics of a part of the batch are others, and would find another network."""
-    normed = [name for name, _ in batch_norms(planned.network)]
-    if not normed:
-        return []
-    layers = f"{normed[0]} and {len(normed) - 1} more layers of batch normalisation"
-    fix = "Or take a model with layer or group normalisation"
-    if count > 1:
-        expected = "1: they would normalise over each micro-batch (strategy.schedule=gpipe takes one)"
-        return [ErrorDetails(key="strategy.microbatches", got=f"{count}, with {layers}", expected=expected, fix=fix)]
-    pipelines = planned.placement.data_ranks
-    if pipelines > 1:
-        expected = "one pipeline: they would normalise over each one's share of the batch"
-        return [
-            ErrorDetails(key="launch.devices", got=f"{pipelines} pipelines, with {layers}", expected=expected, fix=fix)
-        ]
-    return []
 
 
 class Pipelined(Protocol):
     """The module of a pipelined run."""
 
     def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
-        """Takes what the strategy has cut. count: micro-batches of a share."""
+        """Use the stages of the split network. count: Micro-batches of a share."""
 
 
 class PipelineStrategy(ModelParallel):
-    """One rank of a pipeline, or of several that share the data.
+    """One rank of a pipeline.
 
-    Each reads the whole network, cuts it, and keeps the layers of its own stages: the parameters of the others are
-    taken out, so that optimizer and memory are of these alone. Checkpoints are whole (whole_state.py).
+    Each rank reads the whole network, splits it, and keeps the parameters of its own stages. Checkpoints are whole
+    (whole_state.py).
 
-    stages: what this rank does, once the model is placed.
+    Attributes:
+        stages: The stages of this rank. None before the model is placed.
     """
 
     holds_every_name = False
@@ -257,17 +238,17 @@ class PipelineStrategy(ModelParallel):
         if self.stages is not None:
             super().model_to_device()
             return
-        # The whole network may not fit on the device: only a rank's own layers go there, by place_model.
+        # The whole network may not fit on the device: place_model moves only the rank's own layers.
         move_all_but_network(module_of(self), self.root_device)
 
     def place_model(self) -> None:
         network = network_of(self)
-        owners = self.plan.owners(self.placement.model_ranks)
+        data, owners = data_of(module_of(self).trainer), self.plan.owners(self.placement.model_ranks)
         parts = split(
             network,
             count=len(owners),
             layers=self.plan.layers,
-            inputs=example_arguments(network, self._data().spec),
+            inputs=example_arguments(network, data.spec),
         )
         place = dist.get_rank(self.model_group)
         mine = [index for index, owner in enumerate(owners) if owner == place]
@@ -281,16 +262,13 @@ class PipelineStrategy(ModelParallel):
             device=self.root_device,
             schedule=self.plan.schedule.torch_name,
         )
-        share = self._data().batch_size // self.placement.data_ranks
+        share = data.batch_size // self.placement.data_ranks
         count = self.plan.microbatches_of(share, self.placement.model_ranks)
         cast(Pipelined, module_of(self)).pipeline_over(self.stages, split=parts, count=count)
 
-    def _data(self) -> Data:
-        return data_of(module_of(self).trainer)
-
 
 def keep_only(network: nn.Module, names: set[str]) -> None:
-    """Takes all other parameters and buffers out of a network; its layers stay, without their numbers."""
+    """Set all other parameters and buffers of a network to None; its layers stay."""
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -1,13 +1,13 @@
-"""The stages of a pipeline that one rank holds, the micro-batches of a batch, and how they run through the stages.
+"""The stages of one rank of a pipeline, and how micro-batches run through them.
 
-Training is a schedule of torch.distributed.pipelining, one for each shape of micro-batches, because its buffers have
-fixed sizes. Evaluation goes forward only, stage by stage: of the V schedules torch 2.13 has no forward alone.
+Training uses a schedule of torch.distributed.pipelining for each shape of micro-batches, because its buffers have fixed
+sizes. Evaluation runs the forward stage by stage: torch 2.13 has no forward of the V schedules.
 
-The batch, which every rank of a pipeline has, is not sent: a stage finds the inputs of a micro-batch by its number,
-which is all that torch passes to the stage. The values that later stages read are sent.
+Every rank of a pipeline has the batch, so the batch is not sent. torch passes the number of a micro-batch to a stage,
+which looks up the inputs. The values that later stages read are sent.
 
-Relied on, and tested: torch infers what a new schedule sends by one forward of each stage, and one call of the loss,
-before the first micro-batch (`PipelineStage` in dynamic mode, seen in torch 2.13). They leave no trace here.
+Relied on, and tested: before the first micro-batch, torch infers what a new schedule sends from one forward of each
+stage and one call of the loss (`PipelineStage` in dynamic mode, torch 2.13). They have no effect here.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ Inputs = Mapping[str, object]
 Context = Callable[[], AbstractContextManager[object]]
 Shape = tuple[object, ...]
 CPU = torch.device("cpu")
-# Shapes of micro-batches whose schedules are kept, with their buffers.
+# Largest number of schedules that are kept with their buffers.
 KEPT = 8
-# Micro-batches a rank of the pipeline: GPipe's paper finds the idle time small from 4 on (Huang 2019, section 2.3).
+# Micro-batches per rank: the GPipe paper finds little idle time from 4 on (Huang 2019, section 2.3).
 WISH = 4
 
 
 class Stage:
-    """One part of the network, as a function of what is sent to it.
+    """One part of the network, as a function of the tensors that are sent to it.
 
-    around: the context of a forward, such as autocast.
+    Args:
+        around: Context of a forward, such as autocast.
     """
 
     def __init__(self, network: nn.Module, split: Split, index: int, *, around: Context) -> None:
@@ -53,14 +54,14 @@ class Stage:
         self.takes = split.carried(index - 1) if index else ()
         self.gives = split.carried(index)
         self.is_last = index == len(split.parts) - 1
-        # Of the network's output, once it has been seen.
+        # Structure of the network's output, known after the first forward.
         self.output: object = None
         own = set(self.part.tensors)
         self.parameters = [parameter for name, parameter in network.named_parameters() if name in own]
         self.buffers = [name for name, _ in network.named_buffers() if name in own]
 
     def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
-        """What is sent on: the tensors of the values that later stages read; of the last stage those of the output."""
+        """Return the tensors that later stages read, or those of the network's output from the last stage."""
         tensors = iter(received)
         values: dict[str, object] = {name: _fill(self.split.values[name], tensors) for name in self.takes}
         read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
@@ -69,22 +70,25 @@ class Stage:
         if self.is_last:
             self.output = map_tensors(result, lambda _: TENSOR)
             return tuple(tensors_in(result))
-        # A value that only passes through is a new one to autograd, for this stage may read it as well.
+        # A value that is only passed on becomes a new tensor for autograd: this stage may read it as well.
         values = map_tensors(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
         return tuple(tensor.contiguous() for name in self.gives for tensor in tensors_in(values[name]))
 
     def whole_output(self, tensors: Sequence[Tensor]) -> Any:
-        """The network's output of its tensors."""
+        """Return the network's output with these tensors."""
         return _fill(self.output, iter(tensors))
 
 
 class Stages:
-    """What one rank does in a pipeline.
+    """One rank of a pipeline.
 
-    stages: those of this rank, in order. owner: of each stage of the pipeline, the place in the group.
-    group: the ranks of one pipeline.
-    device: of this rank. schedule: torch's name of one, such as 1F1B.
+    Args:
+        stages: Stages of this rank, in order.
+        owner: Index in the group of the rank of each stage of the pipeline.
+        group: Ranks of the pipeline.
+        device: Device of this rank.
+        schedule: torch's name of the schedule, such as 1F1B.
     """
 
     def __init__(
@@ -101,19 +105,22 @@ class Stages:
         self.has_output = self.stages[-1].is_last
         self._schedules: dict[Shape, _Scheduled] = {}
 
-    def shared(self, value: Data) -> Data:
-        """What the rank with the network's output gives, on every rank of the pipeline; each must call it."""
+    def broadcast_output(self, value: Data) -> Data:
+        """Return the value of the rank with the network's output. Every rank of the pipeline must call it."""
         found = [value]
         source = dist.get_global_rank(self.group, self.owner[-1])
         dist.broadcast_object_list(found, src=source, group=self.group, device=self.device)
         return found[0]
 
     def train(self, inputs: Sequence[Inputs], loss: Callable[[Any, int], tuple[Tensor, Note]]) -> list[Note]:
-        """Forward and backward of all micro-batches; the gradients are added up in the parameters.
+        """Run the forwards and backwards of all micro-batches, and add the gradients up in the parameters.
 
-        inputs: the network's, of each micro-batch.
-        loss: of an output and the number of its micro-batch: the value to go backward from, 0-d, and anything else.
-        Returns: that anything, of each micro-batch, on the rank that has the output; nothing elsewhere.
+        Args:
+            inputs: Inputs of the network for each micro-batch.
+            loss: Maps an output and the number of its micro-batch to a loss, 0-d, and a note.
+
+        Returns:
+            The notes of all micro-batches on the rank with the network's output; nothing on other ranks.
         """
         key = (len(inputs), _shapes(inputs[0]))
         scheduled = self._schedules.pop(key, None) or _Scheduled(self, len(inputs))
@@ -123,9 +130,9 @@ class Stages:
         return scheduled.step(inputs, loss)
 
     def evaluate(self, inputs: Inputs) -> Any:
-        """Return the network's output for a whole batch, on the rank that has the output; None elsewhere.
+        """Return the network's output for a whole batch on the rank with the last stage, and None on other ranks.
 
-        Stage after stage computes. A rank that has sent its output may begin the next batch.
+        The stages run one after another. A rank that has sent its output may start the next batch.
         """
         place = dist.get_rank(self.group)
         tensors: tuple[Tensor, ...] = ()
@@ -138,13 +145,13 @@ class Stages:
             tensors = stage.run(tensors, inputs)
             if not stage.is_last and (target := self.owner[stage.index + 1]) != place:
                 target = dist.get_global_rank(self.group, target)
-                # By way of the CPU, because a pickled tensor names the device of its rank.
+                # Sent from the CPU, because a pickled tensor names the device of its rank.
                 dist.send_object_list([move_tensors(tensors, CPU)], dst=target, group=self.group, device=self.device)
         return self.stages[-1].whole_output(tensors) if self.has_output else None
 
 
 class _Scheduled:
-    """A schedule of torch's for micro-batches of one shape."""
+    """One of torch's schedules, for micro-batches of one shape."""
 
     def __init__(self, stages: Stages, count: int) -> None:
         self.count = count
@@ -157,7 +164,7 @@ class _Scheduled:
             for module in self.modules
         ]
         kind = get_schedule_class(stages.schedule)
-        # The loss is weighted already: of unequal micro-batches torch's own mean would not be the batch's.
+        # The loss is weighted already: torch's mean over unequal micro-batches would not be the batch's.
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(made[0] if single else made, count, loss_fn=self._loss, scale_grads=False)
 
@@ -169,7 +176,7 @@ class _Scheduled:
             self.schedule.step(number=numbers, target=numbers if last else None, return_outputs=False)
         finally:
             self.inputs, self.loss = (), None
-        # By number: what torch's look at the first one left was overwritten by its real turn.
+        # By number: the note of torch's inference was overwritten by the real first micro-batch.
         return [cast(Note, self.notes[number]) for number in sorted(self.notes)]
 
     def _loss(self, output: Tensor | tuple[Tensor, ...], number: Tensor) -> Tensor:
@@ -181,7 +188,7 @@ class _Scheduled:
 
 
 class _StageModule(nn.Module):
-    """A stage as torch's schedules call it."""
+    """A stage in the form that torch's schedules call."""
 
     stage: Stage
     scheduled: _Scheduled
@@ -192,18 +199,18 @@ class _StageModule(nn.Module):
         self._is_inferring = True
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The stage's own; the network's other layers are no submodules of this."""
+        """Yield the parameters of the stage: the network is no submodule."""
         return iter(self.stage.parameters)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
         inputs = self.scheduled.inputs[int(number)]
         for tensor in received:
-            if tensor.requires_grad:  # gloo sends no gradient that is a view, such as that of a part of torch.cat
+            if tensor.requires_grad:  # gloo cannot send a gradient that is a view, such as that of torch.cat
                 tensor.register_hook(Tensor.contiguous)
         if not self._is_inferring:
             return self.stage.run(received, inputs)
         self._is_inferring = False
-        # To see the shapes: a running statistic must not count these samples twice, so that copies are counted in.
+        # torch infers the shapes. Running statistics must not count these samples twice, so copies are updated.
         network, names = self.stage.network, self.stage.buffers
         before = {name: network.get_buffer(name) for name in names}
         set_buffers(network, {name: buffer.clone() for name, buffer in before.items()})
@@ -214,7 +221,7 @@ class _StageModule(nn.Module):
 
 
 def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Puts other tensors in the place of buffers, by their full names."""
+    """Replace buffers by their full names."""
     for name, buffer in buffers.items():
         owner, _, own = name.rpartition(".")
         setattr(network.get_submodule(owner), own, buffer)
@@ -226,10 +233,11 @@ def _shapes(inputs: Inputs) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Generic[Data]):
-    """One of a share's micro-batches, all of the same size, as a schedule needs them.
+    """A micro-batch of a share. All of them have the same size, as a schedule needs.
 
-    data: as the share's, sliced. size: how many of its samples are the share's own; the others repeat its last one and
-    count for nothing.
+    Attributes:
+        data: A slice of the share's data.
+        size: Samples that count; the others repeat the last sample.
     """
 
     data: Data
@@ -239,10 +247,12 @@ class MicroBatch(Generic[Data]):
 def count_micro_batches(
     wish: int | Literal["auto"], *, batch_size: int, ranks: int, least: int, multiple_of: int
 ) -> int:
-    """Micro-batches of a rank's share of `batch_size` samples.
+    """Return the number of micro-batches of a rank's share of `batch_size` samples.
 
-    wish: `auto` takes the largest number that cuts the share without a rest, up to 4 a rank of the pipeline.
-    least, multiple_of: what the schedule asks for.
+    Args:
+        wish: The number, or `auto` for the largest one that divides the share, up to 4 per rank of the pipeline.
+        least: Smallest number that the schedule supports.
+        multiple_of: Divisor of the number that the schedule needs.
     """
     if wish != "auto":
         return wish
@@ -253,8 +263,7 @@ def count_micro_batches(
 
 
 def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
-    """`size` samples in `count` micro-batches of one size. Where they do not come out even, the last ones are filled
-    up with the last sample."""
+    """Return `size` samples in `count` micro-batches of one size. The last ones may repeat the last sample."""
     each = -(-size // count)
     found = []
     for place in range(count):
@@ -265,12 +274,12 @@ def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch
 
 
 def keep_samples(output: Data, size: int) -> Data:
-    """The first `size` samples of an output."""
+    """Return the first `size` samples of an output."""
     return map_tensors(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
 def _fill(kind: object, tensors: Iterator[Tensor]) -> Any:
-    """A value of this structure, with the next of the tensors in the place of each of its own."""
+    """Return a value of this structure whose tensors are replaced by the next ones."""
     return map_tensors(kind, lambda _: next(tensors))
 
 

@@ -1,13 +1,13 @@
-"""Where a run's ranks go: how many, on what device, with what backend. Pure, but for the count of the machine's GPUs.
+"""The number of a run's ranks, their devices and their backend.
 
-placement(strategy, devices=..., nodes=..., accelerator=..., demand=...) -> Placement     before the launch, for check
-adopted(rank, strategy, devices=..., ...) -> Placement                 in a rank: what its launcher really made
+placement(strategy, devices=..., nodes=..., accelerator=..., demand=...)      before the launch, for the check
+adopt_placement(rank, strategy, devices=..., ...)                             on a rank, from what its launcher started
 
-A strategy fixes some Dimensions and says which one takes the rest of the devices: `hybrid` with tensor=2 on 8 devices
+A strategy fixes some Dimensions and names the one that takes the remaining devices: `hybrid` with tensor=2 on 8 devices
 has replicate=4 and tensor=2.
 
-Ranks that work on one share of a batch together (tensor or pipeline parallel) are neighbours: with tensor=2, ranks
-0 and 1 hold the first share, 2 and 3 the second.
+Ranks that share one part of a batch (tensor or pipeline parallel) are neighbors: with tensor=2, ranks 0 and 1 have the
+first share, ranks 2 and 3 the second.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
+from exp.errors import ErrorDetails, config_error, invalid_value, not_supported_with, raise_errors
 from exp.strategies.rank import Rank
 
-# Two, so that ddp means something on a laptop, and no more, because they share its cores.
+# Two, so that ddp can be tried on a laptop. Not more, because they share its cores.
 CPU_RANKS = 2
-# Ranks that share a core are for trying a strategy out. Each is a process with half a gigabyte of its own.
+# Ranks that share a core only test a strategy. Each is a process of half a gigabyte.
 RANKS_OF_A_CORE = 4
-# So many are let pass on a machine of any size.
+# This many are allowed on any machine.
 CPU_RANKS_AT_LEAST = 16
 
 Accelerator = Literal["cpu", "cuda", "mps"]
@@ -33,9 +33,13 @@ Devices = int | Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this machine can offer: CUDA devices that are visible, whether torch can use Apple's GPU, and NCCL.
+    """The devices of this machine.
 
-    cores: of the CPU, that this process may use; None is not known, and limits nothing.
+    Attributes:
+        gpus: Visible CUDA devices.
+        mps: Whether torch can use Apple's GPU.
+        nccl: Whether torch has NCCL.
+        cores: CPU cores that this process may use. None: unknown, no limit.
     """
 
     gpus: int
@@ -89,13 +93,14 @@ Dimension = Literal["replicate", "shard", "tensor", "pipeline", "layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a strategy asks of the machine, before anything is placed.
+    """The devices that a strategy needs.
 
-    dimensions: those that the strategy fixes; the others are 1.
-    rest: the dimension that takes the devices beyond these; None if there may be no others.
-    cpu_devices: how many `launch.devices: auto` takes on a machine without a GPU.
-    group: whether one rank alone needs a process group, too.
-    adapts: whether the machine decides between `single` and `ddp`, which the placement is then called.
+    Attributes:
+        dimensions: Sizes that the strategy fixes; the others are 1.
+        rest: Dimension that takes the remaining devices. None: no more devices are supported.
+        cpu_devices: Devices that `launch.devices: auto` takes on a machine without a GPU.
+        group: Whether a single rank needs a process group.
+        adapts: Whether the machine decides between `single` and `ddp`.
     """
 
     dimensions: Dimensions = Dimensions()
@@ -106,15 +111,17 @@ class Demand:
 
 
 DEFAULT_DEMAND = Demand()
+DEVICES, ACCELERATOR = "launch.devices", "launch.accelerator"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Dimensions):
-    """A run's dimensions and the devices that they are on.
+    """A run's dimensions and devices.
 
-    strategy: the config's word, with `auto` decided: "single" or "ddp". For messages.
-    backend: of the process group, "gloo" or "nccl"; None without a group, which one rank seldom needs.
-    device_indices: of the GPUs on each node, in the order of the local ranks; empty on CPU and MPS.
+    Attributes:
+        strategy: Word of the config, with "single" or "ddp" instead of `auto`. For messages.
+        backend: "gloo" or "nccl". None: no process group.
+        device_indices: GPUs of each node in the order of the local ranks; empty on CPU and MPS.
     """
 
     strategy: str
@@ -136,7 +143,7 @@ class Placement(Dimensions):
         return self.devices(local_rank)[0] if self.accelerator == "cuda" else self.accelerator
 
     def devices(self, local_rank: int) -> tuple[str, ...]:
-        """Return torch's names of all devices of a local rank. "cpu:0" and "cpu:1" are names for the one CPU."""
+        """Return torch's names of all devices of a local rank. "cpu:0" and "cpu:1" both name the CPU."""
         indices: Sequence[int] = range(self.layers)
         if self.accelerator == "cuda":
             indices = self.device_indices[local_rank * self.layers : (local_rank + 1) * self.layers]
@@ -144,7 +151,7 @@ class Placement(Dimensions):
 
 
 def this_machine() -> Machine:
-    """Asks torch, without starting CUDA in this process."""
+    """Return the devices that torch finds, without starting CUDA in this process."""
     import torch
     import torch.distributed
 
@@ -163,14 +170,17 @@ def placement(
     demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
-    """Decide where the ranks go. The values are of the kinds that exp.check.keys declares for `launch`.
+    """Return the placement of a run. The values have the types that exp.check.keys declares for `launch`.
 
-    `devices: auto` takes all GPUs, or on a machine without GPUs as many devices as the strategy demands.
+    `devices: auto` takes all GPUs, or the strategy's `cpu_devices` on a machine without a GPU.
 
-    strategy: the config's strategy.name, for messages alone.
-    backend: of the process group; auto is NCCL between GPUs and gloo between CPU ranks.
-    machine: None asks torch.
-    Raises: ConfigError with every error of these keys.
+    Args:
+        strategy: `strategy.name` of the config, for messages.
+        backend: Backend of the process group. `auto`: NCCL between GPUs, gloo between CPU ranks.
+        machine: Devices of the machine. None: those that torch finds.
+
+    Raises:
+        ConfigError: All errors of these keys.
     """
     machine = machine or this_machine()
     chosen = _accelerator(demand, devices, accelerator, machine)
@@ -200,35 +210,34 @@ def adopt_placement(
     demand: Demand = DEFAULT_DEMAND,
     **where: Any,
 ) -> Placement:
-    """Return the placement of a rank that runs already: its launcher decided the numbers, which must fit the config's.
+    """Return the placement of a rank that its launcher has started already.
 
-    `devices: auto` and `nodes: 1` accept any number, so that torchrun and SLURM need not be repeated in the config.
+    `devices: auto` and `nodes: 1` accept any number, so that the numbers of torchrun and SLURM are not repeated.
 
-    where: the other parameters of `placement`.
-    Raises: ConfigError if the config asks for other numbers than were started.
+    Args:
+        where: Other parameters of `placement`.
+
+    Raises:
+        ConfigError: The config needs other numbers than were started.
     """
     if demand.rest == "layers":
         if rank.world_size > 1:
-            got = f"{strategy}, one process with all its devices, as rank {rank.global_rank} of {rank.world_size}"
             fix = "Start it without torchrun and srun, or write strategy=ddp"
+            got = f"{strategy}, one process with all devices, as one of {rank.world_size} ranks"
             raise config_error("strategy.name", got=got, expected="one rank", fix=fix)
     else:
         started, each = rank.local_world_size, demand.dimensions.layers
         wanted = started if devices == "auto" else _number(devices) // each
         wanted_nodes = rank.nodes if nodes == 1 else nodes
         same = (wanted, wanted_nodes) == (started, rank.nodes)
-        if rank.is_confined:  # each a node of its own, so that the products are what is compared
+        if rank.is_confined:  # each rank counts as a node, so the products are compared
             fits = rank.world_size % wanted == 0 if nodes == 1 else rank.world_size == wanted * nodes
             same = devices == "auto" or fits
         if not same:
-            raise ConfigError([
-                _launch_error(
-                    "devices" if wanted != started else "nodes",
-                    f"devices={_words(devices)}, nodes={nodes}",
-                    f"what was started: {started} ranks on each of {rank.nodes} nodes",
-                    f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1",
-                )
-            ])  # fmt: skip
+            name, value = ("devices", _words(devices)) if wanted != started else ("nodes", str(nodes))
+            expected = f"the ranks that were started: {started} on each of {rank.nodes} nodes"
+            fix = f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1"
+            raise config_error(f"launch.{name}", got=value, expected=expected, fix=fix)
         # Lists keep their indices; `auto` becomes the number that was started.
         devices = started * each if devices == "auto" or rank.is_confined else devices
         nodes = rank.nodes
@@ -244,7 +253,7 @@ def _accelerator(demand: Demand, devices: Devices, accelerator: str, machine: Ma
         return cast(Accelerator, accelerator)
     if machine.gpus:
         return "cuda"
-    # Ranks cannot communicate from Apple's GPU: it is for strategies that are content with one device.
+    # Ranks cannot communicate from Apple's GPU, so it is for strategies with one device.
     if machine.mps and (demand.adapts or demand.rest is None) and devices in ("auto", 1):
         return "mps"
     return "cpu"
@@ -260,17 +269,17 @@ def _count(devices: Devices, accelerator: Accelerator, machine: Machine, demand:
 
 
 def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dimensions:
-    """Return the dimensions of all ranks. Raises: ConfigError if the devices do not come out even."""
+    """Return the dimensions of all ranks. Raise ConfigError if a dimension does not divide the devices."""
     fixed = demand.dimensions
     if demand.rest == "layers":
         fixed = replace(fixed, layers=count)
     if count % fixed.layers:
-        expected = f"a multiple of {fixed.layers}, for {strategy} takes {fixed.layers} devices a rank"
-        raise ConfigError([_launch_error("devices", str(count), expected)])
+        expected = f"a multiple of {fixed.layers}: {strategy} takes {fixed.layers} devices per rank"
+        raise config_error("launch.devices", got=str(count), expected=expected)
     ranks, together = count // fixed.layers * nodes, fixed.world_size
     if ranks % together:
-        expected = f"a multiple of {together}, for {strategy} has {together} ranks work on one batch together"
-        raise ConfigError([_launch_error("devices", f"{ranks} ranks", expected)])
+        expected = f"a multiple of {together}: {together} ranks of {strategy} share one batch"
+        raise config_error("launch.devices", got=f"{ranks} ranks", expected=expected)
     rest: Dimension = "replicate" if demand.rest in (None, "layers") else demand.rest
     return replace(fixed, **{rest: getattr(fixed, rest) * ranks // together})
 
@@ -278,45 +287,34 @@ def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dim
 def _placement_errors(
     placed: Placement, *, devices: Devices, demand: Demand, machine: Machine
 ) -> Iterator[ErrorDetails]:
-    count, kind, gpus = placed.ranks_per_node, placed.accelerator, machine.gpus
+    count, kind, gpus, ranks = placed.ranks_per_node, placed.accelerator, machine.gpus, placed.world_size
     listed = not isinstance(devices, int | str)
-    on_cpu = "Write launch.accelerator=cpu"
+    on_cpu, text = "Write launch.accelerator=cpu", _words(devices)
     if not isinstance(devices, int | str) and len(set(devices)) != max(len(devices), 1):
-        yield _launch_error("devices", _words(devices), "a list of different GPU indices")
+        yield invalid_value(DEVICES, devices, "a list of different GPU indices")
     elif kind == "cuda" and not gpus:
-        expected = "a machine with a CUDA device that torch can see"
-        yield _launch_error("accelerator", "cuda", expected, f"{on_cpu} or auto")
+        yield invalid_value(ACCELERATOR, kind, "a machine with a CUDA device that torch can use", f"{on_cpu} or auto")
     elif kind == "cuda" and max(placed.device_indices) >= gpus:
-        expected = f"at most the {gpus} GPU{'s' if gpus > 1 else ''} of this machine"
-        expected += f", 0 to {gpus - 1}" if listed else ""
-        yield _launch_error("devices", _words(devices), expected, f"{on_cpu} to try it with that many gloo ranks")
+        expected = f"GPUs of this machine, which has {gpus}" + (f": 0 to {gpus - 1}" if listed else "")
+        yield not_supported_with(DEVICES, text, kind, expected, f"{on_cpu} to try it with that many gloo ranks")
     elif listed and kind != "cuda":
-        expected = "a number: a list names GPUs"
-        yield _launch_error("devices", f"{_words(devices)} on {kind}", expected, f"Write launch.devices={count}")
-    if placed.backend == "nccl" and kind != "cuda":
-        expected = "gloo: NCCL communicates between GPUs alone"
-        yield _launch_error("backend", f"nccl on {kind}", expected, "Write launch.backend=auto")
-    elif placed.backend == "nccl" and not machine.nccl:
-        yield _launch_error("backend", "nccl", "gloo: this torch was built without NCCL")
-    if kind == "cpu" and machine.cores is not None:
-        most = max(CPU_RANKS_AT_LEAST, RANKS_OF_A_CORE * machine.cores)
-        if count > most:
-            cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
-            expected = f"at most {most} on this machine, which has {cores}: each rank is a process"
-            fix = "Write launch.devices=2 to try a strategy out"
-            yield _launch_error("devices", f"{count} ranks on the CPU", expected, fix)
+        expected, fix = "a number: a list names GPUs", f"Write launch.devices={count}"
+        yield not_supported_with(DEVICES, text, kind, expected, fix)
+    if placed.backend == "nccl" and (kind != "cuda" or not machine.nccl):
+        why = "NCCL communicates only between GPUs" if kind != "cuda" else "this torch was built without NCCL"
+        yield not_supported_with("launch.backend", "nccl", kind, f"gloo: {why}", "Write launch.backend=auto")
+    most = max(CPU_RANKS_AT_LEAST, RANKS_OF_A_CORE * (machine.cores or count))
+    if kind == "cpu" and count > most:
+        expected = f"at most {most} on this machine, which has {machine.cores} cores: each rank is a process"
+        yield not_supported_with(DEVICES, count, kind, expected, "Write launch.devices=2 to try a strategy")
     if kind == "mps" and not machine.mps:
-        yield _launch_error("accelerator", "mps", "a Mac whose GPU torch can use")
-    if kind == "mps" and placed.world_size > 1:
-        expected = "one rank: Apple's GPU has no collectives"
-        yield _launch_error("accelerator", f"mps with {placed.world_size} ranks", expected, on_cpu)
-    if demand.rest is None and placed.world_size > demand.dimensions.world_size:
-        got = f"{placed.strategy} with {placed.world_size} ranks"
-        yield ErrorDetails(key="strategy.name", got=got, expected="one device", fix="Write strategy=ddp")
-
-
-def _launch_error(name: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
-    return ErrorDetails(key=f"launch.{name}", got=got, expected=expected, fix=fix)
+        yield invalid_value(ACCELERATOR, kind, "a Mac with a GPU that torch can use")
+    if kind == "mps" and ranks > 1:
+        yield not_supported_with(
+            ACCELERATOR, kind, f"{ranks} ranks", "one rank: Apple's GPU has no collectives", on_cpu
+        )
+    if demand.rest is None and ranks > demand.dimensions.world_size:
+        yield not_supported_with("strategy.name", placed.strategy, f"{ranks} ranks", "one device", "Write strategy=ddp")
 
 
 def _words(devices: Devices) -> str:

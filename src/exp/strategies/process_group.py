@@ -1,7 +1,7 @@
-"""The process group of a run, made before Lightning looks, so that Lightning finds it and opens nothing itself.
+"""The process group of a run, created before Lightning, so that Lightning uses it and opens no port.
 
 On one machine its store is a file in the run directory and its sockets are on loopback: no other machine can reach it.
-Under torchrun and SLURM it meets at the address that they give.
+Under torchrun and SLURM the ranks meet at the given address.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ def join(
     network_interface: str | None = None,
     high_priority_stream: bool = False,
 ) -> None:
-    """Makes the process group of a run of several ranks; a run of one rank has none, but where its strategy needs it.
+    """Create the process group of a run of several ranks, or of one rank if its strategy needs it.
 
-    timeout_seconds: how long a rank waits in a collective, and here for the others to come.
-    network_interface: by which ranks of several nodes talk; None leaves it to gloo and NCCL.
-    high_priority_stream: whether NCCL's kernels go before those of the network.
-    Raises: RunError where this machine has no such interface.
+    Args:
+        timeout_seconds: Time that a rank waits for the others, here and in a collective.
+        network_interface: Interface between nodes. None: chosen by gloo and NCCL.
+        high_priority_stream: Whether NCCL's kernels run before those of the network.
+
+    Raises:
+        RunError: This machine has no such interface.
     """
     if placement.backend is None:
         return
@@ -48,8 +51,8 @@ def join(
         store = FileStore(rank.store, rank.world_size)
         store.set_timeout(timeout)
     else:
-        _offer_rendezvous()
-        _talk_by(network_interface)
+        _set_rendezvous_address()
+        _set_interface(network_interface)
     torch.distributed.init_process_group(
         placement.backend,
         rank=rank.global_rank,
@@ -62,16 +65,16 @@ def join(
 
 
 def global_rank() -> int:
-    """This process's; 0 where there is no process group."""
+    """Return the rank of this process; 0 without a process group."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def meet() -> None:
-    """A barrier, so that no rank leaves while another still talks to it."""
+    """Wait for all ranks, so that no rank exits while another still communicates with it."""
     if "torch.distributed" not in sys.modules:
-        return  # no process group without it, and importing torch to find that out would cost a second
+        return  # there is no process group, and importing torch would take a second
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -82,24 +85,24 @@ def meet() -> None:
         torch.distributed.barrier()
 
 
-def _talk_by(interface: str | None) -> None:
+def _set_interface(interface: str | None) -> None:
     if interface is None:
         return
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
         raise RunError(
-            f"launch.network_interface is {interface}, which {socket.gethostname()} has not; "
-            f"expected one of {', '.join(names)}"
+            f"launch.network_interface: got {interface}; expected one of {', '.join(names)}, the interfaces of "
+            f"{socket.gethostname()}"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-def _offer_rendezvous() -> None:
-    """SLURM names its nodes and no address: the first of them, and a port made of the job's number."""
+def _set_rendezvous_address() -> None:
+    """Set the address for SLURM, which names only its nodes: the first node, and a port from the job's number."""
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-    # One port a job, so that two jobs on a node do not meet.
+    # One port per job, so that two jobs on a node do not connect to each other.
     os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
     os.environ["MASTER_PORT"] = str(15_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000)

@@ -31,7 +31,7 @@ from exp.data.data import Data
 from exp.errors import ErrorDetails, RunError
 from exp.models.forward_trace import Call, ForwardTrace
 from exp.precision.plugin import RunPrecision
-from exp.strategies.footprint import Footprint, Load, Place, gradient_transfers, whole_parameters
+from exp.strategies.footprint import Footprint, Load, Place
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
 
@@ -148,7 +148,7 @@ class Strategy(ABC):
     def footprint(self, load: Load) -> Footprint:
         """Return the memory and transfers of each rank. Default: the whole network, and the average of gradients."""
         ranks = tuple(range(load.placement.world_size))
-        return Footprint(places=[Place(ranks=ranks, held=whole_parameters(load))], transfers=gradient_transfers(load))
+        return Footprint(places=[Place(ranks=ranks, held=load.whole_parameters())], transfers=load.gradient_transfers())
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

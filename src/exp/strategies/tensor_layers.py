@@ -1,11 +1,11 @@
-"""Layers in parts by torch.distributed.tensor.parallel: a plan applied to a network, and compared with the whole one.
+"""Layers cut by torch.distributed.tensor.parallel, and a comparison of the cut network with the whole one.
 
 A layer keeps its class and its names. Its parameters are plain tensors of the local shard, which become DTensors only
-within its forward: fused AdamW and `clip_grad_norm_` refuse lists of which only some parameters are DTensors.
+within its forward: fused AdamW and `clip_grad_norm_` reject lists in which only some parameters are DTensors.
 
-The backward of a DTensor that changes its layout cannot be differentiated again (torch 2.13): of two cut layers the
-second gradients had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. The compatibility table
-therefore refuses losses that differentiate a gradient.
+The backward of a DTensor that changes its layout cannot be differentiated again (torch 2.13): the second gradients of
+two cut layers had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. The compatibility table therefore
+rejects losses that differentiate a gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exp.errors import one_line
 from exp.models.containers import ProgramModel
 from exp.models.inference import network_call
 from exp.nested import tensors_in
-from exp.strategies.tensor_plan import Plan, count_of
+from exp.strategies.tensor_plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +72,16 @@ def model_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def apply_plan(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
-    """Leave each rank its part of every layer in the plan.
-
-    Returns:
-        Layouts by the name of the parameter in the network, of the parameters that are in parts.
-    """
+    """Leave each rank its part of every layer in the plan. Return the layouts of cut parameters, by name."""
     cuts: dict[str, Cut] = {}
+    counts = plan.counts(network)
     for name, word in plan.layers.items():
         found = _parallelize(network.get_submodule(name), STYLES[word](), mesh)
         cuts |= {f"{name}.{own}": cut for own, cut in found.items()}
     for name, constants in plan.constants.items():
         container = network.get_submodule(name)
         assert isinstance(container, ProgramModel)
-        container.rebind({constant: count_of(container, constant) // mesh.size() for constant in constants})
+        container.rebind({one: counts[f"{name}.{one}".lstrip(".")] // mesh.size() for one in constants})
     return cuts
 
 
@@ -104,13 +101,14 @@ def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> di
 
 
 def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor, **named: Tensor) -> Tensor:
-    """Run a layer in parts. Called `forward`, so that hooks find the layer on the stack.
+    """Run a cut layer. Called `forward`, so that hooks find the layer on the stack.
 
-    named: the input by its name, as in `linear(input=x)`; `parallelize_module` takes positional inputs only.
+    Args:
+        named: The input by its name, as in `linear(input=x)`; `parallelize_module` takes positional inputs only.
     """
     held: dict[str, Tensor] = {name: cut.distributed(layer.get_parameter(name)) for name, cut in cuts.items()}
     output: Tensor = functional_call(shell, held, (*inputs, *named.values()))
-    # The result of a collective under way has no storage, for which hooks ask.
+    # A collective that is not finished returns a tensor without storage, which hooks need.
     return output if type(output) is Tensor else output.clone()
 
 
@@ -131,18 +129,18 @@ def _shell(layer: nn.Module) -> nn.Module:
 
 
 def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
-    """Return how a network in parts differs from the whole one, or None. Every rank of the mesh must call it.
+    """Return how the cut network differs from the whole one, or None. Every rank of the mesh must call it.
 
-    Outputs and gradients are compared in float64 and in evaluation, with random inputs and weights.
+    Outputs and gradients are compared in float64 and in evaluation mode, with random inputs and weights.
 
     Args:
-        network: Whole network with the same numbers on every rank; it is not changed.
-        inputs: Batch entries by name, of which only the shapes and dtypes matter.
+        network: Whole network with the same numbers on every rank; it does not change.
+        inputs: Batch entries by name; only their shapes and dtypes are used.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole = copy.deepcopy(network).double().eval()
-        for parameter in whole.parameters():  # zeros would hide what they are multiplied by
+        for parameter in whole.parameters():  # zeros would hide their factors
             if parameter.is_floating_point():
                 parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
         data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}
@@ -150,8 +148,8 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
     cuts = apply_plan(plan, parts, mesh)
     try:
         outputs, gradients = _compute(whole, data)
-    except Exception as error:  # a network may refuse inputs that the data never has
-        log.info("strategy.plan is not compared with the whole network, which refuses random inputs: %s", error)
+    except Exception as error:  # a network may reject inputs that the data never has
+        log.info("strategy.plan is not compared with the whole network, which rejects random inputs: %s", error)
         return None
     gradients |= {name: cut.part(gradients[name]) for name, cut in cuts.items() if name in gradients}
     found: list[str | None] = [None] * mesh.size()
@@ -162,21 +160,21 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
 def _compare(
     parts: nn.Module, data: Mapping[str, Tensor], outputs: list[Tensor], gradients: Mapping[str, Tensor]
 ) -> str | None:
-    """Return how this rank's part differs. gradients: those of its shards, by the name of the parameter."""
+    """Return how this rank's part differs. gradients: Those of its shards by parameter name."""
     try:
         found, own = _compute(parts, data)
     except Exception as error:
-        return f"its forward or backward in parts raises {one_line(error)}"
+        return f"its cut forward or backward raises {one_line(error)}"
     if len(found) != len(outputs) or not all(map(_is_close, found, outputs)):
-        return "its output in parts is another one"
+        return "its output changes"
     other = next((name for name, gradient in gradients.items() if not _is_close(own[name], gradient)), None)
-    return None if other is None else f"the gradient of {other} in parts is another one"
+    return None if other is None else f"the gradient of {other} changes"
 
 
 def _compute(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the outputs, and the gradients by the name of the parameter, with zeros where there is none."""
+    """Return the outputs, and the gradients by parameter name, with zeros for missing ones."""
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
-    # The plain sum would hide gradients: that of a normalized output is constant.
+    # A plain sum would hide gradients: the sum of a normalized output is constant.
     sum((torch.sum(one * _weights(one)) for one in outputs), torch.zeros(())).backward()
     return outputs, {
         name: torch.zeros_like(one) if one.grad is None else one.grad.to_dense()

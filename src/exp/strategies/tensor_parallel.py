@@ -1,4 +1,4 @@
-"""Tensor parallel: every rank has a part of each large layer, and all work on the same batch."""
+"""Tensor parallel: every rank has a part of each large layer, and all ranks share one batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from exp.data.data import Data
-from exp.errors import ConfigError, ErrorDetails, RunError
+from exp.errors import ConfigError, ErrorDetails, RunError, invalid_value, not_supported_with
 from exp.models.inference import example_inputs
 from exp.precision.words import WORDS
 from exp.shared_types import DataSpec
@@ -26,10 +26,8 @@ from exp.strategies.footprint import (
     Transfer,
     all_reduce_bytes,
     gather_bytes,
-    gradient_transfers,
     merge_equal_places,
     shard_parameters,
-    whole_parameters,
 )
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import NETWORK, ModelParallel
@@ -37,20 +35,21 @@ from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, move_all_but_network, network_of, precision_of
 from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, apply_plan, find_difference, model_mesh
-from exp.strategies.tensor_plan import AUTO, Plan, division_errors, make_plan, tied_cuts
+from exp.strategies.tensor_plan import AUTO, PLAN, Plan, division_errors, make_plan, tied_errors
 from exp.strategies.units import choose_units, split_by_dtype
 
-# Gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
+# The gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
 MEETS = frozenset({"forward_passes"})
 
 
 class TensorParallel(Strategy):
-    """Ranks of one model share each layer; all ranks of the run, unless exp.strategies.hybrid says how many.
+    """Ranks share each layer of one model: all ranks of the run, or the number that exp.strategies.hybrid sets.
 
-    plan: `auto`, for models whose layers are called as those of gpt and transformer, or name patterns to the words of
-        exp.strategies.tensor_plan.
-    divide: constants of containers that count what is cut, such as heads; `auto` those of a plan `auto`.
-    vocabulary: with `auto`, embeddings and the head are cut over the vocabulary.
+    Args:
+        plan: `auto` for models with the layer names of gpt and transformer, or a mapping of name patterns to the words
+            of exp.strategies.tensor_plan.
+        divide: Constants of containers that count parts, such as heads. `auto`: those of a plan `auto`.
+        vocabulary: With `auto`, cut embeddings and the head over the vocabulary.
     """
 
     splits_batch = False
@@ -70,7 +69,7 @@ class TensorParallel(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Return a demand in which all ranks work on one batch together."""
+        """All ranks share one batch."""
         return Demand(rest="tensor")
 
     def plan_of(self, network: nn.Module) -> Plan:
@@ -79,30 +78,31 @@ class TensorParallel(Strategy):
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return an error for each layer that cannot be cut."""
-        network, errors = planned.network, []
+        network = planned.network
+        errors: list[ErrorDetails] = []
         if WORDS[planned.precision].float8:
-            expected = "another word: the layers of fp8 are not cut"
-            errors.append(ErrorDetails(key="precision.word", got="fp8 with layers in parts", expected=expected))
+            expected = "another word: layers in float8 cannot be cut"
+            errors.append(not_supported_with("precision.word", "fp8", f"strategy={self.name}", expected))
         try:
             plan = self.plan_of(network)
         except ConfigError as error:
             return [*errors, *error.errors]
         ranks = planned.placement.tensor
-        return [*errors, *division_errors(network, plan, ranks=ranks), *tied_cuts(network, plan)]
+        return [*errors, *division_errors(network, plan, ranks=ranks), *tied_errors(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
-        """The part of each rank of each layer that is cut, and where models are in shards, too, its rows of these."""
+        """Return each rank's part of the cut layers, and with a dimension `shard` its rows of these parts."""
         placement = load.placement
         ranks, shard = placement.tensor, placement.shard
         plan, places = self.plan_of(load.network), []
         shares = _kept_shares(load.network, plan, ranks)
         for rank in range(placement.world_size):
-            held = _cut(whole_parameters(load), load, plan, ranks=ranks, rank=rank % ranks)
+            held = _cut(load.whole_parameters(), load, plan, ranks=ranks, rank=rank % ranks)
             if shard > 1:
                 held = shard_parameters(held, load.sizes, ranks=shard, rank=placement.data_rank(rank))
             places.append(Place(ranks=(rank,), held=held, activations=shares))
         sent = _layer_bytes(load, plan, ranks) * load.micro_batches
-        what, calls = "all-reduce of what layers give and of its gradients", len(plan.layers) * load.micro_batches
+        what, calls = "all-reduce of layer outputs and their gradients", len(plan.layers) * load.micro_batches
         transfers = [Transfer(what=what, sent=sent, over=ranks, messages=calls)]
         own = sum(one.stored for one in places[0].held.values())
         if shard > 1:
@@ -112,9 +112,9 @@ class TensorParallel(Strategy):
                 Transfer(what="all-gathers of weights, reduce-scatter of gradients", sent=sent, over=shard)
             )
         else:
-            transfers += gradient_transfers(load, factor=own / max(load.parameter_bytes, 1))
-        note = "activations of layers in parts are an estimate: what is between a column and its row counts by its part"
-        # An embedding looks up every token on each rank.
+            transfers += load.gradient_transfers(factor=own / max(load.parameter_bytes, 1))
+        note = "activations of cut layers are an estimate: those between a column and its row count by their part"
+        # Each rank looks up all tokens in its part of an embedding.
         work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
         return Footprint(places=merge_equal_places(places), transfers=transfers, layer_work=work, notes=(note,))
 
@@ -124,7 +124,7 @@ class TensorParallel(Strategy):
 
 
 def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: int) -> dict[str, Held]:
-    """Return parts along a dimension, each of ceil(size / ranks) except the last ones, which may have less."""
+    """Return a rank's parts: ceil(size / ranks) entries along a dimension, or less for the last ranks."""
     found = dict(held)
     for layer, word in plan.layers.items():
         cuts = {f"{layer}.weight": 1} if word == "row" else {f"{layer}.weight": 0, f"{layer}.bias": 0}
@@ -139,7 +139,7 @@ def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: 
 
 
 def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]:
-    """Return shares of activations: a row layer keeps a part of its input, a holder of columns a part of its own."""
+    """Return the shares of activations: row layers keep a part of their input, holders of columns a part of theirs."""
     found: dict[str, float] = {}
     for name, word in plan.layers.items():
         if word == "column":
@@ -151,7 +151,7 @@ def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]
 
 
 def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
-    """Return what cut layers send for one micro-batch: a row its output, a column the gradient of its input."""
+    """Return the bytes of one micro-batch: a row layer sends its output, a column layer the gradient of its input."""
     sent = 0.0
     for name, word in plan.layers.items():
         layer, given = load.network.get_submodule(name), load.outputs.get(name, 0)
@@ -164,7 +164,7 @@ def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
 
 
 def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
-    """Compare a small network in parts with the whole one. Every rank of the mesh must call it.
+    """Compare a small cut network with the whole one. Every rank of the mesh must call it.
 
     Raises:
         RunError: The plan changes what the network computes.
@@ -172,22 +172,19 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
     if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
         return
     if found := find_difference(network, plan, example_inputs(spec), mesh=mesh):
-        divided = [f"{path}.{name}".lstrip(".") for path, names in plan.constants.items() for name in names]
-        error = ErrorDetails(
-            key="strategy.plan",
-            got=f"a plan that changes what the network computes with {mesh.size()} ranks: {found}",
-            expected="a column layer before each row layer, what is between them by parts, and each constant that "
-            f"counts parts, such as heads, in strategy.divide, which divides {among(divided)}",
-            fix="Or write strategy=ddp",
+        expected = (
+            "a column layer before each row layer, only elementwise operations between them, and all constants that "
+            f"count parts, such as heads, in strategy.divide, which has {among(plan.counts(network))}"
         )
-        raise RunError(str(error))
+        because = f"which changes what the network computes with {mesh.size()} ranks: {found}"
+        raise RunError(str(invalid_value(PLAN, dict(plan.layers), expected, "Or write strategy=ddp", because=because)))
 
 
 class TensorParallelStrategy(ModelParallel):
-    """Neighbouring ranks share each layer.
+    """Neighboring ranks share each layer.
 
-    Where there are several such groups, gradients are averaged over them; with a dimension `shard`, the parts of each
-    layer are in shards over the groups instead, which FSDP2 gathers unit by unit.
+    Several groups of such ranks average their gradients. With a dimension `shard` the parts of each layer are in shards
+    over the groups instead, which FSDP2 gathers unit by unit.
     """
 
     def __init__(self, *, placement: Placement, tensor: TensorParallel) -> None:
@@ -198,7 +195,7 @@ class TensorParallelStrategy(ModelParallel):
     def place_model(self) -> None:
         network = network_of(self)
         network.to(self.root_device)
-        # Attached again after placing: copies of the network run without them.
+        # Attached again after placing: copies of the network run without its hooks.
         precision_of(self).teardown()
         mesh = model_mesh(self.model_group, self.root_device)
         data = getattr(getattr(module_of(self).trainer, "datamodule", None), "data", None)

@@ -1,11 +1,10 @@
-"""Whole tensors of parts in several ranks, and checkpoints in the form of one process, which any strategy reads.
+"""Whole tensors from the parts of several ranks, and checkpoints in the form of one process for all strategies.
 
-Whole tensors under the names of the whole module; an optimizer's state under the indices that one process counts.
+Tensors have the names of the whole module. The state of an optimizer has the indices that one process counts.
 
-Why not torch.distributed.checkpoint.state_dict (torch 2.13): it gathers DTensors alone, which cut layers and stages are
-not, and it names the optimizer's state where one process counts indices:
-`test_each_strategy_resumes_from_another` (tests/strategies/test_whole_checkpoints.py) compares the states with those of
-one process.
+torch.distributed.checkpoint.state_dict is not used: it gathers only DTensors, which cut layers and stages are not, and
+it names the optimizer's state instead of counting indices (torch 2.13). `test_each_strategy_resumes_from_another` in
+tests/strategies/test_whole_checkpoints.py compares the states with those of one process.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from exp.strategies.strategy import module_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
+    """Return this rank's part of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Parts(Protocol):
-    """What ranks find in their parts of tensors, for the whole ones. All that any rank has; every rank must call it."""
+    """Combines the numbers of the ranks' parts of tensors. Every rank must call the methods."""
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What was counted: `[K]` in float64, by the name of the parameter. tensors: in which, this rank's parts."""
+        """Return the sums of counts, `[K]` in float64 by parameter name. tensors: This rank's parts."""
 
     def maxima(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The largest: `[K]` in float64, by the name of the parameter."""
+        """Return the maxima, `[K]` in float64 by parameter name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A tensor of the whole module, as one process has it: what the ranks' parts of it add up to."""
+    """A tensor of the whole module."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class WholeState(DDPStrategy, ABC):
-    """Saves and loads whole tensors. The parts are DTensors, or what a subclass makes of `gather` and `part`.
+    """Saves and loads whole tensors. The parts are DTensors, or those of a subclass's `gather` and `part`.
 
-    holds_every_name: every rank holds a part of every parameter; False where a rank holds some of them and not the
-        others, as a stage of a pipeline does.
-    host_group: all ranks, for what goes from CPU to CPU: NCCL would put a checkpoint of the whole model, pickled, into
-        the memory of rank 0's device. None is the run's own group.
-    whole: everything in the whole module's state dict, by name. None before the module is placed.
+    Attributes:
+        holds_every_name: Whether every rank holds a part of every parameter. A stage of a pipeline does not.
+        host_group: All ranks, for data on CPU: NCCL would put the pickled checkpoint of the whole model into the memory
+            of rank 0's device. None: the run's process group.
+        whole: Entries of the whole module's state dict by name. None before the module is placed.
     """
 
     holds_every_name: bool = True
@@ -70,35 +69,36 @@ class WholeState(DDPStrategy, ABC):
         self.placement = placement
         self.host_group: dist.ProcessGroup | None = None
         self.whole: dict[str, Whole] | None = None
-        # Names of the whole module's parameters: by optimizer, by group.
+        # Parameter names in the whole module, for each optimizer and group.
         self._groups: list[list[list[str]]] = []
 
     # --- one tensor ---
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """The whole tensor of which `part` is this rank's. Every rank of the model must call it with the same name.
+        """Return the whole tensor from this rank's part. Every rank of the model must call it with the same name.
 
-        name: of the parameter or buffer in the module's state dict; `part` may also be a gradient or an optimizer's
-            state of the same layout.
+        Args:
+            name: Name in the module's state dict.
+            part: Part of the parameter or buffer, or of a gradient or optimizer state with the same layout.
         """
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, laid out like `like`: the reverse of `gather`."""
+        """Return this rank's part of a whole tensor, with the layout of `like`."""
         if not isinstance(like, DTensor):
             return whole
-        # Every rank has read the same checkpoint: nothing is sent.
+        # Every rank has read the same checkpoint, so nothing is sent.
         whole = whole.to(like.to_local().device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
     # --- the module ---
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by name, on rank 0 and on CPU; nothing on the others. Every rank must call it."""
-        return self._collected({name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()})
+        """Return whole tensors by name, on rank 0 and on CPU; nothing on other ranks. Every rank must call it."""
+        return self._collect({name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()})
 
     def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of whole tensors, laid out like those of the same name. No rank waits for another."""
+        """Return this rank's parts of whole tensors, with the layouts of `like`. No rank waits for another."""
         return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -107,12 +107,12 @@ class WholeState(DDPStrategy, ABC):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, values = module_of(self), checkpoint["state_dict"]
         if self.whole is not None:
-            # What lies in other ranks is theirs to load; what nobody has is torch's to tell.
+            # Other ranks load their own parts. torch reports names that the module does not have.
             unknown = {name: value for name, value in values.items() if name not in self.whole}
             held = module.state_dict()
             parts = {**unknown, **self.parts_of(values, held)}
-            # With its versions, by which torch knows that a batch norm without its count is a part, and no old
-            # checkpoint's.
+            # The copy keeps the versions of the state dict: without them torch takes a batch norm without its count
+            # for one of an old checkpoint.
             values = copy.copy(held)
             values.clear()
             values.update(parts)
@@ -129,7 +129,7 @@ class WholeState(DDPStrategy, ABC):
         ]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As one process's `optimizer.state_dict()`, whole on rank 0. Every rank must call it."""
+        """Return the `optimizer.state_dict()` of one process on rank 0. Every rank must call it."""
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         members = self._groups[self.optimizers.index(optimizer)]
         names = self._names()
@@ -139,7 +139,7 @@ class WholeState(DDPStrategy, ABC):
             }
             for parameter, entry in optimizer.state.items()
         }
-        entries = self._collected(entries)
+        entries = self._collect(entries)
         index = _indices(members)
         return {
             "state": {number: entries[name] for name, number in index.items() if name in entries},
@@ -155,7 +155,7 @@ class WholeState(DDPStrategy, ABC):
             self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
         ):
             index = _indices(members)
-            # The same order without the parameters of other ranks: torch counts these alone.
+            # The same order without the parameters of other ranks, which torch does not count.
             own = {name: number for number, name in enumerate(name for name in index if name in held)}
             state = {
                 own[name]: {
@@ -172,7 +172,7 @@ class WholeState(DDPStrategy, ABC):
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _whole_entry(self, name: str, value: object, parameter: Tensor) -> object:
-        """An entry of a parameter's state: one number a weight is in parts as the weights are; others are counts."""
+        """Return a whole entry of a parameter's state. Entries of the parameter's shape are in parts like it."""
         if not isinstance(value, Tensor):
             return value
         in_parts = isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
@@ -185,11 +185,11 @@ class WholeState(DDPStrategy, ABC):
         return self.part(name, value, parameter)
 
     def _kept(self, whole: Tensor) -> Tensor | None:
-        """Only where it will be used: on CPU, for the model may be larger than a device."""
+        """Return the tensor if this rank needs it, on CPU: the model may be larger than a device."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
-    def _collected(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Entries by name of all ranks of the first model, on rank 0."""
+    def _collect(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks of the first model, on rank 0."""
         assert self.whole is not None
         if self.holds_every_name:
             return mine if self.is_global_zero else {}
@@ -210,5 +210,5 @@ class WholeState(DDPStrategy, ABC):
 
 
 def _indices(members: list[list[str]]) -> dict[str, int]:
-    """The index that one process gives each parameter of an optimizer."""
+    """Return the index that one process gives each parameter of an optimizer."""
     return {name: number for number, name in enumerate(name for group in members for name in group)}

@@ -38,7 +38,6 @@ from exp.strategies.footprint import (
     Transfer,
     all_reduce_bytes,
     gather_bytes,
-    whole_parameters,
 )
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
@@ -83,7 +82,9 @@ class DeepSpeed(Strategy):
         ranks = load.placement.data_ranks
         if ranks == 1:
             return super().footprint(load)
-        held = {name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in whole_parameters(load).items()}
+        held = {
+            name: self._held(one, load.sizes[name].itemsize, ranks) for name, one in load.whole_parameters().items()
+        }
         learning = max((one.itemsize for one in load.sizes.values() if one.learns), default=4)
         buffers = {"bucket of gradients": min(load.gradient_bytes, BUCKET * learning)}
         if self.stage < 3:

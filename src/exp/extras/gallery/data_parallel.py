@@ -16,7 +16,7 @@ from torch import nn
 
 from exp.errors import ErrorDetails
 from exp.precision.words import WORDS
-from exp.strategies.footprint import Footprint, Load, Place, Transfer, whole_parameters
+from exp.strategies.footprint import Footprint, Load, Place, Transfer
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, network_of
@@ -50,9 +50,9 @@ class DataParallel(Strategy):
         """All of it on the first device, and on each other one a copy of the weights while it computes."""
         count = load.placement.layers if load.placement.accelerator == "cuda" else 1
         if count == 1:
-            return Footprint(places=[Place(ranks=(0,), held=whole_parameters(load))])
+            return Footprint(places=[Place(ranks=(0,), held=load.whole_parameters())])
         copies = {"copies of the weights": load.parameter_bytes, "their gradients": load.gradient_bytes}
-        places = [Place(ranks=(0,), held=whole_parameters(load), device=0, rest=1 / count)]
+        places = [Place(ranks=(0,), held=load.whole_parameters(), device=0, rest=1 / count)]
         places += [
             Place(ranks=(0,), held={}, device=device, rest=1 / count, buffers=copies) for device in range(1, count)
         ]

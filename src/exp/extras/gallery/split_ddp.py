@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ErrorDetails, config_error
 from exp.strategies.ddp import DDP, ExpDDPStrategy
-from exp.strategies.footprint import Footprint, Load, gradient_transfers
+from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_errors
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
@@ -59,7 +59,7 @@ class SplitDDP(DDP):
         """Return the parts on each device, and the gradients that are averaged."""
         ranks = tuple(range(load.placement.world_size))
         places = device_places(load, count=self.devices_per_rank, layers=self.layers, ranks=ranks)
-        return Footprint(places=places, transfers=gradient_transfers(load))
+        return Footprint(places=places, transfers=load.gradient_transfers())
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return the strategy of one rank."""

@@ -241,7 +241,7 @@ def write_data(path: Path, words: Sequence[str]) -> None:
     from exp.check.examination import validated
     from exp.construct import build_data
 
-    data = build_data(validated(exp.compose(words)).plain)
+    data = build_data(validated(exp.compose(words)).settings)
     parts = {stage: data.part(stage) for stage in data.stages}
     torch.save({stage: tuple(default_collate([*part])) for stage, part in parts.items()}, path)
 

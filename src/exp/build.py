@@ -26,6 +26,7 @@ from torch import nn
 
 from exp.check.own_training import LOADERS, STEPS
 from exp.check.plan import Plan
+from exp.config.settings import Settings
 from exp.construct import (
     build_entries,
     build_freezing,
@@ -107,10 +108,10 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     directory: of the run. resume: the checkpoint that its state will come from, instead of the config's.
     Raises: ConfigError where a constructor refuses its values.
     """
-    plain, placement = plan.plain, plan.placement
-    arguments, limits = take_limits(_trainer_values(plain))
-    runtime = plain["runtime"]
-    own = build_entries(plain, "callbacks").values()
+    settings, placement = plan.settings, plan.placement
+    arguments, limits = take_limits(_trainer_values(plan))
+    runtime = settings.runtime
+    own = build_entries(settings, "callbacks").values()
     share = placement.data_rank(rank.global_rank)
     checkpointing = _checkpointing(plan, directory, own)
     module, network, batches, recording = (
@@ -120,10 +121,10 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
-    watch = _watch(plain, directory, rank=rank)
-    pruning = _pruning(plain, directory)
-    predictions = Predictions(directory=directory, share=share) if plain["predict"] else None
-    precision = build_run_precision(plain, device_type=placement.accelerator)
+    watch = _watch(settings, directory, rank=rank)
+    pruning = _pruning(settings, directory)
+    predictions = Predictions(directory=directory, share=share) if settings.predict else None
+    precision = build_run_precision(settings, device_type=placement.accelerator)
     precision.is_whole = plan.own is not None
     trainer = _trainer(
         plan,
@@ -144,7 +145,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     )
     precision.represent(module)
     if isinstance(module, TrainingModule):
-        run_several_at_once(trainer, steps_per_execution=runtime["steps_per_execution"])
+        run_several_at_once(trainer, steps_per_execution=runtime.steps_per_execution)
         switch_on(module, runtime)
     if isinstance(batches, BatchesOfLoaders):
         batches.follow(trainer)
@@ -166,7 +167,7 @@ def _stages(plan: Plan) -> Sequence[str]:
         return tuple(plan.data.stages)
     there = [stage for stage in STAGES if plan.own.data_kind is not None or stage in plan.data.stages]
     # With a limit of 0 nothing is validated.
-    limits = {stage: plan.plain["trainer"][f"limit_{stage}_batches"] for stage in there}
+    limits = {stage: getattr(plan.settings.trainer, f"limit_{stage}_batches") for stage in there}
     return [stage for stage in there if plan.own.has(stage) and limits[stage] != 0]
 
 
@@ -174,25 +175,25 @@ def _trained(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None
 ) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
     """The module of exp's own model, its network, its data, and the callback that records it."""
-    plain = plan.plain
+    settings = plan.settings
     kind, more = _module_kind(plan)
     data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
-    start = resume or plain["resume"]
-    if plain["train"] and start is not None and (position := position_in(start)) is not None:
+    start = resume or settings.resume
+    if settings.train and start is not None and (position := position_in(start)) is not None:
         limits = replace(limits, resumed=position)
     module = kind(
         network=_network(plan, resume),
         objective=plan.objective,
-        optimization=build_optimization(plain),
+        optimization=build_optimization(settings),
         metrics=plan.metrics,
-        metric_stages=plain["metric_stages"],
-        seed=plain["seed"],
+        metric_stages=settings.metric_stages,
+        seed=settings.seed,
         rank=rank,
         limits=limits,
         inputs=tuple(plan.spec.inputs),
         **more,
     )
-    recording = Recording(hooks=plan.hooks, directory=directory, skips=plain["runtime"]["non_finite"] == "skip")
+    recording = Recording(hooks=plan.hooks, directory=directory, skips=settings.runtime.non_finite == "skip")
     return module, module.network, data, recording
 
 
@@ -200,17 +201,17 @@ def _trained_of_own(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, saving: Checkpointing
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
     """The same of a module of the user's own, which is its own network, and of its data."""
-    plain, world_size = plan.plain, plan.placement.data_ranks
-    module, loaders = build_module(plain), plan.data_module
+    settings, world_size = plan.settings, plan.placement.data_ranks
+    module, loaders = build_module(settings), plan.data_module
     batches: PlainData | BatchesOfLoaders = (
         PlainData(data=plan.data, rank=rank, world_size=world_size)
         if loaders is None
-        else BatchesOfLoaders(loaders, seed=plain["seed"], rank=rank, world_size=world_size)
+        else BatchesOfLoaders(loaders, seed=settings.seed, rank=rank, world_size=world_size)
     )
-    own = OwnModule(module, seed=plain["seed"], rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
+    own = OwnModule(module, seed=settings.seed, rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
     if "val" not in _stages(plan):
         own.leave_out(_lightning_data(batches), step=STEPS["val"], loader=LOADERS["val"])
-    chooses = loaders is not None and plain["runtime"]["threads"] is None
+    chooses = loaders is not None and settings.runtime.threads is None
     recording = OwnRecording(module=own, hooks=plan.hooks, directory=directory, chooses_threads=chooses)
     return module, module, batches, recording
 
@@ -224,29 +225,29 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
         directory=directory,
         # For those that are known to leave the weights alone, no copy is held.
         holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
-        monitor=plan.plain["monitor"],
-        mode=plan.plain["mode"],
+        monitor=plan.settings.monitor,
+        mode=plan.settings.mode,
         is_compared=None if plan.own is None else "given" if "val" in _stages(plan) else "train",
         config=plan.resolved.yaml,
-        **{key: value for key, value in plan.plain["checkpoint"].items() if key != "async"},
+        **{key: value for key, value in vars(plan.settings.checkpoint).items() if key != "async_"},
     )
 
 
 def _guards(plan: Plan, network: nn.Module) -> list[Callback]:
     """Return the callbacks that set which parameters learn, and that undo a skipped step."""
-    freezing = build_freezing(network, plan.plain)
+    freezing = build_freezing(network, plan.settings)
     learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
-    return [*learning, *([UndoneForward()] if plan.plain["runtime"]["non_finite"] == "skip" else [])]
+    return [*learning, *([UndoneForward()] if plan.settings.runtime.non_finite == "skip" else [])]
 
 
 def _network(plan: Plan, resume: Path | None) -> nn.Module:
-    if resume is not None or plan.plain["resume"] is not None:
-        return build_network(plan.plain, plan.spec)
-    return build_starting_network(plan.plain, plan.spec)
+    if resume is not None or plan.settings.resume is not None:
+        return build_network(plan.settings, plan.spec)
+    return build_starting_network(plan.settings, plan.spec)
 
 
-def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatch | None:
-    seconds = plain["runtime"]["step_timeout"]
+def _watch(settings: Settings, directory: Path, *, rank: Rank) -> StepWatch | None:
+    seconds = settings.runtime.step_timeout
     if seconds is None:
         return None
     from exp.engine.step_watch import StepWatch
@@ -254,18 +255,18 @@ def _watch(plain: Mapping[str, Any], directory: Path, *, rank: Rank) -> StepWatc
     return StepWatch(seconds=seconds, path=hang_path(directory, rank=rank))
 
 
-def _pruning(plain: Mapping[str, Any], directory: Path) -> Pruning | None:
+def _pruning(settings: Settings, directory: Path) -> Pruning | None:
     """What ends a job of a search that falls behind; None of any other run."""
-    sweep, monitor = plain["sweep"], plain["monitor"]
-    if sweep["trial"] is None or sweep["pruner"] == "none" or monitor is None:
+    sweep, monitor = settings.sweep, settings.monitor
+    if sweep.trial is None or sweep.pruner == "none" or monitor is None:
         return None
     from exp.engine.pruning import Pruning
 
     return Pruning(
-        trial=sweep["trial"]["number"],
+        trial=sweep.trial["number"],
         monitor=compared_tag(monitor),
-        pruner=sweep["pruner"],
-        sweep=(directory / sweep["trial"]["sweep"]).resolve(),
+        pruner=sweep.pruner,
+        sweep=(directory / sweep.trial["sweep"]).resolve(),
     )
 
 
@@ -295,9 +296,9 @@ def _trainer(
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
     # Loaders of the user's own know no ranks: Lightning has each take its part.
     placed["use_distributed_sampler"] = plan.data_module is not None
-    runtime = plan.plain["runtime"]
-    checkpoint_io = _checkpoint_io(plan.plain["checkpoint"]["async"])
-    loggers = build_loggers(plan.plain, directory)
+    runtime = plan.settings.runtime
+    checkpoint_io = _checkpoint_io(plan.settings.checkpoint.async_)
+    loggers = build_loggers(plan.settings, directory)
     # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
@@ -311,8 +312,8 @@ def _trainer(
         # Lightning's own checkpoints only where the user's callbacks ask for them.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
-        deterministic=runtime["deterministic"],
-        benchmark=runtime["cudnn_benchmark"],
+        deterministic=runtime.deterministic,
+        benchmark=runtime.cudnn_benchmark,
     )
     # Now that Lightning knows the rank: on others than the first a store is not opened.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
@@ -325,10 +326,10 @@ def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
     return ThreadedCheckpointIO(largest=None if by_thread else LARGEST_COPY)
 
 
-def _trainer_values(plain: Mapping[str, Any]) -> dict[str, Any]:
+def _trainer_values(plan: Plan) -> dict[str, Any]:
     """The trainer node's values, its own `_target_` left out: the Trainer is called by `_trainer` alone."""
     return {
-        key: construct(value, key=f"trainer.{key}", allow=plain["security"]["allow"])
-        for key, value in plain["trainer"].items()
+        key: construct(value, key=f"trainer.{key}", allow=plan.settings.security.allow)
+        for key, value in plan.plain["trainer"].items()
         if key != "_target_"
     }

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from exp.config.annotations import EMPTY, annotations_of, is_array
-from exp.config.module_key import brings_data
 from exp.config.reading import secrets_kept
+from exp.config.settings import Settings
 from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_error, returned_at, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
@@ -206,33 +206,33 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
-def build_data(plain: Plain, *, keeps_raw: bool = False) -> Data:
+def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
     """The data set with its parts; its samples are read where a loader asks for them.
 
     A run that goes on from a checkpoint takes from it what the training part told, not from a file changed since.
 
     keeps_raw: as of Data.
     """
-    ignored = set(_whole_numbers("ignore_index", [plain[group] for group in ("objective", "metrics")]))
+    ignored = set(_whole_numbers("ignore_index", [settings.objective, settings.metrics]))
     # exp's own leave nothing out unless told so; others may, as torch's do.
-    losses = [str(node["_target_"]) for _, node in nodes_in(plain["objective"])]
+    losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
-    earlier = functools.partial(_fitted, plain["resume"])
+    earlier = functools.partial(_fitted, settings.resume)
     offers = {
-        "seed": plain["seed"],
+        "seed": settings.seed,
         "ignored_labels": sorted(ignored),
         "earlier": earlier,
-        "keeps_doubles": plain["precision"]["word"] == "fp64",
+        "keeps_doubles": settings.precision.word == "fp64",
         "keeps_raw": keeps_raw,
     }
     # Made by the data, once it has the part that they are of.
     partial = {
-        name: {**plain["data"][name], "_partial_": True}
+        name: {**settings.data[name], "_partial_": True}
         for name in MADE_OF_A_PART
-        if isinstance(plain["data"].get(name), Mapping)
+        if isinstance(settings.data.get(name), Mapping)
     }
-    data: Data = construct({**plain["data"], **partial}, key="data", allow=_allow(plain), **offers)
+    data: Data = construct({**settings.data, **partial}, key="data", allow=settings.security.allow, **offers)
     return data
 
 
@@ -254,20 +254,20 @@ def _whole_numbers(key: str, node: object) -> Iterator[int]:
             yield from _whole_numbers(key, value)
 
 
-def build_network(plain: Plain, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
+def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
     """The model, seeded, with its lazy layers sized by the data.
 
     device: "meta" builds it without memory.
     """
-    network = build_unsized_network(plain, device=device)
+    network = build_unsized_network(settings, device=device)
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
-        prepare(network, plain)
+        prepare(network, settings)
     follow_saved_shapes(network)
     return network
 
 
-def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
+def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
     """The LightningModule of the user's own, seeded as a model is.
 
     A network of exp's that it is given, `net: ${model}`, has its lazy layers sized by exp's data.
@@ -275,90 +275,93 @@ def build_module(plain: Plain, *, device: str = "cpu") -> LightningModule:
     device: "meta" builds it without memory.
     Raises: ConfigError where its constructor refuses its values.
     """
-    initialisation(plain["seed"])
+    initialisation(settings.seed)
     with torch.device(device):
         with warnings.catch_warnings():
             # Of save_hyperparameters(): checkpoints of exp leave layers out by themselves.
             warnings.filterwarnings("ignore", "Attribute '.+' is an instance of `nn.Module` and is already saved")
-            module: LightningModule = construct(plain["module"], key="module", allow=_allow(plain))
+            module: LightningModule = construct(settings.module, key="module", allow=settings.security.allow)
         if "_modules" not in vars(module):
             got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
             raise config_error("module", got=got, expected="that call, in which Lightning and torch make the module")
-        for child in () if brings_data(plain) else module.children():
+        for child in () if settings.has_own_loaders else module.children():
             if isinstance(child, ProgramModel):
-                materialise(child, example_inputs(DataSpec.of(plain["data"]), device=device))
+                materialise(child, example_inputs(DataSpec.of(settings.data), device=device))
     return module
 
 
-def build_data_module(plain: Plain) -> LightningDataModule:
+def build_data_module(settings: Settings) -> LightningDataModule:
     """The LightningDataModule of the user's own. Raises: ConfigError where its constructor refuses its values."""
-    data: LightningDataModule = construct(plain["data"], key="data", allow=_allow(plain))
+    data: LightningDataModule = construct(settings.data, key="data", allow=settings.security.allow)
     return data
 
 
-def prepare(network: nn.Module, plain: Plain) -> None:
+def prepare(network: nn.Module, settings: Settings) -> None:
     """Initialise, adapt and freeze any network, a foreign one, too, as the config asks.
 
     One that does not have all of its shapes yet is frozen alone.
 
     Raises: ConfigError for a pattern that means nothing.
     """
-    is_sized, lora = not any(map(is_lazy, network.parameters())), plain["lora"]
+    is_sized, lora = not any(map(is_lazy, network.parameters())), settings.lora
     if is_adapted(network):
         return  # all of it is done
     if is_sized:
-        initialise(network, plain["initialisation"])
-    if not lora["layers"]:
-        build_freezing(network, plain).apply(network)
+        initialise(network, settings.initialisation)
+    if not lora.layers:
+        build_freezing(network, settings).apply(network)
     elif is_sized:
-        adapt(network, **lora, batch_norm=plain["freeze"]["batch_norm"])
+        adapt(network, **vars(lora), batch_norm=settings.freeze.batch_norm)
 
 
-def build_freezing(network: nn.Module, plain: Plain) -> Freezing:
+def build_freezing(network: nn.Module, settings: Settings) -> Freezing:
     """What of the network does not learn, and until when."""
-    return find_frozen(network, **plain["freeze"])
+    return find_frozen(network, **vars(settings.freeze))
 
 
-def build_starting_network(plain: Plain, spec: DataSpec) -> nn.Module:
+def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
     """The model as a run begins with it: from the weights that the config names, where it names any.
 
     Raises: RunError where they cannot be read.
     """
-    network, node = build_network(plain, spec), plain["weights"]
-    if node["from"] is not None:
-        weights = read_weights(Path(node["from"]), averaged=node["averaged"])
-        load_weights(network, weights, match_weights(weights, network, keys=node["keys"]))
+    network, node = build_network(settings, spec), settings.weights
+    if node.from_ is not None:
+        weights = read_weights(Path(node.from_), averaged=node.averaged)
+        load_weights(network, weights, match_weights(weights, network, keys=node.keys))
     return network
 
 
-def build_unsized_network(plain: Plain, *, device: str = "cpu") -> nn.Module:
+def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Module:
     """The model, seeded; layers whose input size is left to the data get theirs in their first forward."""
-    initialisation(plain["seed"])
+    initialisation(settings.seed)
     with torch.device(device):
-        network: nn.Module = construct(plain["model"], key="model", allow=_allow(plain))
+        network: nn.Module = construct(settings.model, key="model", allow=settings.security.allow)
     return network
 
 
-def build_objective(plain: Plain) -> Objective:
+def build_objective(settings: Settings) -> Objective:
     """The weighted sum of the named terms; a bare loss becomes a term of weight 1."""
-    return Objective(terms=build_entries(plain, "objective"))
+    return Objective(terms=build_entries(settings, "objective"))
 
 
-def build_optimization(plain: Plain, *, optimizer: str = "optimizer", scheduler: str = "scheduler") -> Optimization:
+def build_optimization(
+    settings: Settings, *, optimizer: str = "optimizer", scheduler: str = "scheduler"
+) -> Optimization:
     """optimizer, scheduler: the dotted keys of their nodes."""
     factories: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key in (optimizer, scheduler):
-        node: Plain = functools.reduce(lambda node, name: node[name], key.split("."), plain)
+        group, *path = key.split(".")
+        node: Plain = functools.reduce(lambda node, name: node[name], path, getattr(settings, group))
         # What exp itself reads there is not the target's.
         own = {name: node[name] for name in slot_of(key).reserved if name in node}
         target = {name: value for name, value in node.items() if name not in own}
-        factories[key] = construct(_until_optimizer(target), key=key, allow=_allow(plain))
+        factories[key] = construct(_until_optimizer(target), key=key, allow=settings.security.allow)
         options |= own
     return Optimization(
         optimizer_factory=factories[optimizer],
         schedule_factory=factories[scheduler],
-        begins_late=any(plain["freeze"]["unfreeze"]),
+        begins_late=any(settings.freeze.unfreeze),
         **options,
     )
 
@@ -369,15 +372,15 @@ def _until_optimizer(node: Plain) -> dict[str, Any]:
     return {**node, **parts, "_partial_": True}
 
 
-def build_phases(plain: Plain) -> list[Phase]:
+def build_phases(settings: Settings) -> list[Phase]:
     """In their order; an optimizer or a schedule that is not a phase's own is made from the one at the top."""
     phases = []
-    for name, entry in plain["phases"].items():
+    for name, entry in settings.phases.items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
         rest = {key: value for key, value in entry.items() if key not in ("optimizer", "scheduler")}
         if isinstance(rest["parameters"], str):
             rest["parameters"] = [rest["parameters"]]
-        optimization = build_optimization(plain, **keys)
+        optimization = build_optimization(settings, **keys)
         owns_optimizer, owns_scheduler = "optimizer" in keys, "scheduler" in keys
         phases.append(
             Phase(
@@ -391,35 +394,42 @@ def build_phases(plain: Plain) -> list[Phase]:
     return phases
 
 
-def build_entries(plain: Plain, group: str, **offers: Any) -> dict[str, Any]:
+def build_entries(settings: Settings, group: str, **offers: Any) -> dict[str, Any]:
     """Every named entry of a group of many, such as hooks."""
-    allow = _allow(plain)
-    return {name: construct(node, key=f"{group}.{name}", allow=allow, **offers) for name, node in plain[group].items()}
+    allow = settings.security.allow
+    return {
+        name: construct(node, key=f"{group}.{name}", allow=allow, **offers)
+        for name, node in getattr(settings, group).items()
+    }
 
 
-def build_loggers(plain: Plain, directory: Path) -> dict[str, Logger]:
+def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
     """Return the loggers of a run by name, except loggers that cannot be made. directory: Run directory."""
     offers = {"directory": str(directory), "save_dir": str(directory)}
     found: dict[str, Logger] = {}
-    for name, node in plain["logger"].items():
+    for name, node in settings.logger.items():
         key = f"logger.{name}"
-        logger = make_logger(functools.partial(construct, node, key=key, allow=_allow(plain), **offers), name=key)
+        logger = make_logger(
+            functools.partial(construct, node, key=key, allow=settings.security.allow, **offers), name=key
+        )
         if logger is not None:
             found[name] = logger
     return found
 
 
-def build_measures(plain: Plain) -> dict[str, Measure]:
+def build_measures(settings: Settings) -> dict[str, Measure]:
     """Every named metric, with the values that it looks at.
 
     Raises: ConfigError.
     """
     found = {}
-    for name, node in plain["metrics"].items():
+    for name, node in settings.metrics.items():
         key = f"metrics.{name}"
         # What exp itself reads there is not the metric's.
         own = {word: node[word] for word in slot_of(key).reserved if word in node}
-        metric = construct({word: node[word] for word in node if word not in own}, key=key, allow=_allow(plain))
+        metric = construct(
+            {word: node[word] for word in node if word not in own}, key=key, allow=settings.security.allow
+        )
         try:
             found[name] = Measure(name=name, metric=metric, **own)
         except ValueError as error:
@@ -427,23 +437,24 @@ def build_measures(plain: Plain) -> dict[str, Measure]:
     return found
 
 
-def build_run_precision(plain: Plain, *, device_type: str) -> RunPrecision:
+def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision:
     """The precision plugin, with the scaler that it asks for and runtime.matmul."""
-    word, keep, scaler = (plain["precision"][key] for key in ("word", "keep", "scaler"))
-    matmul, skips = plain["runtime"]["matmul"], plain["runtime"]["non_finite"] == "skip"
-    return build_precision(word, keep=keep, **scaler, device_type=device_type, matmul=matmul, skips=skips)
+    precision, runtime = settings.precision, settings.runtime
+    return build_precision(
+        precision.word,
+        keep=precision.keep,
+        **vars(precision.scaler),
+        device_type=device_type,
+        matmul=runtime.matmul,
+        skips=runtime.non_finite == "skip",
+    )
 
 
-def build_strategy(plain: Plain) -> Strategy | LightningStrategy:
+def build_strategy(settings: Settings) -> Strategy | LightningStrategy:
     """Cheap: nothing is placed and no process started yet."""
-    node = plain["strategy"]
-    if not issubclass(resolve(node["_target_"], allow=_allow(plain)), Strategy):
+    node = settings.strategy
+    if not issubclass(resolve(node["_target_"], allow=settings.security.allow), Strategy):
         # The name is the report's word; a class of Lightning's own takes none, or anything.
         node = {key: value for key, value in node.items() if key != "name"}
-    strategy: Strategy | LightningStrategy = construct(node, key="strategy", allow=_allow(plain))
+    strategy: Strategy | LightningStrategy = construct(node, key="strategy", allow=settings.security.allow)
     return strategy
-
-
-def _allow(plain: Plain) -> Sequence[str]:
-    allow: list[str] = plain["security"]["allow"]
-    return allow

@@ -57,14 +57,14 @@ def run(
     """
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
-    block_launches(resolved.plain["runtime"]["cuda_blocking"])
+    block_launches(resolved.settings.runtime.cuda_blocking)
     overrides = read_overrides(directory)
     forget_peak_memory()
-    ongoing = Ongoing(directory, resolved.plain, overrides=overrides, world_size=rank.world_size)
+    ongoing = Ongoing(directory, resolved.settings, overrides=overrides, world_size=rank.world_size)
     parts = None
     # Of ranks it is known where their launcher has looked at the network.
     operator = None if decided is None else decided.operator
-    is_again = resolved.plain["runtime"]["autoresume"] or requeues is not None
+    is_again = resolved.settings.runtime.autoresume or requeues is not None
     if resume is None and is_again:
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
@@ -76,7 +76,7 @@ def run(
             if join is not None:
                 join(decided)
             parts = build(decided, directory, rank=rank, resume=resume)
-            set_threads(threads_of(decided.plain["runtime"]["threads"], operator=operator))
+            set_threads(threads_of(decided.settings.runtime.threads, operator=operator))
             _describe(decided, parts, directory, overrides=overrides)
             for line in _start_lines(decided, parts, overrides) if rank.is_first else ():
                 log.info("%s", line)
@@ -103,8 +103,8 @@ def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
 
 def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the lines of train.log about config, data, parameters and device."""
-    plain, placement = decided.plain, decided.placement
-    yield f"config: {shlex.join(overrides) or 'the defaults'}, seed {plain['seed']}"
+    settings, placement = decided.settings, decided.placement
+    yield f"config: {shlex.join(overrides) or 'the defaults'}, seed {settings.seed}"
     if isinstance(parts.data, StagedData):
         data = parts.data.data
         sizes = ", ".join(f"{stage} {_size(data.part(stage))}" for stage in data.stages)
@@ -119,7 +119,7 @@ def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Itera
     ranks = f", {placement.world_size} ranks" if placement.world_size > 1 else ""
     device = torch.cuda.get_device_name() if placement.accelerator == "cuda" else placement.accelerator
     yield (
-        f"device: {device}{ranks}, strategy {placement.strategy}, precision {plain['precision']['word']}, "
+        f"device: {device}{ranks}, strategy {placement.strategy}, precision {settings.precision.word}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     )
 
@@ -133,23 +133,23 @@ def _size(part: AnyDataset) -> str:
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
     """Train, then test the best weights; or evaluate what the run starts from."""
-    plain, trainer = decided.plain, parts.trainer
-    start = str(resume) if resume is not None else plain["resume"]
-    if plain["train"]:
+    settings, trainer = decided.settings, parts.trainer
+    start = str(resume) if resume is not None else settings.resume
+    if settings.train:
         _on(parts, start, trainer.fit)
     if _is_pruned(parts):
         return
-    if plain["validate"]:
+    if settings.validate:
         if "val" not in parts.stages:
             raise RunError("validate=true, and the data, or the module, has no val part; expected one")
         _on(parts, start, trainer.validate, verbose=False)
-    if plain["predict"]:
+    if settings.predict:
         _on(parts, start, trainer.predict, return_predictions=False)
-    if plain["test"] and "test" not in parts.stages:
+    if settings.test and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
             log.warning("the data has no test part: the test stage is left out")
-    elif plain["test"]:
-        weights = _best_weights(decided, parts) if plain["train"] else start
+    elif settings.test:
+        weights = _best_weights(decided, parts) if settings.train else start
         _on(parts, weights, trainer.test, verbose=False)
         best = parts.checkpointing.best
         if best is not None and weights == best["checkpoint"]:
@@ -170,9 +170,9 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)
-    if decided.plain["checkpoint"]["save_best"] and decided.plain["monitor"] is not None:
+    if decided.settings.checkpoint.save_best and decided.settings.monitor is not None:
         why = "was never measured, so no" if parts.checkpointing.best is None else "has no longer a"
-        log.warning("%s %s best.ckpt: the last weights are tested", decided.plain["monitor"], why)
+        log.warning("%s %s best.ckpt: the last weights are tested", decided.settings.monitor, why)
     return None
 
 

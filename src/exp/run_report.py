@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exp.config.frozen import read_parent, versions
+from exp.config.settings import Settings
 from exp.errors import ExpError, Interrupted, RankError, RunError, UserCodeError, message_of, one_line, user_frames
 from exp.files import write_atomic
 from exp.launch.launcher import last_checkpoint
@@ -100,10 +101,10 @@ class Report:
 class Ongoing:
     """A run under way: knows how it started, and makes the report of its end.
 
-    directory: the run directory. plain: the config's values; only the words that the report repeats are read.
+    directory: the run directory. settings: Of the run.
     """
 
-    def __init__(self, directory: Path, plain: Mapping[str, Any], *, overrides: Sequence[str], world_size: int) -> None:
+    def __init__(self, directory: Path, settings: Settings, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         self.directory = directory
         # The run's log fills it.
@@ -111,12 +112,12 @@ class Ongoing:
         self._overrides = list(overrides)
         self._facts = {
             "directory": str(directory),
-            "precision": plain["precision"]["word"],
-            "strategy": plain["strategy"]["name"],
-            "monitor": plain["monitor"],
+            "precision": settings.precision.word,
+            "strategy": settings.strategy["name"],
+            "monitor": settings.monitor,
             "world_size": world_size,
             "command": _command(overrides),
-            "tags": tuple(plain["tags"]),
+            "tags": tuple(settings.tags),
             "versions": versions(),
             "parent": read_parent(directory),
         }

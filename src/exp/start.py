@@ -89,27 +89,26 @@ def fit_job(config: DictConfig) -> Report:
 
 def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
     """Run a frozen config in as many processes as it asks for. start: a checkpoint to go on from."""
-    placement, plain = decided.placement, decided.plain
-    settings = plain["launch"]
-    if in_process(placement, max_restarts=settings["max_restarts"], step_timeout=plain["runtime"]["step_timeout"]):
+    placement, settings = decided.placement, decided.settings
+    if in_process(placement, max_restarts=settings.launch.max_restarts, step_timeout=settings.runtime.step_timeout):
         return run(directory, decided=decided, resume=start)
-    threads = threads_of(plain["runtime"]["threads"], operator=decided.operator)
+    threads = threads_of(settings.runtime.threads, operator=decided.operator)
     del decided  # with its data, which the ranks read themselves
-    ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=placement.world_size)
+    ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
             directory,
             placement=placement,
-            max_restarts=settings["max_restarts"],
+            max_restarts=settings.launch.max_restarts,
             threads=threads,
-            grace_seconds=settings["grace_seconds"],
+            grace_seconds=settings.launch.grace_seconds,
             resume=start,
-            allow=plain["security"]["allow"],
+            allow=settings.security.allow,
         )
     except ExpError as error:
         # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
         write_bad_end(ongoing, error, has_ranks=True)
-        if plain["runtime"]["autoresume"]:
+        if settings.runtime.autoresume:
             requeue(error)
         raise
     return read_report(directory)
@@ -131,7 +130,7 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     raw = OmegaConf.to_container(resolved, resolve=False)
     if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(raw)):
         decided = plan(frozen(directory))
-    sweep_runs_beside(directory, str(decided.plain["name"]))
+    sweep_runs_beside(directory, str(decided.settings.name))
     if notes:
         with run_log(directory, rank=ALONE):
             for note in notes:

@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.examination import examine, plan, validate
-from exp.check.keys import SCHEMA
 from exp.check.resolution import resolve
 from exp.check.stages import compose, first_stage, second_stage
 from exp.cli.check import main as check
 from exp.config.frozen import COMPOSITION
 from exp.config.reading import MAX_NODES, read
+from exp.config.settings import SCHEMA, settings_of
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.errors import ConfigError, ErrorDetails, is_installed
 
@@ -134,7 +134,7 @@ def test_the_number_of_parameters_is_the_networks(empty):
     from exp.shared_types import DataSpec
 
     spec = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
-    network = build_network(plain_config(config), spec)
+    network = build_network(settings_of(plain_config(config)), spec)
     assert plan(resolve(config)).shapes.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from exp.check.keys import SCHEMA, VALUES, Unfreezing
+from exp.config.settings import SCHEMA, VALUES, Unfreezing
 from exp.config.yaml_files import read_yaml
 from exp.extras.schema.json_schema import annotation_schema
 from exp.extras.schema.schema import FOLDER, GROUPS, made, main, settings

@@ -146,7 +146,7 @@ def close(numbers: dict, values: np.ndarray) -> None:
 
 def arrays(stage: str, *words: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs and targets of a split, as the network gets them."""
-    input, target = build_data(resolve(exp.compose(list(words))).plain).part(stage).entries
+    input, target = build_data(resolve(exp.compose(list(words))).settings).part(stage).entries
     return input.numpy().astype(np.float64), target.numpy()
 
 
@@ -185,7 +185,7 @@ def test_a_chosen_directory_is_not_shared(capsys: pytest.CaptureFixture[str], mo
 
 def test_columns_have_the_statistics_of_scikit_learn() -> None:
     found = look("data=diabetes")
-    table = build_data(resolve(exp.compose(["data=diabetes"])).plain, keeps_raw=True).raw["train"]
+    table = build_data(resolve(exp.compose(["data=diabetes"])).settings, keeps_raw=True).raw["train"]
     rows = np.stack([values for _, values in table.each_column()], 1)
     ((_, target),) = table.each_target()
     columns = found["parts"]["train"]["numbers"]["input"]

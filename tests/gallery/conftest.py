@@ -80,7 +80,7 @@ class Gallery:
         return Ran(directory=directory)
 
     def data(self, name: str, *overrides: str) -> Any:
-        return build_data(resolve(exp.compose(self.command(name, *overrides))).plain)
+        return build_data(resolve(exp.compose(self.command(name, *overrides))).settings)
 
     def batches(self, name: str, *overrides: str, part: str = "train", count: int | None = STEPS) -> list[Batch]:
         """The first batches of an epoch, (input, target) or by name; floating ones in float64."""

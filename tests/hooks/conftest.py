@@ -95,11 +95,11 @@ def reference(in_tmp: Path) -> Callable[..., tuple[nn.Module, Iterator[Any]]]:
     """A function that builds the network of a command line in float64, and its training batches."""
 
     def build(*overrides: str) -> tuple[nn.Module, Iterator[Any]]:
-        plain = resolve(exp.compose([*TRAIN_ONLY, *overrides])).plain
-        data = build_data(plain)
+        settings = resolve(exp.compose([*TRAIN_ONLY, *overrides])).settings
+        data = build_data(settings)
         loader = data.loader("train")
         loader.set_position(0, 0)
-        return build_network(plain, data.spec).double(), iter(loader)
+        return build_network(settings, data.spec).double(), iter(loader)
 
     return build
 

@@ -26,20 +26,20 @@ def in_tmp(tmp_path, monkeypatch):
 
 
 def parts_of(*overrides: str):
-    plain = resolve(exp.compose(list(overrides))).plain
-    data = build_data(plain)
+    settings = resolve(exp.compose(list(overrides))).settings
+    data = build_data(settings)
     batch = next(iter(data.loader("train", rank=0, world_size=1))).data
-    return plain, data.spec, batch
+    return settings, data.spec, batch
 
 
 def counting(*overrides: str):
-    plain, spec, batch = parts_of(*overrides)
+    settings, spec, batch = parts_of(*overrides)
     return functools.partial(
         flops_of_a_sample,
         batch,
-        network=build_network(plain, spec, device="meta"),
-        objective=build_objective(plain),
-        phases=build_phases(plain),
+        network=build_network(settings, spec, device="meta"),
+        objective=build_objective(settings),
+        phases=build_phases(settings),
     )
 
 
@@ -50,10 +50,10 @@ def count(*overrides: str):
 def test_a_gpt_equals_the_formula_of_palm(text):
     """Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each token, where H Q is the width."""
     run = [*text, "model.constants.width=96", "data.batch_size=3"]
-    plain, spec, _ = parts_of(*run)
-    network = build_network(plain, spec)
+    settings, spec, _ = parts_of(*run)
+    network = build_network(settings, spec)
     multiplying = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear))
-    layers, width, length = 2, plain["model"]["constants"]["width"], spec.input_shape[0]
+    layers, width, length = 2, settings.model["constants"]["width"], spec.input_shape[0]
     found = count(*run)
     assert found.total == length * (6 * multiplying + 12 * layers * width * length)
     assert found.backward == 2 * found.forward
@@ -73,8 +73,8 @@ def test_a_lenet_equals_a_count_by_hand():
     "model", ["resnet", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rnn", "parameter_list"))]
 )
 def test_the_count_equals_one_with_numbers(model):
-    plain, spec, batch = parts_of(f"model={model}", "data.batch_size=16")
-    network = build_network(plain, spec)
+    settings, spec, batch = parts_of(f"model={model}", "data.batch_size=16")
+    network = build_network(settings, spec)
     with warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
         # torch warns of a missing device when oneDNN's recurrent layers are turned off.
         warnings.simplefilter("ignore")

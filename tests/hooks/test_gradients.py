@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import exp
+from exp.config.settings import settings_of
 from exp.construct import plain_config
 from exp.errors import ConfigError
 from exp.hooks.gradients import Gradients
@@ -202,7 +203,7 @@ def test_stage_3_of_deepspeed_refuses_gradient_values():
         placement=placement("ddp", devices=2, accelerator="cpu", machine=Machine(gpus=0)),
         batch_size=8,
         precision="fp32",
-        config=plain_config(config),
+        settings=settings_of(plain_config(config)),
         traits=frozenset({"owns_step", "shards_parameters"}),
     )
     keys = [error.key.removeprefix("hooks.gradients.") for error in Gradients(clipped="total").errors(planned)]

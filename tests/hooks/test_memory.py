@@ -15,8 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.config.frozen import read_frozen
-from exp.construct import build_data, build_network, build_objective, plain_config
+from exp.check.plan import frozen
+from exp.construct import build_data, build_network, build_objective
 from exp.hooks.memory import Memory, mebibytes
 from exp.hooks.memory_peaks import HOST, AllocatedPeak, ResidentPeak
 from exp.hooks.saved_tensors import storages
@@ -165,14 +165,14 @@ def test_the_four_parts_of_a_run(fit, text, model: str) -> None:
     overrides = [f"model={model}", "hooks=[memory]", "trainer.max_steps=1", *(text if model == "gpt" else [])]
     run = fit(*overrides)
     found = {tag: round(steps[1] * MIB) for tag, steps in run.values.items() if tag.startswith("memory/")}
-    plain = plain_config(read_frozen(run.directory))
-    data = build_data(plain)
-    network = build_network(plain, data.spec)
+    settings = frozen(run.directory).settings
+    data = build_data(settings)
+    network = build_network(settings, data.spec)
     sizes = [parameter.numel() * 4 for parameter in network.parameters()]
     assert found["memory/parameters_mib"] == found["memory/gradients_mib"] == sum(sizes)
     # Two moments, and the count of steps of each parameter.
     assert found["memory/optimizer_mib"] == 2 * sum(sizes) + 4 * len(sizes)
-    kept = bytes_kept(network, build_objective(plain), next(iter(data.loader("train"))))
+    kept = bytes_kept(network, build_objective(settings), next(iter(data.loader("train"))))
     assert found["memory/activations_mib"] == pytest.approx(kept, rel=0.02)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from exp.check.metric_errors import call_errors, fit_errors
 from exp.check.parameters import target_errors
 from exp.check.signature import signature_of
+from exp.config.settings import settings_of
 from exp.construct import build_measures
 from exp.engine.buffer import EpochValues
 from exp.errors import ConfigError, RunError
@@ -195,7 +196,7 @@ def _built(node: dict[str, Any], values: Mapping[str, Tensor]) -> Any:
     """Raises: ConfigError for what the check refuses."""
     if errors := list(target_errors({"metrics": {"it": node}}, allow=())):
         raise ConfigError(errors)
-    (measure,) = build_measures({"metrics": {"it": node}, "security": {"allow": []}}).values()
+    (measure,) = build_measures(settings_of({"metrics": {"it": node}, "security": {"allow": []}})).values()
     if errors := list(call_errors([measure])):
         raise ConfigError(errors)
 

@@ -25,9 +25,9 @@ EXACT = {"r1": [], "jacobian": ["objective.jacobian.projections=null"]}
 
 def by_hand(command: list[str], term: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """Return the penalty of the first batch in float64, its gradient by parameter, and the parameters."""
-    plain = resolve(exp.compose(command)).plain
-    data = build_data(plain)
-    network = build_network(plain, data.spec).double()
+    settings = resolve(exp.compose(command)).settings
+    data = build_data(settings)
+    network = build_network(settings, data.spec).double()
     x = next(iter(data.loader("train"))).data[0].double().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
         output = network(x)

@@ -65,12 +65,12 @@ def decided(*overrides: str) -> Plan:
 
 def one_step(run: Plan, *, recomputed: tuple[str, ...] = ()) -> dict[str, int]:
     """Return the four parts of a step by hand, with real tensors, as the hook memory counts them."""
-    plain, network = run.plain, build_network(run.plain, run.spec)
-    precision = build_run_precision(plain, device_type="cpu")
+    settings, network = run.settings, build_network(run.settings, run.spec)
+    precision = build_run_precision(settings, device_type="cpu")
     precision.convert_module(network)
     checkpoint_activations(match_modules(network, recomputed, key="").values())
-    optimizer, _ = build_optimization(plain).make(network, total_steps=10, total_epochs=10)
-    objective, batch = build_objective(plain), next(iter(build_data(plain).loader("train")))
+    optimizer, _ = build_optimization(settings).make(network, total_steps=10, total_epochs=10)
+    objective, batch = build_objective(settings), next(iter(build_data(settings).loader("train")))
     forward = forward_by_name(network, tuple(run.spec.inputs))
     losses: list[Tensor] = []
 

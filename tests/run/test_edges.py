@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import exp
 from exp.cli.train import main
+from exp.config.settings import settings_of
 from exp.run_report import Ongoing, explain, forget_peak_memory
 
 HOOK = """
@@ -106,7 +107,9 @@ def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
     with pytest.raises(RuntimeError, match="combined_loader") as caught:
         trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
     signal.signal(signal.SIGTERM, handler)
-    error = explain(caught.value, Ongoing(tmp_path, exp.compose([]), overrides=[], world_size=1), parts=None)
+    error = explain(
+        caught.value, Ongoing(tmp_path, settings_of(exp.compose([])), overrides=[], world_size=1), parts=None
+    )
     assert "ZeroDivisionError: in the loader" in str(error)
 
 
@@ -124,11 +127,12 @@ def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
         stopping=SimpleNamespace(ended_by=None),
     )
     forget_peak_memory()
-    before = Ongoing(tmp_path, config, overrides=[], world_size=1).ended("completed", parts=parts).peak_memory_mib
+    ongoing = Ongoing(tmp_path, settings_of(config), overrides=[], world_size=1)
+    before = ongoing.ended("completed", parts=parts).peak_memory_mib
     large = bytearray(400 * 2**20)
     large[::4096] = b"x" * len(large[::4096])
     forget_peak_memory()
-    ongoing = Ongoing(tmp_path, config, overrides=[], world_size=1)
+    ongoing = Ongoing(tmp_path, settings_of(config), overrides=[], world_size=1)
     held = ongoing.ended("completed", parts=parts).peak_memory_mib
     assert held - before > 300
 

@@ -62,7 +62,7 @@ def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
 
 def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> list[float]:
     """Return the loss of each step, with momentum, and a quarter of the rate for the head."""
-    network = build_starting_network(run.plain, run.spec).double()
+    network = build_starting_network(run.settings, run.spec).double()
     head = list(network.get_submodule("head").parameters())
     others = [one for one in network.parameters() if all(one is not other for other in head)]
     optimizer = torch.optim.SGD([{"params": others}, {"params": head}], lr=1.0, momentum=0.9)

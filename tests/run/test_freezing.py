@@ -130,7 +130,7 @@ def test_initial_values_are_given_by_type():
     assert (network.head.weight == 1).all()
     assert not network.body[0].weight.any()
     found = checked("+initialisation={Linear.bias: {name: constant, val: 0.5}}")
-    built = build_network(found.plain, found.spec)
+    built = build_network(found.settings, found.spec)
     assert (built.stem.bias == 0.5).all()
     assert (built.head.bias == 0.5).all()
 
@@ -178,7 +178,7 @@ def test_an_unfrozen_layer_trains_as_by_hand():
     ]  # fmt: skip
     found = trained(*run, directory="run")["state_dict"]
     decided = checked(*run)
-    network = build_network(decided.plain, decided.spec).double()
+    network = build_network(decided.settings, decided.spec).double()
     (batch,) = decided.data.loader("train")
     x, y = batch.data
     slow = list(network.stem.parameters())

@@ -76,8 +76,8 @@ def test_training_equals_lora_by_hand():
     run = ["precision=fp64", "data.batch_size=1258", "trainer.max_epochs=4", "optimizer.momentum=0.9", *LORA]
     found = trained(*run, directory="run")["state_dict"]
     decided = checked(*run)
-    start = build_network(decided.plain, decided.spec).state_dict()
-    plain = build_network(checked(*run[:4]).plain, decided.spec).double()
+    start = build_network(decided.settings, decided.spec).state_dict()
+    plain = build_network(checked(*run[:4]).settings, decided.spec).double()
     for name in ("stem", "hidden"):
         a = start[f"{name}.parametrizations.weight.0.a"].double()
         setattr(plain, name, ByHand(getattr(plain, name), a, alpha=12))
@@ -108,8 +108,8 @@ def test_a_run_resumes_exactly_and_merges_into_a_plain_network():
     assert all(torch.equal(again["state_dict"][name], one) for name, one in whole["state_dict"].items())
     assert len(whole["optimizer_states"][0]["param_groups"][0]["params"]) == 6
     decided = checked("weights.from=whole")
-    plain = build_starting_network(decided.plain, decided.spec).eval()
-    adapted = build_network(checked(*LORA).plain, decided.spec).eval()
+    plain = build_starting_network(decided.settings, decided.spec).eval()
+    adapted = build_network(checked(*LORA).settings, decided.spec).eval()
     adapted.load_state_dict({name.removeprefix("network."): one for name, one in whole["state_dict"].items()})
     x = torch.randn(5, 64)
     torch.testing.assert_close(plain(x), adapted(x), rtol=1e-5, atol=1e-6)
@@ -118,7 +118,7 @@ def test_a_run_resumes_exactly_and_merges_into_a_plain_network():
     torch.testing.assert_close(adapted.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
     # Another adaptation starts from the merged weights.
     second = checked(*LORA, "lora.rank=1", "weights.from=whole")
-    network = build_starting_network(second.plain, second.spec).eval()
+    network = build_starting_network(second.settings, second.spec).eval()
     assert torch.equal(network.stem.parametrizations.weight.original, plain.stem.weight)
     assert torch.equal(network.stem.weight, plain.stem.weight)
 

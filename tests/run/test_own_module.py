@@ -67,7 +67,7 @@ def first_weights(made, overrides):
     from exp.check.resolution import resolve
     from exp.construct import build_module
 
-    built = build_module(plan(resolve(exp.compose([*QUIET, *overrides]))).plain)
+    built = build_module(plan(resolve(exp.compose([*QUIET, *overrides]))).settings)
     made.load_state_dict(built.state_dict())
     return made
 

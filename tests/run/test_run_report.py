@@ -37,9 +37,11 @@ def test_the_report_of_a_lost_job_needs_no_torch(tmp_path):
     program = (
         "import json, sys\n"
         "from pathlib import Path\n"
+        "from exp.config.settings import settings_of\n"
         "from exp.errors import RunError\n"
         "from exp.run_report import Ongoing, write_bad_end\n"
-        "ongoing = Ongoing(Path.cwd(), json.loads(Path('plain.json').read_text()), overrides=[], world_size=1)\n"
+        "settings = settings_of(json.loads(Path('plain.json').read_text()))\n"
+        "ongoing = Ongoing(Path.cwd(), settings, overrides=[], world_size=1)\n"
         "write_bad_end(ongoing, RunError('lost'), has_ranks=True)\n"
         "sys.exit('torch' in sys.modules)\n"
     )

@@ -18,6 +18,7 @@ import pytest
 
 import exp
 from exp.cli import check
+from exp.config.settings import settings_of
 from exp.errors import Interrupted
 from exp.run_report import Ongoing, as_markdown, read_report
 from exp.signals import ending_signals
@@ -99,7 +100,7 @@ def test_ctrl_c_during_an_import_prints_one_line(command):
 def test_the_resume_command_is_quoted_and_replaces_resume(tmp_path):
     config = exp.compose([])
     overrides = ["seed=3", "resume=old.ckpt", "name='a b'"]
-    ongoing = Ongoing(tmp_path, config, overrides=overrides, world_size=1)
+    ongoing = Ongoing(tmp_path, settings_of(config), overrides=overrides, world_size=1)
     error = Interrupted(signum=15, checkpoint=str(tmp_path / "last.ckpt"))
     error.command = ongoing.resume_command(error.checkpoint)
     assert str(error).splitlines()[1] == "  python -m exp.train seed=3 'name='\"'\"'a b'\"'\"'' resume=last.ckpt"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from exp.cli.train import main
+from exp.config.settings import settings_of
 from exp.extras.gallery.data_parallel import DataParallel
 from exp.strategies.placement import Machine, placement
 from exp.strategies.strategy import Blueprint
@@ -26,14 +27,14 @@ def test_a_command_warns_once(tmp_path, monkeypatch, capsys):
 )
 def test_replicas_refuse_what_casts_at_edges(word, keep, key):
     strategy = DataParallel()
-    config = {"runtime": {"compile": False}, "precision": {"word": word, "keep": keep}}
+    settings = settings_of({"runtime": {"compile": False}, "precision": {"word": word, "keep": keep}})
     for devices, accelerator in ((2, "cuda"), (1, "cuda"), (2, "cpu")):
         machine = Machine(gpus=2, mps=False)
         placed = placement(
             "data_parallel", devices=devices, accelerator=accelerator, demand=strategy.demand, machine=machine
         )
         network = torch.nn.Linear(1, 1)
-        planned = Blueprint(network=network, placement=placed, batch_size=4, precision=word, config=config)
+        planned = Blueprint(network=network, placement=placed, batch_size=4, precision=word, settings=settings)
         refused = key if (devices, accelerator) == (2, "cuda") else None
         assert [error.key for error in strategy.errors(planned)] == ([refused] if refused else [])
 

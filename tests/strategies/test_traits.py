@@ -7,6 +7,7 @@ import yaml
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
+from exp.config.settings import settings_of
 from exp.construct import build_strategy
 from exp.strategies.fsdp import FSDP
 from exp.strategies.placement import Dimensions, Machine, placement
@@ -22,7 +23,7 @@ LIGHTNINGS = {
 
 @pytest.mark.parametrize("words", DECLARED)
 def test_a_strategy_declares_traits_and_dimensions(words):
-    strategy = build_strategy(exp.compose(words.split()))
+    strategy = build_strategy(settings_of(exp.compose(words.split())))
     traits, dimensions = DECLARED[words]
     assert traits_of(strategy) - {"steps_once"} == set(traits)
     assert ("steps_once" in traits_of(strategy)) == (words.split()[0] not in ("strategy=single", "strategy=ddp"))

@@ -58,7 +58,7 @@ def planned(*overrides):
 
 def test_a_stack_fits_into_memory():
     decided = planned()
-    example = decided, build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
+    example = decided, build_network(decided.settings, decided.spec), next(iter(decided.data.loader("train")))
     all_of_it = [most_members(*example, memory=2**24, stacks=stacks) for stacks in (1, 2)]
     assert 1 < all_of_it[1] <= all_of_it[0] // 2 < 64
     assert most_members(*example, memory=0) == 1
@@ -76,4 +76,4 @@ def test_a_stack_fits_into_memory():
 )
 def test_auto_stacks_small_networks_without_recurrent_layers(overrides, expected):
     decided = planned(*overrides)
-    assert is_faster(decided, build_network(decided.plain, decided.spec)) is expected
+    assert is_faster(decided, build_network(decided.settings, decided.spec)) is expected

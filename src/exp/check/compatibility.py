@@ -214,11 +214,11 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
     """What a run has that may exclude a need: the word in EXCLUDED to how the config says it."""
-    config, runtime = planned.config, planned.config["runtime"]
-    strategy = f"strategy={config['strategy']['name']}"
+    settings = planned.settings
+    strategy = f"strategy={settings.strategy['name']}"
     found = dict.fromkeys(planned.traits, strategy)
     placement, word = planned.placement, WORDS[planned.precision]
-    stages = config["strategy"].get("pipeline")
+    stages = settings.strategy.get("pipeline")
     if "splits_layers" in found and isinstance(stages, int):
         found["splits_layers"] = f"strategy.pipeline={stages}"
     if placement.world_size == 1 and placement.layers == 1:
@@ -229,16 +229,16 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
         found["float8"] = f"precision={planned.precision}"
     if placement.world_size > 1:
         found["ranks"] = strategy
-    if runtime.get("compile"):
+    if settings.runtime.compile:
         found["compile"] = "runtime.compile=true"
-    if config["phases"]:
+    if settings.phases:
         found["phases"] = "phases"
-    if config["module"] is not None:
+    if settings.module is not None:
         found["module"] = "module"
     if held_norms(planned.network):
         found["frozen_statistics"] = "freeze.batch_norm=eval"
-    count = config["trainer"]["accumulate_grad_batches"]
-    if isinstance(count, int) and count > 1:
+    count = settings.trainer.accumulate_grad_batches
+    if count > 1:
         found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
     return found
 
@@ -282,7 +282,7 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
 
 def other_parts(planned: Blueprint) -> Iterator[Part]:
     """Yield what has needs besides hooks: terms, phases, compilation, callbacks, optimizers."""
-    config, ddp = planned.config, "Write strategy=ddp"
+    settings, ddp = planned.settings, "Write strategy=ddp"
     unmet, weighed = planned.needs - planned.meets, ", ".join(planned.weighed)
     if unmet:
         more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
@@ -294,20 +294,20 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         named = f"{weighed}, which divides by weights of its targets (class weights, ignored targets),"
         fix = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
         yield Part("objective", named, ["mean_over_samples"], fix)
-    if "batch_sampler" in config["data"] and config["data"]["batch_sampler"] is not None:
+    if "batch_sampler" in settings.data and settings.data["batch_sampler"] is not None:
         fix = "Change {switch}, or leave the batch sampler out"
         yield Part("data.batch_sampler", "batches of several sizes", ["several_sizes"], fix)
-    if config["module"] is not None:
-        yield Part("strategy", f"the module {config['module']['_target_']}", ["whole_module"], ddp)
-    if config["phases"]:
-        yield Part("phases", among(config["phases"]), ["several_backwards"], ddp)
+    if settings.module is not None:
+        yield Part("strategy", f"the module {settings.module['_target_']}", ["whole_module"], ddp)
+    if settings.phases:
+        yield Part("phases", among(settings.phases), ["several_backwards"], ddp)
         yield Part("strategy", "phases", ["several_steps"], ddp)
-    if config["runtime"].get("compile"):
+    if settings.runtime.compile:
         yield Part("runtime.compile", "true", ["one_program"], ddp)
-    if config["lora"]["layers"]:
+    if settings.lora.layers:
         yield Part("lora.layers", "LoRA", ["whole_weights"], "Write strategy=ddp or fsdp, without precision=fp8")
-    if any(config["freeze"]["unfreeze"]):  # with epoch 0 alone nothing changes
-        named = f"epochs {among(map(str, config['freeze']['unfreeze']))}"
+    if any(settings.freeze.unfreeze):  # with epoch 0 alone nothing changes
+        named = f"epochs {among(map(str, settings.freeze.unfreeze))}"
         yield Part("freeze.unfreeze", named, ["other_parameters"], "Freeze for the whole run, or change {switch}")
     if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:
         named = f"{', '.join(names)} with max_norm, which writes into the weight in each forward"

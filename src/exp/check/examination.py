@@ -87,7 +87,7 @@ class Check:
     """
 
     def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
-        self.plan, self.plain = plan, plan.plain
+        self.plan, self.plain, self.settings = plan, plan.plain, plan.settings
         self.errors = list(plan.resolved.errors)
         self.hidden = tuple(self.errors)
         self.passed = {"module" if has_module(dict(plan.plain)) else "model", *passed}
@@ -127,24 +127,23 @@ class Check:
     @functools.cached_property
     def blueprint(self) -> Blueprint:
         """The run as hooks and strategies see it."""
-        plan, plain, strategy = self.plan, self.plain, self.plan.strategy
+        plan, settings, strategy = self.plan, self.settings, self.plan.strategy
         objective = plan.objective if plan.own is None else None
-        size = plain["data"].get("batch_size")
-        phases = {name: phase["optimizer"] for name, phase in plain["phases"].items() if phase.get("optimizer")}
+        phases = {name: phase["optimizer"] for name, phase in settings.phases.items() if phase.get("optimizer")}
         return Blueprint(
             network=self.network,
             trace=None if plan.own is not None else plan.shapes.traces.get(None),
-            build=None if plan.own is not None else functools.partial(build_network, plain, plan.spec),
+            build=None if plan.own is not None else functools.partial(build_network, settings, plan.spec),
             placement=plan.placement,
-            batch_size=size if isinstance(size, int) else 1,  # the user's loaders may not say
-            precision=plain["precision"]["word"],
-            config=plain,
+            batch_size=settings.batch_size or 1,
+            precision=settings.precision.word,
+            settings=settings,
             needs=frozenset() if objective is None else objective.needs,
             meets=strategy.meets if isinstance(strategy, Strategy) else frozenset(),
             weighed=() if objective is None else objective.weighed,
             traits=traits_of(strategy),
-            callbacks=self.classes_of(plain.get("callbacks")),
-            optimizers=tuple(self.classes_of({**phases, "": plain.get("optimizer")}).values()),
+            callbacks=self.classes_of(settings.callbacks),
+            optimizers=tuple(self.classes_of({**phases, "": settings.optimizer}).values()),
         )
 
     def classes_of(self, nodes: Any) -> dict[str, Any]:
@@ -153,7 +152,7 @@ class Check:
         for name, node in nodes.items() if isinstance(nodes, dict) else ():
             with contextlib.suppress(ConfigError, MissingExtraError):
                 if is_node(node) and isinstance(node["_target_"], str):
-                    found[name] = resolve_target(node["_target_"], allow=self.plain["security"]["allow"])
+                    found[name] = resolve_target(node["_target_"], allow=self.settings.security.allow)
         return found
 
 
@@ -180,10 +179,10 @@ def _placement(check: Check) -> Iterable[ErrorDetails] | None:
 
 
 def _precision(check: Check) -> Iterator[ErrorDetails]:
-    precision = check.plain["precision"]
-    word = WORDS[precision["word"]]
+    precision = check.settings.precision
+    word = WORDS[precision.word]
     yield from word.device_errors(check.plan.placement.accelerator)
-    yield from word.scaler_errors(precision["scaler"])
+    yield from word.scaler_errors(vars(precision.scaler))
 
 
 def _objective(check: Check) -> Iterator[ErrorDetails]:
@@ -197,7 +196,7 @@ def _objective(check: Check) -> Iterator[ErrorDetails]:
 def _network(check: Check) -> Iterable[ErrorDetails] | None:
     """Return the errors of the network on the meta device, or of the data if the config is wrong about the data."""
     plan = check.plan
-    if check.plain["phases"] and not check.knows(OPTIMIZATION_KEYS):
+    if check.settings.phases and not check.knows(OPTIMIZATION_KEYS):
         return None  # phases may use the optimizer and the schedule at the top
     found = shape_errors(plan.shapes, plan.spec, plan.objective, plan.phases)
     if not found:
@@ -222,32 +221,32 @@ def _loaders(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _freezing(check: Check) -> Iterable[ErrorDetails]:
-    return unfreezing_errors(check.network, build_freezing(check.network, check.plain))
+    return unfreezing_errors(check.network, build_freezing(check.network, check.settings))
 
 
 def _optimizers(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of optimizer and schedule, and patterns that match no parameter."""
-    plan, plain, network = check.plan, check.plain, check.network
+    plan, settings, network = check.plan, check.settings, check.network
     made: list[Optimizer] = []
     # Only the data knows the steps of an epoch. It is asked if a schedule may end too soon.
-    steps, epochs = (_limit(plain["trainer"][name]) for name in ("max_steps", "max_epochs"))
+    steps, epochs = map(_limit, (settings.trainer.max_steps, settings.trainer.max_epochs))
     if plan.phases:
         yield from phase_errors(plan.phases, network, steps=steps, epochs=epochs, made=made)
     else:
-        optimization = build_optimization(plain)
+        optimization = build_optimization(settings)
         optimizer, _ = optimization.make(network, total_steps=steps, total_epochs=epochs)
         made.append(optimizer)
         yield from step_errors(optimization, network, optimizer, key="optimizer")
         yield from rate_errors(optimization, optimizer, key="scheduler", steps=lambda: _steps(check), epochs=epochs)
     if check.knows(("precision",)):
-        word = WORDS[plain["precision"]["word"]]
+        word = WORDS[settings.precision.word]
         yield from (error for one in made for error in word.optimizer_errors(one))
 
 
 def _terms(check: Check) -> Iterator[ErrorDetails]:
-    plan, precision, network = check.plan, check.plain["precision"], check.network
-    yield from keep_errors(network, precision["keep"], otherwise=WORDS[precision["word"]].parameters)
-    yield from term_errors(plan.objective, network, plan.spec, word=precision["word"])
+    plan, precision, network = check.plan, check.settings.precision, check.network
+    yield from keep_errors(network, precision.keep, otherwise=WORDS[precision.word].parameters)
+    yield from term_errors(plan.objective, network, plan.spec, word=precision.word)
 
 
 def _calls(check: Check) -> Iterator[ErrorDetails]:
@@ -260,10 +259,10 @@ def _calls(check: Check) -> Iterator[ErrorDetails]:
 
 def _callbacks(check: Check) -> Iterator[ErrorDetails]:
     """Yield callbacks that no run supports, and what libraries' callbacks refuse. The run constructs the user's own."""
-    nodes, allow = check.plain["callbacks"], check.plain["security"]["allow"]
+    nodes, allow = check.settings.callbacks, check.settings.security.allow
     kinds = check.classes_of(nodes)
     if check.knows(("trainer",)):
-        shows_bar = bool(check.plain["trainer"]["enable_progress_bar"])
+        shows_bar = bool(check.settings.trainer.enable_progress_bar)
         yield from callback_errors(kinds, nodes=nodes, shows_bar=shows_bar)
     for name, kind in kinds.items():
         if kind.__module__.partition(".")[0] in LIBRARIES:
@@ -275,7 +274,7 @@ def _callbacks(check: Check) -> Iterator[ErrorDetails]:
 
 def _hooks(check: Check) -> Iterator[ErrorDetails]:
     if "precision" not in check.passed or not check.knows(KEYS_OF_HOOKS):
-        for name, hook in build_entries(check.plain, "hooks").items():
+        for name, hook in build_entries(check.settings, "hooks").items():
             matching(check.network, hook.modules, key=f"hooks.{name}.modules")
         return
     own, hooks = check.plan.own, check.plan.hooks
@@ -293,8 +292,8 @@ def _hooks(check: Check) -> Iterator[ErrorDetails]:
 
 def _strategy(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of the strategy, and parts that exclude each other."""
-    plan, plain = check.plan, check.plain
-    if plan.own is None and not is_node(plain.get("optimizer")):
+    plan, settings = check.plan, check.settings
+    if plan.own is None and not is_node(settings.optimizer):
         return
     found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
     yield from found
@@ -305,42 +304,42 @@ def _strategy(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _length(check: Check) -> Iterable[ErrorDetails]:
-    trainer = check.plain["trainer"]
-    if not check.errors and check.plain["train"] and isinstance(trainer["val_check_interval"], int):
+    trainer = check.settings.trainer
+    if not check.errors and check.settings.train and isinstance(trainer.val_check_interval, int):
         refuse_late_validation(_lengths(check), _batches(check.plan))
     return ()
 
 
 def _weights(check: Check) -> Iterable[ErrorDetails]:
     """Return the errors of the weights that the network starts from."""
-    node = check.plain["weights"]
-    if node["from"] is None or check.plain["resume"] is not None:
+    node = check.settings.weights
+    if node.from_ is None or check.settings.resume is not None:
         return ()
     try:
-        weights = read_weights(Path(node["from"]), averaged=node["averaged"])
+        weights = read_weights(Path(node.from_), averaged=node.averaged)
     except (RunError, MissingExtraError) as error:
         return [
             ErrorDetails(
                 key="weights.from", got=str(error), expected="weights, as exp, torch or safetensors write them"
             )
         ]
-    check.matching = match_weights(weights, check.network, keys=node["keys"])
-    return check.matching.errors(node["from"], is_strict=node["strict"])
+    check.matching = match_weights(weights, check.network, keys=node.keys)
+    return check.matching.errors(node.from_, is_strict=node.strict)
 
 
 def _resume(check: Check) -> Iterable[ErrorDetails]:
     """Return why a run cannot resume from the checkpoint that it names."""
-    plan, plain = check.plan, check.plain
-    if plain["resume"] is None or check.errors:
+    plan, settings = check.plan, check.settings
+    if settings.resume is None or check.errors:
         return ()
     try:
         if plan.own is None:
-            build = functools.partial(build_network, plain, plan.spec, device="meta")
-            check.resuming = examine_resume(plain, network=plan.network, build=build)
+            build = functools.partial(build_network, settings, plan.spec, device="meta")
+            check.resuming = examine_resume(plan.plain, network=plan.network, build=build)
         else:
             # Its setup may rename layers, as torch.compile does.
             network = plan.network if plan.own.is_complete else None
-            check.resuming = examine_resume(plain, network=network, prefix="")
+            check.resuming = examine_resume(plan.plain, network=network, prefix="")
     except RunError as error:
         return [ErrorDetails(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
     return check.resuming.errors
@@ -389,19 +388,19 @@ def _lengths(check: Check) -> Trainer:
     """Return the attributes of a Trainer that decide the length of the run."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-    nodes, allow = check.plain["callbacks"], check.plain["security"]["allow"]
+    nodes, allow = check.settings.callbacks, check.settings.security.allow
     callbacks = [
         construct(nodes[name], key=f"callbacks.{name}", allow=allow)
         for name, kind in check.classes_of(nodes).items()
         if issubclass(kind, GradientAccumulationScheduler)
     ]
-    trainer = check.plain["trainer"]
-    values = {name: default if trainer[name] is None else trainer[name] for name, default in LENGTHS.items()}
+    given = vars(check.settings.trainer)
+    values = {name: default if given[name] is None else given[name] for name, default in LENGTHS.items()}
     return cast("Trainer", SimpleNamespace(**values, max_steps=None, callbacks=callbacks))
 
 
 def _steps(check: Check) -> int | None:
-    steps = check.plain["trainer"]["max_steps"]
+    steps = check.settings.trainer.max_steps
     limits = Limits(max_steps=steps if isinstance(steps, int) and steps > 0 else None)
     return total_steps(_lengths(check), limits, _batches(check.plan))
 
@@ -433,17 +432,17 @@ class Examination:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """What was not checked, what trains badly without an error, and what changes after a resume."""
-        decided, plain = self.decided, self.decided.plain
+        decided, settings = self.decided, self.decided.settings
         if decided.own is not None:
             return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
         notes = [*decided.resolved.notes, *decided.shapes.notes, *self.resuming.notes]
         if decided.network is not None:
             notes += training_notes(decided)
-        source = plain["weights"]["from"]
-        if self.matching is not None:
+        source = settings.weights.from_
+        if source is not None and self.matching is not None:
             notes.append(self.matching.summary(source))
-        elif source is not None and plain["resume"] is not None:
-            notes.append(f"weights.from={source} is not read, because the run resumes from {plain['resume']}")
+        elif source is not None and settings.resume is not None:
+            notes.append(f"weights.from={source} is not read, because the run resumes from {settings.resume}")
         return tuple(notes)
 
 
@@ -532,7 +531,7 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
     """Return whether only the optimizer, the schedule and random numbers follow from the changes."""
     decided = before.decided
-    if decided.own is not None or decided.network is None or decided.plain["phases"]:
+    if decided.own is not None or decided.network is None or decided.settings.phases:
         return False
     kept = {path: value for path, value in changed.items() if path[0] != "sweep"}
     return not are_referred(changed, raw) and all(

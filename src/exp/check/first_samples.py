@@ -64,7 +64,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     Returns:
         Remarks on the first samples that are not errors.
     """
-    plain, config = decided.plain, decided.resolved.config
+    settings, config = decided.settings, decided.resolved.config
     errors: list[ErrorDetails] = []
     notes: list[str] = []
     entries: dict[str, tuple[str, ...]] = {}
@@ -73,9 +73,9 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
             return ()
         data = decided.data
         # Data to predict has no targets. The first step shows what a module of the user takes.
-        if decided.own is not None or plain["predict"]:
+        if decided.own is not None or settings.predict:
             return data.notes
-        at_work = {"train": plain["train"], "val": plain["train"] or plain["validate"], "test": plain["test"]}
+        at_work = {"train": settings.train, "val": settings.train or settings.validate, "test": settings.test}
         if data.rounded:
             notes.append(
                 f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
@@ -89,10 +89,10 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         raise ConfigError(located(config, [error.error])) from error
     except RunError:
         return ()  # an exception of the user's code, which the run reports with its place
-    tags = monitors(dict(plain)) if plain["train"] else {}
-    errors += monitor_errors(tags, entries, plain["metric_stages"])
+    tags = monitors(dict(decided.plain)) if settings.train else {}
+    errors += monitor_errors(tags, entries, settings.metric_stages)
     if "monitor" in tags and not any(error.key == "monitor" for error in errors):
-        errors += mode_errors(tags["monitor"], plain["mode"], decided.metrics)
+        errors += mode_errors(tags["monitor"], settings.mode, decided.metrics)
     if errors:
         raise ConfigError(located(config, once([*_once_per_name(errors)])))
     return (*data.notes, *notes)
@@ -127,7 +127,7 @@ def _stage_errors(
 def _batch_errors(
     decided: Plan, batch: object, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
 ) -> Iterator[ErrorDetails]:
-    spec, plain = decided.spec, decided.plain
+    spec, settings = decided.spec, decided.settings
     for name, value in inputs_in(batch).items():
         if (place := _not_finite(value)) is not None:
             notes.append(
@@ -140,10 +140,10 @@ def _batch_errors(
             continue
         unknown = list(name_errors(term_names(part), trace, batch, spec))
         yield from unknown or _term_errors(part, trace, batch, spec, stage)
-        if not unknown and plain["trainer"]["accumulate_grad_batches"] > 1:
+        if not unknown and settings.trainer.accumulate_grad_batches > 1:
             part.known_divisors(named_values(batch))
     trace = decided.shapes.traces.get(None)  # metrics read the output of the network's own forward
-    if trace is None or stage not in plain["metric_stages"]:
+    if trace is None or stage not in settings.metric_stages:
         return
     for measure in decided.metrics.values():
         names = {f"{measure.key}.{place}": name for place, name in measure.names.items()}

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from exp.check.own_training import LOADERS, STEPS, OwnTraining
-from exp.config.module_key import brings_data, target_of
 from exp.errors import ErrorDetails
 from exp.shared_types import Stage
 from exp.spelling import among, show
@@ -20,12 +19,12 @@ EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
     """Yield what Lightning's Trainer would refuse later, or do otherwise than the config says."""
-    plain, kind, data_kind = own.plain, own.kind, own.data_kind
+    settings, kind, data_kind = own.settings, own.kind, own.data_kind
     trains = "a LightningModule that trains", "Or train=false"
-    if brings_data(plain) and data_kind is None:
+    if settings.has_own_loaders and data_kind is None:
         expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
-        yield ErrorDetails(key="data._target_", got=f"{plain['data']['_target_']} with a module", expected=expected)
-    if plain["train"]:
+        yield ErrorDetails(key="data._target_", got=f"{settings.data['_target_']} with a module", expected=expected)
+    if settings.train:
         for method in ("training_step", "configure_optimizers"):
             if not is_overridden(method, kind, LightningModule):
                 yield ErrorDetails(
@@ -35,7 +34,7 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
             got = f"{data_kind.__name__} without train_dataloader"
             yield ErrorDetails(key="data", got=got, expected="loaders to train on", fix="Or write train=false")
     for key, stage in EVALUATIONS.items():
-        if not plain["train"] and plain[key] and not own.has(stage):
+        if not settings.train and getattr(settings, key) and not own.has(stage):
             yield ErrorDetails(key=key, got=f"true, and {_lacking(own, stage)}", expected="something to do")
     loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
     if loaders:
@@ -47,7 +46,7 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
         yield ErrorDetails(key="module", got="a training_step that takes dataloader_iter", expected=expected)
     if not own.network.automatic_optimization:
         for name, off in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
-            value = plain["trainer"][name]
+            value = getattr(settings.trainer, name)
             if value not in off:
                 got = f"{show(value)} with {kind.__name__}, which steps its optimizers by hand"
                 expected = f"{show(off[0])}: its training_step does that itself"
@@ -56,16 +55,16 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
 
 def module_notes(own: OwnTraining) -> Iterator[str]:
     """Yield what is left out without an error."""
-    plain = own.plain
+    settings, name = own.settings, f"{own.kind.__module__}.{own.kind.__qualname__}"
     yield (
-        f"module {target_of(plain)} brings its own network, losses, metrics and optimizers: the model, "
-        "objective, metrics, optimizer and scheduler of exp's defaults do not apply"
+        f"module {name} brings its own network, losses, metrics and optimizers: the model, objective, metrics, "
+        "optimizer and scheduler of exp's defaults do not apply"
     )
-    if plain["train"] and not own.has("val"):
+    if settings.train and not own.has("val"):
         yield f"nothing is validated: {_lacking(own, 'val')}"
-    if plain["test"] and not own.has("test"):
+    if settings.test and not own.has("test"):
         yield f"the test stage is left out: {_lacking(own, 'test')}"
-    if plain["train"] and plain["monitor"] is None and plain["checkpoint"]["save_best"]:
+    if settings.train and settings.monitor is None and settings.checkpoint.save_best:
         yield "no best.ckpt is kept, for monitor is null: name a tag that the module logs, monitor=val/acc mode=max"
 
 

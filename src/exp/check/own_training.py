@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from exp.config.module_key import brings_data
+from exp.config.settings import Settings
 from exp.config.targets import resolve
 from exp.construct import build_module
 from exp.errors import ExpError
@@ -27,9 +27,9 @@ LATER = ("setup", "configure_model", "prepare_data")
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTraining:
-    """A run's LightningModule and its LightningDataModule, if there is one. plain: the config's values."""
+    """A run's LightningModule and its LightningDataModule, if there is one. settings: Of the run."""
 
-    plain: Mapping[str, Any]
+    settings: Settings
 
     @functools.cached_property
     def kind(self) -> type[LightningModule]:
@@ -40,7 +40,7 @@ class OwnTraining:
     @functools.cached_property
     def data_kind(self) -> type[LightningDataModule] | None:
         """The class of its loaders; None if exp's data gives the batches."""
-        if not brings_data(self.plain):
+        if not self.settings.has_own_loaders:
             return None
         kind = self.class_of("data")
         return kind if issubclass(kind, LightningDataModule) else None
@@ -53,9 +53,9 @@ class OwnTraining:
             ConfigError: Its constructor refuses its values.
         """
         try:
-            return build_module(self.plain, device="meta")
+            return build_module(self.settings, device="meta")
         except ExpError:
-            return build_module(self.plain)
+            return build_module(self.settings)
 
     def has(self, stage: Stage) -> bool:
         """Return whether the module has a step for a stage, and the data module has loaders for it."""
@@ -69,4 +69,4 @@ class OwnTraining:
 
     def class_of(self, key: str) -> Any:
         """Return the class of the node `module` or `data`."""
-        return resolve(self.plain[key]["_target_"], allow=self.plain["security"]["allow"])
+        return resolve(getattr(self.settings, key)["_target_"], allow=self.settings.security.allow)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from exp.check.foreign import missing_package
-from exp.check.keys import VALUES
 from exp.check.kinds import worded
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_errors, value_error
 from exp.config.annotations import EMPTY
 from exp.config.habits import fix_of_key
 from exp.config.reading import UNKNOWN
+from exp.config.settings import VALUES
 from exp.config.slots import (
     DATA_MODULE,
     RESERVED_IN_NODE,

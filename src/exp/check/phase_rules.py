@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
-from exp.check.keys import Count, Node, Positive, Repeats, Text
 from exp.check.kinds import worded
 from exp.check.structure import kind_errors
 from exp.config.reading import UNKNOWN, Values
+from exp.config.settings import Count, Node, Positive, Repeats, Text
 from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean, find_nearest, show
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from exp.check.meta_forward import MetaForward, run_on_meta
 from exp.config.frozen import frozen_yaml, read_frozen
+from exp.config.settings import PrecisionSettings, Settings, settings_of
 from exp.errors import ErrorDetails, RunError
 from exp.shared_types import DataSpec
 
@@ -53,6 +54,11 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
+    def settings(self) -> Settings:
+        """The values as typed objects."""
+        return settings_of(self.plain)
+
+    @functools.cached_property
     def yaml(self) -> str:
         """The text of config.yaml."""
         return frozen_yaml(self.config)
@@ -78,17 +84,22 @@ class Plan:
         """The config's values as dicts and lists."""
         return self.resolved.plain
 
+    @property
+    def settings(self) -> Settings:
+        """The config's values as typed objects."""
+        return self.resolved.settings
+
     @functools.cached_property
     def strategy(self) -> Strategy | LightningStrategy:
         """The only strategy object of this process."""
         from exp.construct import build_strategy
 
-        return build_strategy(self.plain)
+        return build_strategy(self.settings)
 
     @functools.cached_property
     def placement(self) -> Placement:
         """The devices of the ranks."""
-        return place(self.plain, self.strategy, rank=self.rank, machine=self.machine)
+        return place(self.settings, self.strategy, rank=self.rank, machine=self.machine)
 
     @functools.cached_property
     def own(self) -> OwnTraining | None:
@@ -96,30 +107,30 @@ class Plan:
 
         Objective, phases and metrics are empty with it, and shapes are unknown.
         """
-        if self.plain["module"] is None:
+        if self.settings.module is None:
             return None
         from exp.check.own_training import OwnTraining
 
-        return OwnTraining(plain=self.plain)
+        return OwnTraining(settings=self.settings)
 
     @functools.cached_property
     def spec(self) -> DataSpec:
         """The inputs of the network, and how many numbers it returns for a sample."""
-        return DataSpec.of(self.plain["data"])
+        return DataSpec.of(self.settings.data)
 
     @functools.cached_property
     def data(self) -> Data:
         """The data set with its splits."""
         from exp.construct import build_data
 
-        return build_data(self.plain)
+        return build_data(self.settings)
 
     @functools.cached_property
     def data_module(self) -> LightningDataModule | None:
         """The user's loaders for the user's module; None if `data` is exp's."""
         from exp.construct import build_data_module
 
-        return None if self.own is None or self.own.data_kind is None else build_data_module(self.plain)
+        return None if self.own is None or self.own.data_kind is None else build_data_module(self.settings)
 
     @property
     def network(self) -> nn.Module | None:
@@ -130,19 +141,19 @@ class Plan:
     def objective(self) -> Objective:
         from exp.construct import build_objective
 
-        return build_objective(self.plain)
+        return build_objective(self.settings)
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         from exp.construct import build_phases
 
-        return tuple(build_phases(self.plain))
+        return tuple(build_phases(self.settings))
 
     @functools.cached_property
     def metrics(self) -> Mapping[str, Measure]:
         from exp.construct import build_measures
 
-        return build_measures(self.plain)
+        return build_measures(self.settings)
 
     @functools.cached_property
     def shapes(self) -> MetaForward:
@@ -150,12 +161,12 @@ class Plan:
         from exp.construct import build_unsized_network, prepare
 
         return run_on_meta(
-            network_factory=functools.partial(build_unsized_network, self.plain, device="meta"),
+            network_factory=functools.partial(build_unsized_network, self.settings, device="meta"),
             spec=self.spec,
             objective=self.objective,
             phases=self.phases,
-            prepare=functools.partial(prepare, plain=self.plain),
-            arithmetic=_arithmetic(self.plain.get("precision")),
+            prepare=functools.partial(prepare, settings=self.settings),
+            arithmetic=_arithmetic(self.settings.precision),
         )
 
     @functools.cached_property
@@ -168,7 +179,7 @@ class Plan:
         network = self.network
         if network is None or self.data_module is not None:
             return None
-        samples: int = -(-self.plain["data"]["batch_size"] // self.placement.data_ranks)
+        samples: int = -(-self.settings.data["batch_size"] // self.placement.data_ranks)
         traces = self.shapes.traces.values() if self.own is None else ()
         sizes = [size for trace in traces for size in trace.multiply_adds]
         if sizes:
@@ -183,10 +194,10 @@ class Plan:
         from exp.construct import build_entries
         from exp.hooks.hook import Workload
 
-        plain, placement = self.plain, self.placement
+        settings, placement = self.settings, self.placement
         devices = placement.world_size * placement.layers
-        workload = Workload(precision=plain["precision"]["word"], devices=devices, flops=self._flops)
-        return build_entries(plain, "hooks", workload=workload)
+        workload = Workload(precision=settings.precision.word, devices=devices, flops=self._flops)
+        return build_entries(settings, "hooks", workload=workload)
 
     def _flops(self, data: object) -> FlopCount:
         from exp.check.step_flops import flops_of_a_sample
@@ -195,7 +206,7 @@ class Plan:
         if self.own is not None:
             raise RunError("the FLOPs of the training_step of your own module are unknown")
         # A second objective, because the run's may be on another device by then.
-        objective, phases, network = build_objective(self.plain), build_phases(self.plain), self.shapes.network
+        objective, phases, network = build_objective(self.settings), build_phases(self.settings), self.shapes.network
         if network is None:
             raise RunError("the network cannot be built without numbers, so its FLOPs are not counted")
         inputs = tuple(self.spec.inputs)
@@ -224,7 +235,7 @@ def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
 
 
 def place(
-    plain: Mapping[str, Any],
+    settings: Settings,
     strategy: Strategy | LightningStrategy,
     *,
     rank: Rank | None = None,
@@ -233,7 +244,7 @@ def place(
     """Return where a run goes; with a rank, the placement that its launcher made.
 
     Args:
-        plain: The config.
+        settings: The config.
         strategy: Of the config.
         rank: Of this process.
         machine: The machine of the run; None for this machine.
@@ -244,26 +255,25 @@ def place(
     from exp.strategies.placement import adopt_placement, placement
     from exp.strategies.strategy import Strategy, demand_of_lightning
 
-    launch = plain["launch"]
-    where = {
-        "devices": launch["devices"],
-        "nodes": launch["nodes"],
-        "accelerator": launch["accelerator"],
-        "backend": launch["backend"],
+    launch = settings.launch
+    where: dict[str, Any] = {
+        "devices": launch.devices,
+        "nodes": launch.nodes,
+        "accelerator": launch.accelerator,
+        "backend": launch.backend,
         "demand": strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy),
     }
-    name = plain["strategy"]["name"]
+    name = settings.strategy["name"]
     if rank is None:
         return placement(name, **where, machine=machine)
     return adopt_placement(rank, name, **where, machine=machine)
 
 
-def _arithmetic(precision: Any) -> Arithmetic:
+def _arithmetic(precision: PrecisionSettings) -> Arithmetic:
     """Return the dtypes of a run. Those that an error hides, or that one layer decides, are not judged."""
     from exp.models.forward_trace import Arithmetic
     from exp.precision.words import WORDS
 
-    named = precision.get("word") if isinstance(precision, Mapping) else None
-    word = WORDS.get(named) if isinstance(named, str) else None
-    is_plain = word is not None and word.parameters is None and precision.get("keep") == {}
+    word = WORDS.get(precision.word)
+    is_plain = word is not None and word.parameters is None and precision.keep == {}
     return Arithmetic(autocast=word.autocast if word else None, mixes=is_plain)

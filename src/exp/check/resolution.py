@@ -16,6 +16,7 @@ from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
 from exp.config.resolvers import use_resolvers
+from exp.config.settings import settings_of
 from exp.data.data_errors import SampleError
 from exp.errors import ConfigError, ErrorDetails
 
@@ -125,7 +126,7 @@ def _fill_in(config: DictConfig) -> bool:
     values = Values(raw)
     others = {name: values[name] for name in ("objective", "metrics", "resume")}
     precision = {"word": values["precision.word"]}
-    spec = build_data({**given, **others, "precision": precision}).spec
+    spec = build_data(settings_of({**given, **others, "precision": precision})).spec
     if list(spec.inputs) != ["input"]:
         config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
     config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)

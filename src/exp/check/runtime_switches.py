@@ -21,20 +21,20 @@ COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 
 def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
     """Yield the errors of the switches."""
-    runtime, network = planned.config["runtime"], planned.network
-    if runtime["compile"]:
-        backend, mode = runtime["compile_backend"], runtime["compile_mode"]
+    runtime, network = planned.settings.runtime, planned.network
+    if runtime.compile:
+        backend, mode = runtime.compile_backend, runtime.compile_mode
         yield from compile_errors(network, backend=backend, mode=mode, accelerator=planned.placement.accelerator)
-    if runtime["channels_last"]:
+    if runtime.channels_last:
         key, fix = "runtime.channels_last", "Write runtime.channels_last=false"
-        shapes = [list(one.shape) for one in DataSpec.of(planned.config["data"]).inputs.values()]
+        shapes = [list(one.shape) for one in DataSpec.of(planned.settings.data).inputs.values()]
         if all(len(shape) != 3 for shape in shapes):
             got = f"true with samples of shape {' and '.join(map(str, shapes))}"
             yield ErrorDetails(key, got, "samples [C, H, W], so that a batch has four dimensions", fix)
         elif not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in network.modules()):
             got = "true for a model without a convolution"
             yield ErrorDetails(key, got, "a model with a Conv2d, which is faster with it", fix)
-    if runtime["non_finite"] == "skip":
+    if runtime.non_finite == "skip":
         expected = "an optimizer of torch.optim except LBFGS, and a strategy that leaves the step to it"
         for reason in _step_makers(planned):
             yield ErrorDetails("runtime.non_finite", f"skip with {reason}", expected, "Write runtime.non_finite=stop")
@@ -42,11 +42,11 @@ def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
 
 def _step_makers(planned: Blueprint) -> Iterator[str]:
     """Yield what makes steps that cannot be skipped."""
-    for kind in planned.optimizers if not planned.config["phases"] else ():  # those of phases get no closure to call
+    for kind in planned.optimizers if not planned.settings.phases else ():  # those of phases get no closure to call
         if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
             yield f"{kind.__name__}, which may make the gradients of a step itself"
     if "owns_step" in planned.traits:
-        yield f"strategy={planned.config['strategy']['name']}, whose engine makes the steps"
+        yield f"strategy={planned.settings.strategy['name']}, whose engine makes the steps"
 
 
 def compile_errors(

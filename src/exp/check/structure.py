@@ -9,7 +9,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.check.keys import SCHEMA, VALUES, Node, Repeats
 from exp.check.kinds import fits, worded, words_of
 from exp.config.annotations import EMPTY
 from exp.config.frozen import COMPOSITION, OWN_GROUPS
@@ -18,6 +17,7 @@ from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import UNKNOWN, Values
 from exp.config.search_path import OWN_CONF
+from exp.config.settings import SCHEMA, VALUES, Node, Repeats
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from exp.check.plan import Plan
 from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
+from exp.config.settings import Settings
 from exp.config.sources import source_of
 from exp.models.containers import config_key, path_of
 from exp.models.forward_trace import ForwardTrace
@@ -43,23 +44,23 @@ class Note(NamedTuple):
 
 def training_notes(decided: Plan) -> Iterator[str]:
     """Note what trains badly in a run without errors, one line each, with the file and line of its key."""
-    plain, network, traces = decided.plain, decided.network, decided.shapes.traces
-    if network is None or not plain["train"]:
+    settings, network, traces = decided.settings, decided.network, decided.shapes.traces
+    if network is None or not settings.train:
         return
     by_forward = objectives_by_forward(decided.phases, decided.objective)
-    found = [*_rates(plain), *_probabilities(traces, by_forward)]
-    if not plain["lora"]["layers"]:  # LoRA adds parameters that the traced forward lacks
+    found = [*_rates(settings), *_probabilities(traces, by_forward)]
+    if not settings.lora.layers:  # LoRA adds parameters that the traced forward lacks
         found += without_gradient(network, traces, by_forward)
-    found += _batch_norms(plain, network, decided.placement)
+    found += _batch_norms(settings, network, decided.placement)
     config = decided.resolved.config
     for note in found:
         where = source_of(config, note.key)
         yield f"{note.key} {note.text}" + (f"  [{where}]" if where else "")
 
 
-def _rates(plain: Mapping[str, Any]) -> Iterator[Note]:
-    phases = {f"phases.{name}.optimizer": phase.get("optimizer") or {} for name, phase in plain["phases"].items()}
-    for key, node in {"optimizer": plain["optimizer"], **phases}.items():
+def _rates(settings: Settings) -> Iterator[Note]:
+    phases = {f"phases.{name}.optimizer": phase.get("optimizer") or {} for name, phase in settings.phases.items()}
+    for key, node in {"optimizer": settings.optimizer, **phases}.items():
         groups = {f"{key}.groups.{name}": group for name, group in (node.get("groups") or {}).items()}
         for place, options in {key: node, **groups}.items():
             if options.get("lr") == 0:
@@ -117,20 +118,20 @@ def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module 
     return None, None
 
 
-def _batch_norms(plain: Mapping[str, Any], network: nn.Module, placement: Placement) -> Iterator[Note]:
+def _batch_norms(settings: Settings, network: nn.Module, placement: Placement) -> Iterator[Note]:
     """Note batch norms with few samples per rank, and frozen ones whose statistics change."""
     norms: dict[str, Any] = {
         name: module for name, module in network.named_modules() if isinstance(module, ANY_BATCH_NORM)
     }
-    strategy, ranks, size = plain["strategy"], placement.data_ranks, plain["data"].get("batch_size")
+    strategy, ranks = settings.strategy, placement.data_ranks
+    share = None if settings.batch_size is None else settings.batch_size // ranks
     others = (*INSTANCE_NORMS, nn.SyncBatchNorm)
     local = [name for name, norm in norms.items() if norm.training and not isinstance(norm, others)]
-    is_few = ranks > 1 and isinstance(size, int) and size // ranks < FEW_SAMPLES
-    if local and is_few and not strategy.get("sync_batchnorm"):
+    if local and ranks > 1 and share is not None and share < FEW_SAMPLES and not strategy.get("sync_batchnorm"):
         words = {"ddp": "", "fsdp": "", "auto": "strategy=ddp +"}
         prefix = words.get(strategy["name"])
         fix = "Write" if prefix is None else f"Write {prefix}strategy.sync_batchnorm=true, or"
-        text = f"({among(local, count=4)}) is normalized by {size // ranks} samples on each of {ranks} ranks, too few"
+        text = f"({among(local, count=4)}) is normalized by {share} samples on each of {ranks} ranks, too few"
         fix = f"{fix} data.batch_size={FEW_SAMPLES * ranks} or more, or use torch.nn.GroupNorm"
         yield Note(key=config_key(network, local[0]), text=f"{text} for its statistics. {fix}")
     frozen = [

@@ -60,16 +60,15 @@ def _checked_run(arguments: argparse.Namespace) -> str:
 
 def summary(plan: Plan) -> str:
     """One line on a config without errors: how large, fed with what, run how."""
-    plain, placed = plan.plain, plan.placement
+    settings, placed = plan.settings, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
-    placing = f"{placed.strategy} with {ranks}, {plain['precision']['word']}"
+    placing = f"{placed.strategy} with {ranks}, {settings.precision.word}"
     if plan.own is not None:
-        from exp.config.module_key import target_of
-
         count = sum(parameter.numel() for parameter in plan.own.network.parameters())
-        return f"ok: {count:,} parameters of {target_of(plain)}, fed by {plain['data']['_target_']}, {placing}"
+        module, data = settings.module and settings.module["_target_"], settings.data["_target_"]
+        return f"ok: {count:,} parameters of {module}, fed by {data}, {placing}"
     inputs = ", ".join(f"{name} {list(one.shape)} {one.dtype}" for name, one in plan.spec.inputs.items())
-    return f"ok: {plan.shapes.parameters:,} parameters, {inputs}, batch {plain['data']['batch_size']}, {placing}"
+    return f"ok: {plan.shapes.parameters:,} parameters, {inputs}, batch {settings.data['batch_size']}, {placing}"
 
 
 def _checked_sweep(arguments: argparse.Namespace) -> int:

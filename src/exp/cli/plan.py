@@ -156,7 +156,7 @@ class Planner:
         elif self._device is None and plan.placement.accelerator == "cuda":
             self._device = own_gpu()
         elif self._device is None and plan.placement.accelerator == "cpu":
-            word, ranks = plan.plain["precision"]["word"], plan.placement.world_size
+            word, ranks = plan.settings.precision.word, plan.placement.world_size
             self._device = own_cpu(word=word, ranks=ranks)
         return self._device
 

@@ -123,7 +123,7 @@ class Question:
         if found in (UNKNOWN, value):
             return value, next((f"  not known until this is fixed: {error}" for error in decided.errors), "")
         is_of_data = key.startswith("data.") or value is UNKNOWN
-        who = f"the data, {decided.plain['data']['_target_']}," if is_of_data else "the search for it before the run"
+        who = f"the data, {decided.settings.data['_target_']}," if is_of_data else "the search for it before the run"
         return found, f"  {who} filled in {shown(found)}"
 
     def _row(self, one: Setting, key: str) -> Row:

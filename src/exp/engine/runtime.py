@@ -7,12 +7,12 @@ are the same, in another order: kernels may round otherwise.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from exp.config.settings import RuntimeSettings
 from exp.engine.compilation import compile_network
 from exp.engine.module import TrainingModule
 
@@ -23,13 +23,13 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 SMALL_OPERATOR = 12e6
 
 
-def switch_on(module: TrainingModule, runtime: Mapping[str, Any]) -> None:
+def switch_on(module: TrainingModule, runtime: RuntimeSettings) -> None:
     """Do what the config's `runtime` says, before the module is placed on a device."""
-    if runtime["channels_last"]:
+    if runtime.channels_last:
         put_channels_last(module.network)
-    if runtime["compile"]:
+    if runtime.compile:
         for network, needs in module.runs():
-            compile_network(network, backend=runtime["compile_backend"], mode=runtime["compile_mode"], needs=needs)
+            compile_network(network, backend=runtime.compile_backend, mode=runtime.compile_mode, needs=needs)
 
 
 def block_launches(is_wanted: object) -> None:

@@ -101,7 +101,7 @@ class Gradients(Hook):
             )
         if not {"owns_step", "shards_parameters"} <= planned.traits:
             return
-        hidden = [*OWN_PERIODS, *(["clipped"] if planned.config["trainer"]["gradient_clip_val"] else [])]
+        hidden = [*OWN_PERIODS, *(["clipped"] if planned.settings.trainer.gradient_clip_val else [])]
         for setting in hidden:
             if (value := getattr(self, setting)) is not None:
                 expected = "null: stage 3 of DeepSpeed shows the norms before clipping alone"

@@ -58,20 +58,18 @@ class Estimator:
 
     def __init__(self, plan: Plan, *, device: Device | None) -> None:
         self.plan, self.device = plan, device
-        self.word = plan.plain["precision"]["word"]
+        self.word = plan.settings.precision.word
         self._states: OptimizerState | None = None
         self._known: dict[tuple[int, int], Estimate] = {}
 
     @property
     def batch(self) -> int:
         """data.batch_size; 1 where loaders of the user's own do not say."""
-        size = self.plan.plain["data"].get("batch_size")
-        return size if isinstance(size, int) else 1
+        return self.plan.settings.batch_size or 1
 
     @property
     def micro_batches(self) -> int:
-        count = self.plan.plain["trainer"]["accumulate_grad_batches"]
-        return count if isinstance(count, int) else 1
+        return self.plan.settings.trainer.accumulate_grad_batches
 
     def estimate(self, *, batch: int | None = None, micro_batches: int | None = None) -> Estimate:
         """Of the run, or with another data.batch_size, or other trainer.accumulate_grad_batches."""

@@ -19,7 +19,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.check.input_errors import described
+from exp.config.settings import Settings, Word
 from exp.construct import build_network, build_objective, build_phases, build_run_precision
 from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing
@@ -64,7 +65,7 @@ class Setting:
     """
 
     samples: int
-    word: str
+    word: Word
     recomputed: tuple[str, ...] = ()
 
 
@@ -143,13 +144,12 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
 
     What cannot run without numbers is left unknown, and the notes say so.
     """
-    plain = {**plan.plain, "precision": {**plan.plain["precision"], "word": setting.word}}
     word = WORDS[setting.word]
     notes = ["fp8: activations are counted as bf16 has them"] if word.float8 else []
-    if word.float8:
-        plain["precision"] = {**plain["precision"], "word": "bf16"}
-    network = build_network(plain, plan.spec, device="meta")
-    precision = build_run_precision(plain, device_type="cpu")
+    precision_settings = replace(plan.settings.precision, word="bf16" if word.float8 else setting.word)
+    settings = replace(plan.settings, precision=precision_settings)
+    network = build_network(settings, plan.spec, device="meta")
+    precision = build_run_precision(settings, device_type="cpu")
     with quiet():
         precision.convert_module(network)
     try:
@@ -162,7 +162,7 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
             data = precision.convert_input(fake_batch(plan, samples=setting.samples, notes=notes))
             step = _Step(plan, network, data, setting=setting, notes=notes)
             with Ones() as ones:
-                step.run(plain, precision.forward_context, double=word.double)
+                step.run(settings, precision.forward_context, double=word.double)
             notes += [ASKED] if ones.asked else []
             step.figures.fake = FakeNetwork(module=network, mode=mode)
             return step.figures
@@ -268,8 +268,8 @@ class _Step:
             data=data, size=setting.samples, global_size=setting.samples, world_size=1
         )  # a share of its own
 
-    def run(self, plain: Mapping[str, Any], context: Callable[[], Any], *, double: bool) -> None:
-        objective, phases = build_objective(plain), build_phases(plain)
+    def run(self, settings: Settings, context: Callable[[], Any], *, double: bool) -> None:
+        objective, phases = build_objective(settings), build_phases(settings)
         if double:
             for part in objective.modules():
                 cast_own_tensors(part, torch.float64)

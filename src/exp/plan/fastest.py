@@ -54,7 +54,7 @@ class Findings:
 
 def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Overrides of strategy, precision and activation checkpointing; what the run could not take is among them."""
-    words = precisions(plan.plain["precision"]["word"], accelerator=plan.placement.accelerator)
+    words = precisions(plan.settings.precision.word, accelerator=plan.placement.accelerator)
     for word in words:
         for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
             yield (f"strategy={strategy}", f"precision={word}")
@@ -104,7 +104,7 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
                 bound=estimate.time.bound,
             )
         )
-    return Findings(fitting=ranked(fitting, word=plan.plain["precision"]["word"]), too_large=too_large, refused=refused)
+    return Findings(fitting=ranked(fitting, word=plan.settings.precision.word), too_large=too_large, refused=refused)
 
 
 def ranked(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:

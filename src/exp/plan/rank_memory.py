@@ -80,7 +80,7 @@ class OptimizerState:
     def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
         self.notes: list[str] = []
         self._trained = trained
-        self._plain, self._known = plan.plain, dict[tuple[Any, ...], int | None]()
+        self._settings, self._known = plan.settings, dict[tuple[Any, ...], int | None]()
         self._network, self._mode = fake.module, fake.mode
 
     def of(self, held: Mapping[str, Held]) -> int | None:
@@ -108,11 +108,11 @@ class OptimizerState:
             return sum(storages(tensors_in([list(one.state.values()) for one in optimizers])).values())
 
     def _made(self) -> Iterable[Optimizer]:
-        phases = build_phases(self._plain)
+        phases = build_phases(self._settings)
         for phase in phases:
             yield phase.make(self._network, total_steps=LONG, total_epochs=LONG)[0]
         if not phases:
-            yield build_optimization(self._plain).make(self._network, total_steps=LONG, total_epochs=LONG)[0]
+            yield build_optimization(self._settings).make(self._network, total_steps=LONG, total_epochs=LONG)[0]
 
     def _cut(self, held: Mapping[str, Held]) -> None:
         for name, parameter in self._network.named_parameters():
@@ -216,7 +216,7 @@ def _gradients(figures: StepFigures, place: Place) -> int | None:
 
 def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
     """Of each callback that keeps an average of the weights, a copy of the rank's part, in float32 at least."""
-    nodes, allow = plan.plain["callbacks"].values(), plan.plain["security"]["allow"]
+    nodes, allow = plan.settings.callbacks.values(), plan.settings.security.allow
     count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
     if not count:
         return 0

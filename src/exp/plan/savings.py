@@ -32,7 +32,7 @@ class Saving:
 
 def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What may be changed without another network or other data, with the overrides that do it."""
-    word, placement = WORDS[plan.plain["precision"]["word"]], plan.placement
+    word, placement = WORDS[plan.settings.precision.word], plan.placement
     traits = traits_of(plan.strategy)
     if word.compute.itemsize == 4:
         yield "matrix products and what they keep in bfloat16", ("precision=bf16",)
@@ -47,8 +47,8 @@ def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
         patterns = f"strategy.activation_checkpointing=[{','.join(blocks)}]"
         name = () if type(plan.strategy).__name__ == "FSDP" else ("strategy=fsdp",)
         yield REPEATED, (*name, patterns)
-    batch, count = plan.plain["data"].get("batch_size"), plan.plain["trainer"]["accumulate_grad_batches"]
-    if isinstance(batch, int) and batch // 2 >= placement.data_ranks and isinstance(count, int):
+    batch, count = plan.settings.batch_size, plan.settings.trainer.accumulate_grad_batches
+    if batch is not None and batch // 2 >= placement.data_ranks:
         overrides = (f"data.batch_size={batch // 2}", f"trainer.accumulate_grad_batches={2 * count}")
         yield "half the batch at a time, twice a step", overrides
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from exp.config.frozen import literal
-from exp.config.module_key import brings_data
+from exp.config.settings import Settings, settings_of
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
 from exp.data.column_source import raw_columns
@@ -144,7 +144,7 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
 
 def _saved(given: Any, run: RunFiles, place: Path) -> Path:
     """Write arrays to an .npz file, and return it; raise RunError for anything else."""
-    names = list(DataSpec.of(run.resolved.plain["data"]).inputs)
+    names = list(DataSpec.of(run.settings.data).inputs)
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
     held = {}
     for name, value in arrays.items():
@@ -175,8 +175,8 @@ def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     """Return the node of the data set that reads the input as the run's own data set reads its files."""
-    data, node = run.resolved.plain["data"], _set_node(run)
-    allow = run.resolved.plain["security"]["allow"]
+    data, node = run.settings.data, _set_node(run)
+    allow = run.settings.security.allow
     # Whatever the data set is made of: a function of the user's own may make it, too.
     own = resolve(node["_target_"], allow=allow)
     kind = getattr(own, "unlabelled", ARRAYS)
@@ -201,8 +201,8 @@ def is_of(node: Mapping[str, Any], kind: type) -> bool:
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
     """Return the node of a data set of the run. Raises: RunError for loaders of the user's own."""
-    data = run.resolved.plain["data"]
-    if brings_data(run.resolved.plain):
+    data = run.settings.data
+    if run.settings.has_own_loaders:
         raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
     node: Mapping[str, Any] = next(data[name] for name in PLACES if data.get(name) is not None)
     return node
@@ -210,23 +210,23 @@ def _set_node(run: RunFiles) -> Mapping[str, Any]:
 
 def stated_classes(run: RunFiles) -> Sequence[str] | None:
     """Return the names of the classes in the config."""
-    nodes = [run.resolved.plain["data"][name] for name in PLACES if run.resolved.plain["data"].get(name) is not None]
+    nodes = [run.settings.data[name] for name in PLACES if run.settings.data.get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
 
 
 def _assembled(
     shares: Mapping[str, list[np.ndarray]], config: DictConfig, checkpoint: Path, *, classes: Sequence[str] | None
 ) -> Predictions:
-    plain = plain_config(config)
+    settings = settings_of(plain_config(config))
     outputs: dict[str, np.ndarray | list[np.ndarray]] = {}
     for name, batches in shares.items():
         same = len({batch.shape[1:] for batch in batches}) == 1
         outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
-    node = plain["data"]["test"]
+    node = settings.data["test"]
     is_pictures = is_of(node, UnlabelledImages)
     options = {"picture": node["picture"]} if "picture" in node else {}
     files = pictures_at(Path(node["path"]), **options) if is_pictures else ()
-    readings = readings_at(plain, checkpoint, classes=classes)
+    readings = readings_at(settings, checkpoint, classes=classes)
     return Predictions(
         outputs=outputs,
         files=tuple(files),
@@ -234,10 +234,10 @@ def _assembled(
     )
 
 
-def readings_at(plain: Mapping[str, Any], checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
+def readings_at(settings: Settings, checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
     """Return the readings of outputs by name, with the figures of a checkpoint; none of a user's own module."""
-    is_own = plain["module"] is not None
-    return {} if is_own else readings_of(build_objective(plain), fitted_in(checkpoint) or {}, classes=classes)
+    is_own = settings.module is not None
+    return {} if is_own else readings_of(build_objective(settings), fitted_in(checkpoint) or {}, classes=classes)
 
 
 def _of_input(error: ErrorDetails) -> ErrorDetails:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,8 @@ import numpy as np
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
-from exp.config.module_key import brings_data
+from exp.config.settings import Settings
 from exp.construct import build_data, build_module, build_network, build_run_precision
 from exp.data.data import Data
 from exp.data.randomness import preserve_generators
@@ -38,17 +38,14 @@ class RunFiles:
     Args:
         directory: The run directory, an absolute path; None for a checkpoint outside of its run directory.
         checkpoint: The named checkpoint; None for a run directory.
-        resolved: The config with which the run was built.
+        config: The frozen config, every interpolation resolved.
+        settings: The settings with which the run was built.
     """
 
     directory: Path | None
     checkpoint: Path | None
-    resolved: Resolved
-
-    @property
-    def config(self) -> DictConfig:
-        """The frozen config, every interpolation resolved."""
-        return self.resolved.config
+    config: DictConfig
+    settings: Settings
 
     @functools.cached_property
     def report(self) -> Report:
@@ -81,11 +78,11 @@ class RunFiles:
             ConfigError: The data cannot be found.
             RunError: The run has loaders of a LightningDataModule.
         """
-        if brings_data(self.resolved.plain):
-            kind = self.resolved.plain["data"]["_target_"]
+        if self.settings.has_own_loaders:
+            kind = self.settings.data["_target_"]
             raise RunError(f"the run's data is {kind}, loaders of the user's own; expected exp.data.data.Data")
         with preserve_generators():
-            return build_data({**self.resolved.plain, "resume": str(self.path_of(None))})
+            return build_data(dataclasses.replace(self.settings, resume=str(self.path_of(None))))
 
     def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
         """Return the trained network on the CPU, in evaluation mode, and in the dtypes of training.
@@ -102,11 +99,11 @@ class RunFiles:
             ConfigError: A target is not allowed.
         """
         path = self.path_of(weights)
-        plain, is_own = self.resolved.plain, self.resolved.plain["module"] is not None
+        settings, is_own = self.settings, self.settings.module is not None
         state = read_checkpoint(path, map_location="cpu")
         with preserve_generators():
-            network = build_module(plain) if is_own else build_network(plain, DataSpec.of(plain["data"]))
-        precision = build_run_precision(plain, device_type="cpu")
+            network = build_module(settings) if is_own else build_network(settings, DataSpec.of(settings.data))
+        precision = build_run_precision(settings, device_type="cpu")
         precision.is_whole = is_own
         precision.represent(network)
         _fill(network, _weights(state, path, averaged=averaged), path=path, prefix="" if is_own else PREFIX)

@@ -16,9 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.check.plan import Resolved
 from exp.config.found_run import lost_keys
 from exp.config.frozen import from_text, read_frozen, refuse_untrusted
+from exp.config.settings import Settings, settings_of
 from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
@@ -67,7 +67,7 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     path = Path(path)
     if path.is_dir():
         config = _config_of(path, allow=allow)
-        return SavedRun(directory=path.absolute(), checkpoint=None, resolved=_resolved(config))
+        return SavedRun(directory=path.absolute(), checkpoint=None, config=config, settings=_settings(config))
     if not path.is_file():
         raise RunError(f"{path} is not there; expected {WHERE}")
     state = read_checkpoint(path, map_location="cpu")
@@ -79,12 +79,13 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
     return SavedRun(
         directory=holder if (holder / "config.yaml").is_file() else None,
         checkpoint=path.absolute(),
-        resolved=_resolved(config),
+        config=config,
+        settings=_settings(config),
     )
 
 
-def _resolved(config: DictConfig) -> Resolved:
-    return Resolved(config=config, plain=plain_config(config))
+def _settings(config: DictConfig) -> Settings:
+    return settings_of(plain_config(config))
 
 
 def _config_of(path: Path, *, allow: Sequence[str]) -> DictConfig:

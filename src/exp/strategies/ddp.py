@@ -83,7 +83,7 @@ class DDP(Strategy):
             expected = "one of the two: a static graph finds unused parameters once"
             fix = "Write strategy.find_unused_parameters=false"
             errors.append(not_supported_with("strategy.static_graph", True, "find_unused_parameters", expected, fix))
-        if planned.config["phases"] and planned.placement.world_size > 1:
+        if planned.settings.phases and planned.placement.world_size > 1:
             # Phases average their gradients without DistributedDataParallel.
             options, defaults = self._averaging_options(), DDP()._averaging_options()
             errors += [

@@ -108,7 +108,7 @@ class FSDP(Strategy):
         if planned.placement.world_size > 1 or self.demand.group:
             errors += scalar_errors(planned.network)
         unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
-        if planned.config["optimizer"].get("fused") is True and unfused:
+        if planned.settings.optimizer.get("fused") is True and unfused:
             expected = f"null, or one of {', '.join(FUSED_IN_SHARDS)}: torch has no fused {unfused[0]} for shards"
             errors.append(not_supported_with("optimizer.fused", True, f"strategy={self.name}", expected))
         if self.cpu_offload and planned.placement.accelerator == "cpu":

@@ -95,7 +95,7 @@ class LayerSplit(Strategy):
 def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
     """Return the reasons why the network cannot be split into so many parts."""
     try:
-        inputs = example_arguments(planned.network, DataSpec.of(planned.config["data"]))
+        inputs = example_arguments(planned.network, DataSpec.of(planned.settings.data))
         split(planned.network, count=count, layers=layers, inputs=inputs)
     except ConfigError as error:
         return list(error.errors)

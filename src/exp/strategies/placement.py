@@ -170,7 +170,7 @@ def placement(
     demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
-    """Return the placement of a run. The values have the types that exp.check.keys declares for `launch`.
+    """Return the placement of a run. The values have the types that exp.config.settings declares for `launch`.
 
     `devices: auto` takes all GPUs, or the strategy's `cpu_devices` on a machine without a GPU.
 

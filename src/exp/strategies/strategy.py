@@ -27,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from exp.config.settings import Settings
 from exp.data.data import Data
 from exp.errors import ErrorDetails, RunError
 from exp.models.forward_trace import Call, ForwardTrace
@@ -60,7 +61,7 @@ class Blueprint:
     placement: Placement
     batch_size: int
     precision: str
-    config: Mapping[str, Any]
+    settings: Settings
     needs: frozenset[str] = frozenset()
     weighed: tuple[str, ...] = ()
     traits: frozenset[str] = frozenset()

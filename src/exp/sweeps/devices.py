@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from exp.config.settings import settings_of
 from exp.errors import ConfigError, config_error
 from exp.strategies.placement import Demand, Machine, Placement, placement, this_machine
 
@@ -57,7 +58,7 @@ def need_of(config: DictConfig) -> tuple[Need, Machine]:
     from exp.strategies.strategy import Strategy, demand_of_lightning
 
     node, launch, security, devices_per_job = json.loads(asks(config))
-    strategy = build_strategy({"strategy": node, "security": security})
+    strategy = build_strategy(settings_of({"strategy": node, "security": security}))
     demand = strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy)
     machine = this_machine()
     return need(node["name"], launch, demand=demand, devices_per_job=devices_per_job, machine=machine), machine

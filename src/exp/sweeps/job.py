@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from exp.config.frozen import COMPOSITION, OUTPUT, read_frozen, read_overrides
+from exp.config.reading import plain_values
+from exp.config.settings import settings_of
 from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_error, innermost_frame, one_line
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
@@ -232,7 +234,7 @@ def report_bad_end(directory: Path, error: ExpError) -> None:
         before = find_report(directory)
         ongoing = Ongoing(
             directory,
-            read_frozen(directory),
+            settings_of(plain_values(read_frozen(directory))),
             overrides=read_overrides(directory),
             world_size=1 if before is None else before.world_size,
         )

@@ -21,6 +21,7 @@ from torch import nn
 
 from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
+from exp.config.settings import Settings, settings_of
 from exp.construct import build_loggers, build_network, build_objective, build_optimization, build_starting_network
 from exp.engine.buffer import on_host_values
 from exp.engine.checkpoint import (
@@ -103,6 +104,7 @@ class MemberLog:
 
     Args:
         directory: Run directory.
+        settings: Settings of the job.
         plain: Config values of the job.
 
     Attributes:
@@ -111,8 +113,8 @@ class MemberLog:
         loggers: Loggers that are open.
     """
 
-    def __init__(self, directory: Path, plain: Mapping[str, Any]) -> None:
-        self._directory, self._plain = directory, plain
+    def __init__(self, directory: Path, settings: Settings, plain: Mapping[str, Any]) -> None:
+        self._directory, self._settings, self._plain = directory, settings, plain
         self.latest: dict[str, float] = {}
         self.stages: dict[str, int] = {}
         self.loggers: list[RunLogger] = []
@@ -122,7 +124,7 @@ class MemberLog:
 
     def begin(self, step: int) -> None:
         """Open the loggers. step: First optimizer step of the training."""
-        for name, logger in build_loggers(self._plain, self._directory).items():
+        for name, logger in build_loggers(self._settings, self._directory).items():
             if isinstance(logger, RunLogger) and has_begun(logger, name=f"logger.{name}"):
                 self.loggers.append(logger)
         overrides = read_overrides(self._directory)
@@ -195,19 +197,20 @@ class Member:
         directory: Path,
         precision: RunPrecision,
     ) -> None:
-        self.place, self.plain, self.directory = place, plain, directory
-        self.ongoing = Ongoing(directory, plain, overrides=read_overrides(directory), world_size=1)
+        settings = settings_of(plain)
+        self.place, self.settings, self.directory = place, settings, directory
+        self.ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=1)
         path = last_checkpoint(directory)
         self._resumed: State | None = None if path is None else read_checkpoint(path)
         saved = self._resumed or {POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
         self.position = Position.of(saved[POSITION])
         self.module = TrainingModule(
-            network=(build_starting_network if path is None else build_network)(plain, decided.spec),
-            objective=build_objective(plain),
-            optimization=build_optimization(plain),
+            network=(build_starting_network if path is None else build_network)(settings, decided.spec),
+            objective=build_objective(settings),
+            optimization=build_optimization(settings),
             metrics=decided.metrics,
-            metric_stages=plain["metric_stages"],
-            seed=plain["seed"],
+            metric_stages=settings.metric_stages,
+            seed=settings.seed,
             inputs=tuple(decided.spec.inputs),
         )
         precision.represent(self.module)
@@ -216,12 +219,12 @@ class Member:
         self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
         self.parameters = [one for one in self.network.parameters() if one.requires_grad]
-        self.clips = bool(plain["trainer"]["gradient_clip_val"])
-        self.log = MemberLog(directory, plain)
+        self.clips = bool(settings.trainer.gradient_clip_val)
+        self.log = MemberLog(directory, settings, plain)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.error: ExpError | None = None
-        self._monitor: str | None = plain["monitor"]
+        self._monitor: str | None = settings.monitor
         self._last_path, self._best_path = (directory / CHECKPOINTS / f"{name}.ckpt" for name in ("last", "best"))
         self._text = text
         self._epoch_sum, self._epoch_size = 0.0, 0
@@ -266,8 +269,8 @@ class Member:
     # --- a step ---
 
     def clip(self) -> None:
-        trainer = self.plain["trainer"]
-        value, algorithm = trainer["gradient_clip_val"], trainer["gradient_clip_algorithm"]
+        trainer = self.settings.trainer
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
 
     def note_rates(self, values: dict[str, Any], *, is_written: bool) -> None:
@@ -347,7 +350,7 @@ class Member:
         value = monitored_value(self.metrics, self._monitor)
         if not math.isfinite(value):
             self.log.say(f"{self._monitor} is {value} at step {step}: not the best", level=logging.WARNING)
-        elif is_better(value, self.best, mode=self.plain["mode"]):
+        elif is_better(value, self.best, mode=self.settings.mode):
             found = {"metric": self._monitor, "value": value, "step": step, "epoch": self._progress.epochs}
             self.best = restored_best(found, self._best_path)
             note_metrics(self.best, self.metrics, stage="val")
@@ -470,9 +473,9 @@ class Member:
         return report if error is None else _as_known(error)
 
     def _report(self, status: Status, *, error: BaseException | None) -> Report:
-        limits, steps, epochs = self.plain["trainer"], self._progress.step, self._progress.epochs
-        is_by_epochs = epochs == limits["max_epochs"]
-        ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits["max_steps"])
+        limits, steps, epochs = self.settings.trainer, self._progress.step, self._progress.epochs
+        is_by_epochs = epochs == limits.max_epochs
+        ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits.max_steps)
         seconds = self._seconds_before + self._progress.seconds
         return dataclasses.replace(
             self.ongoing.ended(status, error=error),

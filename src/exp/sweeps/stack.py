@@ -93,12 +93,12 @@ def _train(jobs: Sequence[Job], *, at_once: int) -> Iterator[Outcome]:
     examined = examine_config(resolve(jobs[0].new_config()))
     decided = examined.plan()
     _refuse(decided)
-    network, batch = build_network(decided.plain, decided.spec), next(iter(decided.data.loader("train")))
+    network, batch = build_network(decided.settings, decided.spec), next(iter(decided.data.loader("train")))
     examine(network, batch, run=forward_by_name(network, tuple(decided.spec.inputs)), objective=decided.objective)
-    if decided.plain["sweep"]["stack"] == "auto" and not is_faster(decided, network):
+    if decided.settings.sweep.stack == "auto" and not is_faster(decided, network):
         raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
     refuse_other_data(decided)
-    precision, origin = build_run_precision(decided.plain, device_type="cpu"), shared_origin()
+    precision, origin = build_run_precision(decided.settings, device_type="cpu"), shared_origin()
     by_position: dict[object, list[Member]] = {}
     for place, job in enumerate(jobs):
         try:
@@ -208,21 +208,21 @@ class Stack:
     def __init__(self, decided: Plan, members: Sequence[Member], *, precision: RunPrecision, flag: SignalFlag) -> None:
         self._decided, self._members, self._precision, self._flag = decided, members, precision, flag
         self._running = list(members)
-        first, trainer = members[0], decided.plain["trainer"]
+        first, trainer = members[0], decided.settings.trainer
         self._start = start = first.position
         self._progress = Progress(
             epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches, epochs=start.epoch
         )
-        self._epochs: int = trainer["max_epochs"]
-        self._max_steps: int = trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else 0
-        self._log_every: int = trainer["log_every_n_steps"] or 50
+        self._epochs: int = trainer.max_epochs
+        self._max_steps: int = trainer.max_steps if trainer.max_steps not in (None, -1) else 0
+        self._log_every: int = trainer.log_every_n_steps or 50
         self._loader = self._loader_of(decided.data.seed)
         steps = len(self._loader) * self._epochs
         total_steps = min(steps, self._max_steps) if self._max_steps else steps
         self._run = forward_by_name(first.network, tuple(decided.spec.inputs))
         self._network = StackedNetwork(
             [member.network for member in members],
-            seeds=[member.plain["seed"] for member in members],
+            seeds=[member.settings.seed for member in members],
             run=self._run,
             objective=first.module.objective,
             autocast=precision.forward_context,
@@ -271,7 +271,7 @@ class Stack:
 
     def _work(self) -> Iterator[None]:
         """Train and test. Yield at each point at which members may have failed."""
-        set_threads(threads_of(self._decided.plain["runtime"]["threads"], operator=self._decided.operator))
+        set_threads(threads_of(self._decided.settings.runtime.threads, operator=self._decided.operator))
         for member in self._members:
             member.begin()
             member.log.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
@@ -291,7 +291,7 @@ class Stack:
         self._progress.ended = time.monotonic()
         self._save()
         yield
-        if self._running and self._decided.plain["test"] and "test" in self._decided.data.stages:
+        if self._running and self._decided.settings.test and "test" in self._decided.data.stages:
             self._each(Member.load_best)
             self._evaluate("test")
             self._each(Member.test)
@@ -440,7 +440,7 @@ class Stack:
 
         Shared data is `[B, ...]`, other data is `[M, B, ...]`.
         """
-        seeds = [member.plain["seed"] for member in self._members]
+        seeds = [member.settings.seed for member in self._members]
         is_random = self._decided.data.shuffle or isinstance(self._loader.dataset, EpochDependent)
         distinct = list(dict.fromkeys(seeds)) if is_random else seeds[:1]
         loaders = [self._loader_of(seed) for seed in distinct]

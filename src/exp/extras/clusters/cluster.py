@@ -22,6 +22,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from exp.config.frozen import COMPOSITION, OUTPUT
+from exp.config.settings import LaunchSettings, Settings
 from exp.errors import ExpError, Interrupted, RunError, config_error
 from exp.launch.failure import Failure, first_cause, read_failure
 from exp.launch.job_process import Died
@@ -46,14 +47,14 @@ class Frozen:
         directory: Run directory.
         placement: Ranks of the job on the node.
         resume: Newest whole checkpoint of a directory that existed before.
-        settings: The nodes launch, runtime and security of the config.
+        settings: Settings of the job.
     """
 
     job: int
     directory: Path
     placement: Placement
     resume: Path | None
-    settings: Mapping[str, Any]
+    settings: Settings
 
     @property
     def exchange(self) -> Path:
@@ -94,25 +95,25 @@ def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | Non
             decided = Plan(resolved=frozen(directory))
         else:
             decided, directory = prepare(config)
-        launch = decided.plain["launch"]
+        launch = decided.settings.launch
         machine = Machine(gpus=_gpus(launch, gpus))
         return Frozen(
             job=job,
             directory=directory,
-            placement=place(decided.plain, decided.strategy, machine=machine),
+            placement=place(decided.settings, decided.strategy, machine=machine),
             resume=resume,
-            settings={name: decided.plain[name] for name in ("launch", "runtime", "security")},
+            settings=decided.settings,
         )
     except ExpError as error:
         error.__cause__ = error.__context__ = None
         return error
 
 
-def _gpus(launch: Mapping[str, Any], gpus: float | None) -> int:
+def _gpus(launch: LaunchSettings, gpus: float | None) -> int:
     if gpus is not None:
         return math.ceil(gpus)
-    devices = launch["devices"]
-    if launch["accelerator"] != "cuda":
+    devices = launch.devices
+    if launch.accelerator != "cuda":
         return 0
     return devices if isinstance(devices, int) else 1 if isinstance(devices, str) else max(devices) + 1
 

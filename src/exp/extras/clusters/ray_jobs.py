@@ -33,18 +33,18 @@ def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | 
     place: the working directory of the sweep. folders: from which it imports.
     Returns: what ended it; None where it did well.
     """
-    launching, runtime = frozen.settings["launch"], frozen.settings["runtime"]
+    launching, runtime = frozen.settings.launch, frozen.settings.runtime
     sys.path += [folder for folder in folders if folder not in sys.path]
     try:
         with contextlib.chdir(place), _output_in(output_of(frozen.directory, 0)):
             launch(
                 frozen.directory,
                 placement=frozen.placement,
-                max_restarts=launching["max_restarts"],
-                threads=runtime["threads"],
-                grace_seconds=launching["grace_seconds"],
+                max_restarts=launching.max_restarts,
+                threads=runtime.threads,
+                grace_seconds=launching.grace_seconds,
                 resume=frozen.resume,
-                allow=frozen.settings["security"]["allow"],
+                allow=frozen.settings.security.allow,
             )
     except ExpError as error:
         error.__cause__ = error.__context__ = None

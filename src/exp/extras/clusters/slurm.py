@@ -98,9 +98,9 @@ class SlurmExecutor(ClusterExecutor):
         (frozen.directory / "report.json").unlink(missing_ok=True)
         shutil.rmtree(frozen.exchange, ignore_errors=True)
         frozen.exchange.mkdir()
-        requeues, allow = self._settings["max_num_timeout"], frozen.settings["security"]["allow"]
+        requeues, allow = self._settings["max_num_timeout"], frozen.settings.security.allow
         arguments = ["--requeues", str(requeues), *allowing(allow)]
-        threads = frozen.settings["runtime"]["threads"]
+        threads = frozen.settings.runtime.threads
         cpus = threads if threads is not None else self._settings["cpus_per_task"]
         executor = self._submitit(frozen, folder)
         try:

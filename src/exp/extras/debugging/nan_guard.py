@@ -45,12 +45,12 @@ class NanGuard(Hook):
         """Report optimizers that may run the network several times a step."""
         yield from super().errors(planned)
         # Optimizers of phases get no closure.
-        for kind in planned.optimizers if not planned.config["phases"] else ():
+        for kind in planned.optimizers if not planned.settings.phases else ():
             if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
                 continue
             yield self.error(
                 key="optimizer._target_",
-                got=f"{planned.config['optimizer']['_target_']}, with hooks.{self.name}",
+                got=f"{planned.settings.optimizer['_target_']}, with hooks.{self.name}",
                 expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
                 "and steps by the last of them, whereas the first is looked at",
                 fix=f"Choose another optimizer, or {self.leave_out}",

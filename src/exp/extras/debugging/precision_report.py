@@ -64,7 +64,7 @@ def report(plan: Plan) -> str:
     """
     refuse_several(plan)
     again = comparer(plan)
-    keep = plan.plain["precision"]["keep"]
+    keep = plan.settings.precision.keep
     comparison = again(keep)
     return as_markdown(comparison, keep=proposed_keep(comparison, keep, again=again))
 
@@ -99,24 +99,24 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
     from exp.precision.plugin import build_precision
     from exp.precision.words import WORDS
 
-    plain, device = plan.plain, torch.device(plan.placement.device(0))
-    precision = plain["precision"]
+    settings, device = plan.settings, torch.device(plan.placement.device(0))
+    precision = settings.precision
     part = plan.objective.only(_terms(plan)).to(device)
     # The weights of a loss are float64 with the network under fp64.
-    parts = part, copy.deepcopy(part).double() if WORDS[precision["word"]].double else part
+    parts = part, copy.deepcopy(part).double() if WORDS[precision.word].double else part
     batch = next(iter(plan.data.loader("train", rank=0, world_size=plan.placement.data_ranks)))
     data = move_tensors(batch.data, device)
 
     def network() -> nn.Module:
-        if plain["resume"] is None:
-            return build_starting_network(plain, plan.spec)
-        made = build_network(plain, plan.spec)
-        states = read_checkpoint(plain["resume"], map_location="cpu")["state_dict"]
+        if settings.resume is None:
+            return build_starting_network(settings, plan.spec)
+        made = build_network(settings, plan.spec)
+        states = read_checkpoint(settings.resume, map_location="cpu")["state_dict"]
         made.load_state_dict({name: states[f"network.{name}"] for name in made.state_dict()})
         return made
 
     def compared(keep: Mapping[str, str]) -> Comparison:
-        plugin = build_precision(precision["word"], device_type=device.type, keep=keep, **precision["scaler"])
+        plugin = build_precision(precision.word, device_type=device.type, keep=keep, **vars(precision.scaler))
         reference, chosen = (network().to(device).train() for _ in range(2))
 
         def loss(network: nn.Module) -> Tensor:
@@ -128,7 +128,7 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
             total: Tensor = parts[is_chosen](values)[0]
             return total
 
-        return compare(reference, chosen, loss=loss, precision=plugin, seed=plain["seed"])
+        return compare(reference, chosen, loss=loss, precision=plugin, seed=settings.seed)
 
     return compared
 

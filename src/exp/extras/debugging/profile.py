@@ -79,8 +79,8 @@ class Profile(Hook):
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         yield from super().errors(planned)
-        trainer, world = planned.config["trainer"], planned.placement.world_size
-        limit, profiler = trainer["max_steps"], trainer["profiler"]
+        trainer, world = planned.settings.trainer, planned.placement.world_size
+        limit, profiler = trainer.max_steps, trainer.profiler
         if isinstance(limit, int) and 0 <= limit < self.last:
             got = f"{self.start}, of a window to step {self.last} in a run with trainer.max_steps={limit}"
             yield self.error("start_step", got=got, expected=f"a window that ends at step {limit} or before")

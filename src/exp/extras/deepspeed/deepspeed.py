@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
                 got=f"{planned.precision} with strategy={self.name}",
                 expected=f"one of {', '.join(known)}: DeepSpeed would scale the loss or cast the network itself",
             )
-        if planned.config["trainer"]["gradient_clip_algorithm"] == "value":
+        if planned.settings.trainer.gradient_clip_algorithm == "value":
             got, expected = f"value with strategy={self.name}", "norm, or null: DeepSpeed clips by norm alone"
             yield ErrorDetails(key="trainer.gradient_clip_algorithm", got=got, expected=expected)
         placement = planned.placement

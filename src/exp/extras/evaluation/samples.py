@@ -78,7 +78,7 @@ class Samples(Hook):
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         yield from super().errors(planned)
         yield from stage_errors(self, self.stages, known=STAGES)
-        inputs = DataSpec.of(planned.config["data"]).inputs
+        inputs = DataSpec.of(planned.settings.data).inputs
         channels = None
         if self.input in inputs:
             shape, dtype = list(inputs[self.input].shape), inputs[self.input].dtype

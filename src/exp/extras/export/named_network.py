@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from exp.check.plan import Resolved
 from exp.errors import RunError
 from exp.extras.export.preprocessing import Standardization
 from exp.models.inference import network_call
@@ -85,13 +84,11 @@ def named_network(
         weights: The checkpoint, as in RunFiles.network.
         preparations: The preparations of inputs that are raw numbers.
     """
-    plain = run.resolved.plain
-    spec = DataSpec.of(plain["data"])
+    spec = DataSpec.of(run.settings.data)
     # As if trained in fp32: without casts between layers.
-    resolved = Resolved(
-        config=run.config, plain={**plain, "precision": {**plain["precision"], "word": "fp32", "keep": {}}}
-    )
-    network = dataclasses.replace(run, resolved=resolved).network(weights)
+    precision = dataclasses.replace(run.settings.precision, word="fp32", keep={})
+    settings = dataclasses.replace(run.settings, precision=precision)
+    network = dataclasses.replace(run, settings=settings).network(weights)
     if is_adapted(network):
         merge(network)
     declared = tuple(spec.inputs)

@@ -108,7 +108,7 @@ def export(
         for package in ("onnx", "onnxscript", "onnxruntime"):
             required(package, feature="format=onnx")
     data = run.data
-    prepared = preparations(run.resolved.plain, data) if preprocessing else {}
+    prepared = preparations(run.settings, data) if preprocessing else {}
     network = named_network(run, weights=weights, preparations=prepared)
     examples = _examples(data, network, prepared)
     units = {name: prepared[name].unit if name in prepared else AS_TRAINED for name in network.inputs}
@@ -143,7 +143,7 @@ def _description(
     run: RunFiles, units: Mapping[str, str], *, outputs: Sequence[str], weights: str | Path | None, is_raw: bool
 ) -> Description:
     columns = value_names(run.data.part(run.data.stages[0])).columns
-    readings = readings_at(run.resolved.plain, run.path_of(weights), classes=stated_classes(run))
+    readings = readings_at(run.settings, run.path_of(weights), classes=stated_classes(run))
     return Description(
         run=str(run.directory or run.checkpoint),
         units=units,

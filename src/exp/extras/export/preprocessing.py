@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exp.config.settings import Settings
 from exp.data.data import Data
 from exp.data.tables import FITTED as TABLE
 from exp.data.text import FITTED as CHARACTERS
@@ -61,17 +62,17 @@ class Standardization(nn.Module):
         return (prepared.double() * self.deviations + self.means).to(self.raw_dtype)
 
 
-def preparations(plain: Mapping[str, Any], data: Data) -> dict[str, Standardization]:
+def preparations(settings: Settings, data: Data) -> dict[str, Standardization]:
     """Return the preparation of each input by name.
 
     Args:
-        plain: The run's config.
+        settings: The run's settings.
         data: The run's data.
 
     Raises:
         ConfigError: No graph can prepare the data.
     """
-    node = plain["data"]
+    node = settings.data
     errors = [_error(f"data.{key}", got="Python functions", expected="none") for key in TRANSFORMS if node.get(key)]
     errors += [
         _error("data.dataset", got=told, expected="numbers") for kind, told in TEXTS.items() if kind in data.fitted

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.config.module_key import brings_data
 from exp.data.column_source import ColumnSource
 from exp.data.in_memory import Fitted
 from exp.data.tables import FITTED, Table
@@ -32,10 +31,10 @@ def table_form(run: RunFiles, *, is_raw: bool = False) -> dict[str, Any] | None:
         run: The run.
         is_raw: Whether the network itself standardizes its inputs.
     """
-    if brings_data(run.resolved.plain):
+    if run.settings.has_own_loaders:
         return None
     node, fitted = unlabelled_node(run, Path("the request")), run.data.fitted
-    is_changed = any(run.resolved.plain["data"].get(key) for key in TRANSFORMS)
+    is_changed = any(run.settings.data.get(key) for key in TRANSFORMS)
     if node["_target_"] != Table.unlabelled or FITTED not in fitted or is_changed:
         return None
     told = {"words": {}, "dates": {}, **{name: one for name, one in fitted[FITTED].items() if name in USED}}

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
         print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)
-        start = min(int(decided.plain["data"]["batch_size"]), most or sys.maxsize)
+        start = min(int(decided.settings.data["batch_size"]), most or sys.maxsize)
         found = search(trials, start=start, most=most)
         print(trials.result(found, overrides=arguments.overrides))
     return 0
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 def unfit(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
     """Yield the errors of a run without one size, or without a limit."""
-    data = decided.plain["data"]
+    data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:
         expected = "null: it makes batches of several sizes, and data.batch_size is not one"
         yield ErrorDetails(key="data.batch_sampler", got=str(data["batch_sampler"]["_target_"]), expected=expected)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         from exp.start import fit
 
         report = run(short, fit=fit)
-        print(result(Path(report.directory), decided.plain, arguments.overrides))
+        print(result(Path(report.directory), decided.settings.optimizer, arguments.overrides))
     return 0
 
 
@@ -76,26 +76,26 @@ def unfit(decided: Plan) -> Iterator[ErrorDetails]:
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of
 
-    plain = decided.plain
-    if plain["phases"]:
+    settings = decided.settings
+    if settings.phases:
         yield ErrorDetails(
             key="phases",
-            got=f"{', '.join(plain['phases'])}, each with an optimizer of its own",
+            got=f"{', '.join(settings.phases)}, each with an optimizer of its own",
             expected="none: the range test raises the rate of one optimizer",
         )
     if "owns_step" in traits_of(decided.strategy):
-        got = f"{plain['strategy']['name']}, whose engine makes the optimizer's steps"
+        got = f"{settings.strategy['name']}, whose engine makes the optimizer's steps"
         yield ErrorDetails(key="strategy", got=got, expected="a strategy that leaves them to the optimizer")
-    kind = resolve(plain["optimizer"]["_target_"], allow=plain["security"]["allow"])
+    kind = resolve(settings.optimizer["_target_"], allow=settings.security.allow)
     parameters = inspect.signature(kind).parameters
     if "lr" not in parameters:
         got = f"{kind.__name__}, which takes no lr"
         yield ErrorDetails(key="optimizer._target_", got=got, expected="an optimizer with a learning rate of that name")
-    elif "lr" in plain["optimizer"] and plain["optimizer"]["lr"] == 0:
+    elif "lr" in settings.optimizer and settings.optimizer["lr"] == 0:
         yield ErrorDetails(key="optimizer.lr", got="0", expected="above 0: the rates of groups are multiples of it")
 
 
-def result(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str]) -> str:
+def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """Return the summary of the test and the command to type. Raises: RunError if the test suggests no rate."""
     from exp.cli.command_line import with_values
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
@@ -113,7 +113,7 @@ def result(directory: Path, plain: Mapping[str, Any], overrides: Sequence[str]) 
         f"  in the config      {found['own_lr']:.3g}",
         f"  curve              {shown}/{PICTURE}, {shown}/{TABLE}",
         f"  TensorBoard        python -m exp.dashboard {shown}",
-        with_values(overrides, rates_with(plain["optimizer"], found["suggestion"], own=found["own_lr"])),
+        with_values(overrides, rates_with(optimizer, found["suggestion"], own=found["own_lr"])),
     ])  # fmt: skip
 
 

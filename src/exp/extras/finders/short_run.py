@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
-from exp.config.module_key import has_module
 from exp.errors import ErrorDetails, Interrupted, raise_errors
 from exp.files import write_atomic
 from exp.output import announce_torch_import
@@ -129,14 +128,14 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
         from exp.check.resolution import resolve
 
     decided = plan(resolve(config))
-    plain = decided.plain
+    settings = decided.settings
     raise_errors(
         ErrorDetails(key=key, got=str(got), expected=expected)
         for key, is_wrong, got, expected in (
-            ("module", has_module(plain), plain["module"], "null: the command shortens exp's own training"),
-            ("launch.nodes", plain["launch"]["nodes"] != 1, plain["launch"]["nodes"], "1: it starts its own ranks"),
-            ("train", plain["train"] is not True, "false", "true: it trains for some steps"),
-            ("resume", plain["resume"] is not None, plain["resume"], "null; weights.from=RUN_DIR begins with weights"),
+            ("module", settings.module is not None, settings.module, "null: the command shortens exp's own training"),
+            ("launch.nodes", settings.launch.nodes != 1, settings.launch.nodes, "1: it starts its own ranks"),
+            ("train", settings.train is not True, "false", "true: it trains for some steps"),
+            ("resume", settings.resume is not None, settings.resume, "null; weights.from=RUN_DIR begins with weights"),
         )
         if is_wrong
     )
@@ -185,12 +184,12 @@ def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
 
     from exp.config.targets import resolve
 
-    plain, kept = decided.plain, []
-    for name, node in plain["callbacks"].items():
-        kind: type[Callback] = resolve(node["_target_"], allow=plain["security"]["allow"])
+    settings, kept = decided.settings, []
+    for name, node in settings.callbacks.items():
+        kind: type[Callback] = resolve(node["_target_"], allow=settings.security.allow)
         if issubclass(kind, GradientAccumulationScheduler | ModelPruning | BaseFinetuning):
             kept.append(name)
-    return kept, [name for name in plain["callbacks"] if name not in kept]
+    return kept, [name for name in settings.callbacks if name not in kept]
 
 
 def shown_path(path: Path) -> Path:

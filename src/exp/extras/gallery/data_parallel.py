@@ -74,7 +74,7 @@ class DataParallel(Strategy):
                 expected="1: it is one process",
                 fix="Write strategy=ddp",
             )
-        if planned.config["runtime"]["compile"] and placement.accelerator == "cuda":
+        if planned.settings.runtime.compile and placement.accelerator == "cuda":
             yield ErrorDetails(
                 key="runtime.compile",
                 got="true with data_parallel, whose replicas would all call the first one's compiled code",
@@ -95,7 +95,7 @@ class DataParallel(Strategy):
                 expected=word.mixed_word.name,
                 fix="Or write strategy=ddp",
             )
-        if keep := planned.config["precision"]["keep"]:
+        if keep := planned.settings.precision.keep:
             yield ErrorDetails(
                 key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", fix="Or write strategy=ddp"
             )

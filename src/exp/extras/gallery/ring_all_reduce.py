@@ -36,11 +36,11 @@ class RingDDP(DDP):
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return the errors of ddp, of options that register a second hook, and of phases, which run no hook."""
         errors = [*super().errors(planned), *self.hook_errors(expected="null: the ring averages the gradients")]
-        if planned.config["phases"] and planned.placement.world_size > 1:
+        if planned.settings.phases and planned.placement.world_size > 1:
             expected = "none: phases average their gradients without the ring"
             errors.append(
                 ErrorDetails(
-                    key="phases", got=among(planned.config["phases"]), expected=expected, fix="Write strategy=ddp"
+                    key="phases", got=among(planned.settings.phases), expected=expected, fix="Write strategy=ddp"
                 )
             )
         return errors

@@ -51,7 +51,7 @@ class ClipModule(GradientTransform):
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         yield from super().errors(planned)
-        if self.algorithm == "norm" and planned.placement.world_size > 1 and planned.config["runtime"]["compile"]:
+        if self.algorithm == "norm" and planned.placement.world_size > 1 and planned.settings.runtime.compile:
             yield self.error(
                 key="runtime.compile",
                 got=f"true over several ranks, with hooks.{self.name} of algorithm=norm",

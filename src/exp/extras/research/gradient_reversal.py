@@ -55,8 +55,8 @@ class GradientReversal(GradientTransform):
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
         yield from super().errors(planned)
-        trainer = planned.config["trainer"]
-        endless = all(trainer[name] in (None, -1) for name in ("max_steps", "max_epochs"))
+        trainer = planned.settings.trainer
+        endless = all(limit in (None, -1) for limit in (trainer.max_steps, trainer.max_epochs))
         if self.schedule == "progressive" and endless:
             yield self.error(
                 "schedule",

@@ -80,7 +80,7 @@ class PerSampleGradients(Hook):
         for term in planned.weighed:
             got = "a term that divides by weights of its targets"
             yield f"objective.{term}", got, "a mean over samples, of which each has an equal share"
-        if planned.batch_size * planned.config["trainer"]["accumulate_grad_batches"] < 2:
+        if planned.batch_size * planned.settings.trainer.accumulate_grad_batches < 2:
             yield "data.batch_size", "a step of one sample", "2 or more, to compare one with all"
         for other, hook in planned.hooks.items():
             if isinstance(hook, ClipModule) and hook.algorithm == "norm":

@@ -18,11 +18,11 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from exp.check.keys import SCHEMA, VALUES
 from exp.check.kinds import MAPPINGS, SEQUENCES, bounds_of, worded
 from exp.check.phase_rules import PHASE
 from exp.check.signature import PLAIN, Parameter, signature_of
 from exp.config.annotations import EMPTY
+from exp.config.settings import SCHEMA, VALUES
 from exp.config.slots import ANYWHERE, COLLECTIONS, NODES, PHASES, Slot, slot_of
 from exp.config.targets import resolve
 from exp.errors import ExpError
@@ -202,7 +202,7 @@ def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schem
 
 
 def fixed(keys: Mapping[str, Any]) -> Schema:
-    """Return the schema of a mapping with these keys and no others. keys: as in `exp.check.keys.SCHEMA`."""
+    """Return the schema of a mapping with these keys and no others. keys: as in `exp.config.settings.SCHEMA`."""
     properties = {
         name: _or(fixed(rule))
         if isinstance(rule, dict)

@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
         from exp.extras.survey.survey import survey
 
         # The entries of a batch that are targets, as objective terms and metrics name them.
-        nodes = [node for group in ("objective", "metrics") for node in resolved.plain[group].values() if node]
+        nodes = [
+            node for group in ("objective", "metrics") for node in getattr(resolved.settings, group).values() if node
+        ]
         targets = sorted({TARGET, *(name for node in nodes if isinstance(name := node.get("target"), str))})
         with show_transient_line("reading the data"):
             found = survey(data, count=arguments.samples or sys.maxsize, targets=targets)
@@ -92,14 +94,14 @@ def _built(resolved: Resolved) -> Data:
     from exp.data.data import Data
 
     try:
-        data: object = build_data(resolved.plain, keeps_raw=True)
+        data: object = build_data(resolved.settings, keeps_raw=True)
     except ConfigError as error:
         raise ConfigError(located(resolved.config, error.errors)) from error
     if isinstance(data, Data):
         return data
     detail = ErrorDetails(
         key="data._target_",
-        got=f"{resolved.plain['data']['_target_']}, whose loaders give batches and know no samples",
+        got=f"{resolved.settings.data['_target_']}, whose loaders give batches and know no samples",
         expected="exp.data.data.Data, which gives each sample of a part",
         fix="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
     )

@@ -45,7 +45,7 @@ class Blueprint:
         network: On the meta device, with all sizes.
         batch_size: Samples of the global batch, B.
         precision: `precision.word` of the config.
-        config: Whole config, plain and resolved.
+        settings: Settings of the run.
         needs: Needs of the objective, words of NEEDS in objectives/term.py.
         weighed: Names of terms that divide by weights of their targets instead of the number of samples.
         traits: Traits of the strategy, words of TRAITS.

@@ -221,7 +221,7 @@ def end_by_epochs(limit: int) -> str:
     return f"trainer.max_epochs={limit}"
 
 
-def end_by_steps(limit: int) -> str:
+def end_by_steps(limit: int | None) -> str:
     return f"trainer.max_steps={limit}"
 
 

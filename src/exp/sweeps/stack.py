@@ -213,8 +213,9 @@ class Stack:
         self._progress = Progress(
             epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches, epochs=start.epoch
         )
-        self._epochs: int = trainer.max_epochs
-        self._max_steps: int = trainer.max_steps if trainer.max_steps not in (None, -1) else 0
+        assert trainer.max_epochs is not None  # null cannot be stacked
+        self._epochs = trainer.max_epochs
+        self._max_steps = max(trainer.max_steps or 0, 0)
         self._log_every: int = trainer.log_every_n_steps or 50
         self._loader = self._loader_of(decided.data.seed)
         steps = len(self._loader) * self._epochs

@@ -137,6 +137,32 @@ def test_steps_are_those_of_lightnings_own_loop(tmp_path: Path, small_run: Modul
         assert at_lean.notes == at_own.notes
 
 
+class GradientsAfterForward(Hook):
+    """Records whether the network has gradients after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def passed(self, boundary: str, step: Any) -> None:
+        if boundary == "forward":
+            self.found.append(any(parameter.grad is not None for parameter in step.network.parameters()))
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_gradients_are_dropped_before_a_forward(tmp_path: Path, small_run: ModuleType, window: int) -> None:
+    ends = []
+    for count in (1, None):
+        hook = GradientsAfterForward()
+        plan = {"max_epochs": 1, "accumulate_grad_batches": window, "hooks": {"gradients": hook}}
+        small = small_run.Small(tmp_path / str(count), steps_per_execution=count, **plan)
+        small.fit()
+        ends.append(small)
+    assert small.is_lean
+    assert_equal(*ends)
+    assert hook.found == [place % window > 0 for place in range(len(hook.found))]
+
+
 def test_an_execution_ends_before_a_validation(tmp_path: Path, small_run: ModuleType) -> None:
     small = small_run.Small(tmp_path, steps_per_execution=2, max_epochs=2, val_check_interval=3, max_steps=12)
     loop, ends = small.trainer.fit_loop.epoch_loop, []

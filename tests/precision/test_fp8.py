@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import exp
 from exp.build import Parts
@@ -66,6 +67,26 @@ def test_linear_layers_become_float8() -> None:
     assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
     # Three bits of mantissa: a relative error of some per cent.
     assert 1e-3 < (output - plain(x)).norm() / plain(x).norm() < 1e-1
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
+@WARNINGS_OF_TORCHAO
+def test_a_number_of_rows_is_padded_to_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU multiplies float8 over multiples of 16, and the gradient of a weight over the rows of the input."""
+    shapes, product = [], torch._scaled_mm
+
+    def counted(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
+        shapes.append((a.shape[1], b.shape[0]))
+        return product(a, b, **settings)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counted)
+    network = nn.Sequential(nn.Linear(32, 64))
+    convert_linear(network)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = network(torch.randn(42, 32))
+    output.float().sum().backward()
+    assert shapes[0] == (32, 32)
+    assert shapes[-1] == (48, 48)
 
 
 @pytest.mark.gpu

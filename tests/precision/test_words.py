@@ -304,8 +304,9 @@ class OwnLSTM(nn.LSTM):
 
 @pytest.mark.parametrize("kind", ["torch.nn.LSTM", f"{__name__}.OwnLSTM"])
 def test_an_lstm_without_float16_runs_in_float32(
-    parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture, kind: str
+    parts: Callable[..., Parts], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    monkeypatch.setattr("exp.precision.plugin._runs_lstm", lambda dtype: False)
     words = ["precision=fp16", f"security.allow=[{__name__.partition('.')[0]}]"]
     built = parts("model=rnn", f"model.layers.recurrent._target_={kind}", *words)
     before = set(built.module.network.state_dict())

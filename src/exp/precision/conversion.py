@@ -218,7 +218,8 @@ def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: 
         convert_to_float8_training(
             network,
             module_filter_fn=lambda module, name: name in names,
-            config=Float8LinearConfig(emulate=emulated),
+            # Products over a number of rows that is no multiple of 16, as in the last batch of an epoch, need padding.
+            config=Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
         )
     return names
 

@@ -362,7 +362,8 @@ def why_without_effect(device_type: str) -> str | None:
 def _runs_lstm(dtype: torch.dtype) -> bool:
     """Return whether this CPU runs an LSTM under autocast in a dtype.
 
-    oneDNN has none in float16, and one in bfloat16 only with AVX-512 ("could not create a primitive", torch 2.13).
+    oneDNN needs processor instructions for the dtype, such as AVX-512 for bfloat16. Without them torch 2.13 raises
+    "could not create a primitive".
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype):

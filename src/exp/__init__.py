@@ -1,4 +1,4 @@
-"""exp: declarative experiments on Hydra, Lightning and TensorBoard. Public names are resolved on first use."""
+"""exp: declarative experiments on Hydra, Lightning and TensorBoard. Public names are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import sys
 
 
-def _leave_out_the_first_folder() -> None:
-    """Take the folder that Python put first for a command off the path: any file there called like a package, installed
-    or not, would be imported.
+def _drop_first_folder() -> None:
+    """Remove the first folder of a command from the import path: a file there could replace an installed package.
 
-    For `python -m exp.train` it is the working directory; what a config names of it is found all the same, by
-    exp.config.targets, behind all that is installed. For the script `exp` it is that one's own folder, and for
-    `python src/exp/cli/train.py` the folder of that file, where `tensorboard` is a room of exp.
+    For `python -m exp.train` this is the working directory. exp.config.targets still finds its modules, after the
+    installed ones. For the script `exp` it is the folder of the script, and for `python src/exp/cli/train.py` the
+    folder of that file, next to which `tensorboard` is a package of exp.
     """
     if sys.flags.safe_path or not sys.path:
         return
@@ -20,7 +19,7 @@ def _leave_out_the_first_folder() -> None:
     asked = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
     script, name = os.path.split(os.path.realpath(sys.argv[0])) if sys.argv else ("", "")
     if asked and asked[0].partition(".")[0] == "exp":
-        # In src/ of a checkout it is the place of exp itself.
+        # In src/ of a checkout it is the folder of exp.
         is_left_out = first == os.getcwd() != os.path.dirname(package)
     else:
         place, rooms = os.path.realpath(first), os.path.realpath(package)
@@ -29,9 +28,9 @@ def _leave_out_the_first_folder() -> None:
         del sys.path[0]
 
 
-_leave_out_the_first_folder()
+_drop_first_folder()
 
-# Behind it, for these are files, too, which the working directory may shadow.
+# Imported afterwards, because a file in the working directory could replace these modules as well.
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 

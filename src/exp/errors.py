@@ -1,4 +1,4 @@
-"""Every error that a user can cause. Each carries its values and prints what is, what must be, and the fix."""
+"""Errors that users can cause. Each has the value, the expected value and the fix."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ refuse_a_foreign_init()
 
 INTERRUPTED_BY_KEY = 130
 LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
-# What a constructor raises for a value that it does not take.
+# Exceptions that constructors raise for invalid values.
 REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OSError, ImportError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class ErrorDetails:
-    """One error of a config, in the order of its message: `KEY: GOT; expected EXPECTED. FIX`.
+    """An error of a config, printed as `KEY: GOT; expected EXPECTED. FIX`.
 
-    key: The dotted config key.
-    got: The value, or what is wrong with it.
-    expected: A noun phrase.
-    fix: The fix; None if it is unknown.
-    source: The file with its line, or the command line.
-    origins: Other keys whose place is the source: the first of them that is set.
-    at: Line and column, from 1, within the text at `key`, a forward program; None once they are part of the source.
-    subject: What the error is about, such as a column, if a key may have an error for each of several.
+    Attributes:
+        key: Dotted config key.
+        got: The value, or what is wrong with it.
+        expected: Noun phrase.
+        fix: The fix. None: unknown.
+        source: The file with its line, or the command line.
+        origins: Keys that give the source instead of `key`; the first one that is set counts.
+        at: Line and column, from 1, in the forward program at `key`. None: they are part of the source.
+        subject: The column or other object of the error, if a key may have one error for each of several.
     """
 
     key: str
@@ -132,7 +133,7 @@ def out_of_range(
     unit: str = "",
     fix: str | None = None,
 ) -> ErrorDetails:
-    """Return the error of a number outside its range, bounds included; without a bound the range is open."""
+    """Return the error of a number outside its range, which includes its bounds."""
     bounds = [f"at least {least:g}" if least is not None else "", f"at most {most:g}" if most is not None else ""]
     expected = " and ".join(filter(None, bounds)) + (f" {unit}" if unit else "")
     return ErrorDetails(key, show(value), expected, fix)
@@ -156,40 +157,44 @@ def constructor_error(
     got: str,
     make: functools.partial[Any] | None = None,
 ) -> ErrorDetails:
-    """The error of what a constructor raised: `NAME is VALUE; expected WHAT` is told at that parameter's key.
+    """Return the error of an exception that a constructor raised.
 
-    known: the parameters' names. got: what to say of any other message.
-    make: the call. Of a class of a library the parameter is found that is to blame for any other message, too.
+    A message `NAME is VALUE; expected NOUN PHRASE` becomes an error at the key of that parameter.
+
+    Args:
+        key: Config key of the constructor's node.
+        known: Names of the parameters.
+        got: Value to report for other messages.
+        make: The call, to find the parameter that a library's class rejects.
     """
-    got = shorten(got)
-    words, is_worded, expected = message_of(error).partition("; expected ")
+    got, message = shorten(got), message_of(error)
+    words, is_worded, expected = message.partition("; expected ")
     name, _, value = words.partition(" is ")
     if is_worded and name in known:
-        return ErrorDetails(key=f"{key}.{name}", got=value, expected=expected)
+        return ErrorDetails(f"{key}.{name}", value, expected)
     if is_worded:
-        return ErrorDetails(key=key, got=words, expected=expected)
-    # Code of the user's own is not called again: nobody knows what else it does. A part of exp's may read files.
+        return ErrorDetails(key, words, expected)
+    # A user's code is not called again, because it may have side effects. Classes of exp may read files.
     top = "" if make is None else make.func.__module__.partition(".")[0]
     if make is not None and top in LIBRARIES:
         others = None if top == "exp" else find_rejected_parameter(make.func, make)
-        guilty = others or _find_named(
-            message_of(error), [] if top == "exp" and len(make.keywords) == 1 else make.keywords
-        )
-        if guilty is not None:
-            told = f"{show(make.keywords[guilty])}, and {got}"
-            fix = _fix_of_divisor(make, guilty) if "divisible" in message_of(error) else None
-            return ErrorDetails(key=f"{key}.{guilty}", got=told, expected="a value that it accepts", fix=fix)
-    return ErrorDetails(key=key, got=got, expected="values that it accepts")
+        names = [] if top == "exp" and len(make.keywords) == 1 else make.keywords
+        rejected = others or _find_named(message, names)
+        if rejected is not None:
+            value = f"{show(make.keywords[rejected])}, and {got}"
+            fix = _divisor_fix(make, rejected) if "divisible" in message else None
+            return ErrorDetails(f"{key}.{rejected}", value, "a value that it accepts", fix)
+    return ErrorDetails(key, got, "values that it accepts")
 
 
 def shorten(message: str, *, most: int = 400) -> str:
-    """A message in one line, cut where a library says more than anybody reads."""
+    """Return a message as one line of at most `most` characters."""
     line = " ".join(message.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def _fix_of_divisor(make: functools.partial[Any], name: str) -> str | None:
-    """The nearest number with which a call succeeds that refuses another one for what it does not divide."""
+def _divisor_fix(make: functools.partial[Any], name: str) -> str | None:
+    """Return the fix with the nearest number that a call accepts instead of one that is not a divisor."""
     value = make.keywords[name]
     if not isinstance(value, int) or isinstance(value, bool):
         return None
@@ -205,9 +210,12 @@ def _fix_of_divisor(make: functools.partial[Any], name: str) -> str | None:
 def find_rejected_parameter(
     call: Callable[..., object], given: functools.partial[Any], *, accepts: Callable[[Any], bool] = lambda _: True
 ) -> str | None:
-    """The first of the values that were given without which a call succeeds: with the default, or a plain value.
+    """Return the first parameter with which a call fails and without which, or with another value, it succeeds.
 
-    call: takes some of the values anew, by name. given: the function with all its values. accepts: judges a result.
+    Args:
+        call: Called with one changed value by name.
+        given: The function with all its values.
+        accepts: Returns whether a result is a success.
     """
     call = functools.partial(call, *given.args, **given.keywords) if call is given.func else call
     parameters = inspect.signature(given.func).parameters
@@ -225,18 +233,18 @@ def find_rejected_parameter(
 
 
 def _find_named(message: str, names: Collection[str]) -> str | None:
-    """The one parameter that a message names, or the only one that there is."""
+    """Return the one parameter that a message names, or the only parameter."""
     named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", message)] or list(names)
     return named[0] if len(named) == 1 else None
 
 
 class ExpError(Exception):
-    """Base of all errors that are not bugs of exp."""
+    """Base class of all errors that are not bugs of exp."""
 
     exit_status = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default an exception is made again by its message, which is not what these are made of.
+        # By default an exception is unpickled with its message, which is no argument of these classes.
         return _unpickle, (type(self), self.args, vars(self))
 
 
@@ -247,7 +255,7 @@ def _unpickle(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str,
 
 
 class ConfigError(ExpError):
-    """A config with one or more errors. Nothing was built and nothing was written."""
+    """Errors in a config. Nothing was built or written."""
 
     exit_status = 2
 
@@ -267,18 +275,18 @@ def config_error(
     source: str | None = None,
     subject: str = "",
 ) -> ConfigError:
-    """Return the ConfigError of a single error. The arguments are those of ErrorDetails."""
+    """Return a ConfigError with one error. The arguments are those of ErrorDetails."""
     return ConfigError([ErrorDetails(key, got, expected, fix, source=source, subject=subject)])
 
 
 def raise_errors(errors: Iterable[ErrorDetails], *, note: str | None = None) -> None:
-    """Raise ConfigError if there are errors. note: a line after them."""
+    """Raise ConfigError if there are errors. note: Line after them."""
     if found := tuple(errors):
         raise ConfigError(found, note=note)
 
 
 class MissingExtraError(ExpError):
-    """A feature was asked for whose package is not installed."""
+    """A feature whose package is not installed."""
 
     exit_status = 2
 
@@ -290,26 +298,27 @@ class MissingExtraError(ExpError):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; a mere folder of its name, such as the one that W&B writes into, is none."""
+    """Return whether a package is installed. A folder of its name, such as W&B's `wandb`, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 class RunError(ExpError):
-    """A run that started and failed for a reason that its user can fix."""
+    """The failure of a run that started, with a cause that users can fix."""
 
 
 class NonFiniteError(RunError):
-    """A loss, a gradient or a weight is not finite, and the run cannot go on from there."""
+    """A loss, gradient or weight that is not finite and ends the run."""
 
 
 class UserCodeError(RunError):
-    """Code of the user's own, or what it handed to a library, raised an exception.
+    """An exception in the user's code, or in a library that got a value from it.
 
-    what: what was being done, `reading sample 40 of train`. cause: the exception in one line. frames: those of the
-    user's own code in its traceback, as Python shows them; empty where it has none. All are text, for a loader's worker
-    sends them to another process.
-    command: goes on with the run; None until whoever knows how it was started says so, and where nothing was saved.
+    Attributes:
+        what: The action that failed, such as `reading sample 40 of train`.
+        cause: The exception in one line.
+        frames: Frames of the user's code in the traceback, as Python prints them. Text, because workers send it.
+        command: Command that resumes the run. None: unknown, or nothing was saved.
     """
 
     def __init__(self, *, what: str, cause: str, frames: str) -> None:
@@ -324,19 +333,22 @@ class UserCodeError(RunError):
 
     @classmethod
     def of(cls, error: BaseException, *, what: str) -> UserCodeError:
-        """The error that tells another one, with its traceback as it is now."""
+        """Return the error for an exception, with its current traceback."""
         return cls(what=what, cause=one_line(error), frames=user_frames(error))
 
     def __str__(self) -> str:
-        fix = "It is an error of your own code or data: mend it there" if self.frames else "Look at what it was given"
+        fix = "This is an error in your code or data: fix it there" if self.frames else "Check the values that it got"
         text = "\n".join(filter(None, [super().__str__(), self.frames, fix]))
-        return text + (f". What was saved is good, and goes on with\n  {self.command}" if self.command else "")
+        return text + (f". The last checkpoint is good. Resume with\n  {self.command}" if self.command else "")
 
 
 def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
-    """Yield an exception, then what it was raised from or, unless `explicit`, while handling, each once.
+    """Yield an exception and its causes, each once.
 
     A chain may be circular: with OC_CAUSE=1, or under a debugger, OmegaConf raises exceptions that are their own cause.
+
+    Args:
+        explicit: Leave out exceptions during whose handling another one was raised.
     """
     seen: list[BaseException] = []
     current: BaseException | None = error
@@ -347,19 +359,19 @@ def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseEx
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type and the first line of what it says."""
+    """Return the type of an exception and the first line of its message."""
     return ": ".join(filter(None, [type(error).__name__, _first_line(error)]))
 
 
 def describe_exception(error: BaseException) -> str:
-    """What an exception says in one line: the system's own words, and the path where it has one."""
+    """Return the first line of an exception's message; for an OSError the system's words and the path."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return _first_line(error) or type(error).__name__
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, also where its own `__str__` fails."""
+    """Return the message of an exception, even if its `__str__` fails."""
     try:
         return str(error)
     except Exception as second:
@@ -371,41 +383,42 @@ def _first_line(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> str:
-    """The frames of an exception's traceback that are of the user's own code: not of exp, Python or a package."""
+    """Return the frames of the user's code in an exception's traceback, without those of exp, Python and packages."""
     if isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # Python's "generator raised StopIteration" shows no frame of what raised it
+        error = error.__cause__  # Python's "generator raised StopIteration" does not show where
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list([frame for frame in frames if is_user_code(frame.filename)])).rstrip()
 
 
 def user_location(error: BaseException) -> str:
-    """Where in the user's own code an exception was raised, ` (nets.py, line 12)`; empty where it was not there."""
+    """Return where the user's code raised an exception, such as ` (nets.py, line 12)`; empty for other code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     files = [frame for frame in frames if os.path.isfile(frame.filename)]
     return f" ({os.path.basename(files[-1].filename)}, line {files[-1].lineno})" if files else ""
 
 
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """Where a thread stands: the user's own code that exp has called, or else whatever is innermost."""
+    """Return the innermost frame of the user's code that exp called, or else the innermost frame."""
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
     return ([frame for frame in called if is_user_code(frame.filename)] or stack)[-1]
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file is of the user's own: not of exp, Python or an installed package."""
+    """Return whether a file is the user's: not of exp, Python or an installed package."""
     if {"site-packages", "dist-packages"} & set(file.split(os.sep)) or file.startswith(_FOREIGN):
         return False
     return os.path.isfile(file) or file in linecache.cache  # a forward program is no file
 
 
-# Not by sys.prefix, for a user may work in a folder of it.
+# sys.prefix is not used, because users may work in a folder below it.
 _FOREIGN = (os.path.join(os.path.dirname(__file__), ""), os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen ")
 
 
 class RankError(RunError):
-    """A rank died. The message is that rank's own, not a neighbour's "connection closed".
+    """A rank that died. The message is that of this rank, not a neighbor's "connection closed".
 
-    command: goes on with the run; None until whoever knows how it was started says so, and where nothing was saved.
+    Attributes:
+        command: Command that resumes the run. None: unknown, or nothing was saved.
     """
 
     def __init__(self, *, rank: int, reason: str, detail: str = "") -> None:
@@ -414,24 +427,25 @@ class RankError(RunError):
         super().__init__(f"rank {rank} {reason}" + (f"\n{detail}" if detail else ""))
 
     def __str__(self) -> str:
-        return super().__str__() + (f"\nIt goes on with\n  {self.command}" if self.command else "")
+        return super().__str__() + (f"\nResume with\n  {self.command}" if self.command else "")
 
 
 class Interrupted(ExpError):
-    """A signal ended the run at a clean point, with its state saved.
+    """A signal that ended the run at a clean point, with its state saved.
 
-    command: goes on with the run; None until whoever knows how it was started says so.
-    detail: ranks that did not leave, and where they hang.
+    Attributes:
+        command: Command that resumes the run. None: unknown.
+        detail: Ranks that did not exit, and where they hang.
     """
 
     def __init__(self, *, signum: int, checkpoint: str | None, detail: str = "") -> None:
         self.signum, self.checkpoint, self.detail = signum, checkpoint, detail
         self.exit_status = 128 + signum
         self.command: str | None = None
-        why = "a rank hung" if detail else "no step had been done"
+        why = "a rank hung" if detail else "no step was finished"
         where = f"the state is in {checkpoint}" if checkpoint else f"no state was saved: {why}"
         super().__init__(f"interrupted by signal {signum}; {where}")
 
     def __str__(self) -> str:
-        text = super().__str__() + (f". It goes on with\n  {self.command}" if self.command else "")
+        text = super().__str__() + (f". Resume with\n  {self.command}" if self.command else "")
         return f"{text}\n{self.detail}" if self.detail else text

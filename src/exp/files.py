@@ -1,4 +1,4 @@
-"""Write files atomically: readers find the old file or the new one, after a kill, too."""
+"""Atomic writes: readers find the old file or the new file, even after a kill."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from typing import BinaryIO
 
 from exp.redaction import redact
 
-# Of a file that is being written, beside its target; and what older versions called a checkpoint's.
+# Names of unfinished files next to their targets, and those of checkpoints of earlier versions.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 PROBE_SECONDS = 0.1
 
 
 def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
-    """Write bytes, or text as UTF-8, in the place of what stood there. Secrets in a text are named, not written.
+    """Replace the content of a file by bytes, or by text as UTF-8. Secrets in a text are replaced by their names.
 
-    is_synced: see `open_atomic`.
-    Raises: OSError, with the path.
+    Args:
+        is_synced: See `open_atomic`.
+
+    Raises:
+        OSError: With the path.
     """
     with open_atomic(path, is_synced=is_synced) as file:
         file.write(redact(content).encode() if isinstance(content, str) else content)
@@ -32,11 +35,13 @@ def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) ->
 
 @contextlib.contextmanager
 def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """Open a binary file that takes the place of `path` when it is closed well, and leaves nothing behind otherwise.
+    """Open a binary file that replaces `path` at the end of the context, or is removed after an exception.
 
-    is_synced: whether it is on the disk then, where it outlives the machine's fall, too; else it outlives the process's
-        alone.
-    Raises: OSError, with the path.
+    Args:
+        is_synced: Sync the file to disk, so that it survives a crash of the machine and not only of the process.
+
+    Raises:
+        OSError: With the path.
     """
     partial = partial_path(path)
     try:
@@ -45,7 +50,7 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-            # Before it is closed, with which its lock goes.
+            # Before the file is closed, which releases its lock.
             partial.replace(path)
         if is_synced:
             sync_directory(path.parent)
@@ -53,29 +58,30 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError) and error.errno is not None:
-            # A write knows no path, and the user has not heard of the one beside.
+            # The error of a write has no path, and users do not know the partial file.
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
 
 
 def is_valid_path(text: str) -> bool:
-    """Whether file systems take a text for the name of a file, with an ending behind it; else they raise OSError."""
+    """Return whether a text can be a path with a suffix. Otherwise file systems raise OSError."""
     return len(text) < 2000 and all(len(part.encode(errors="replace")) <= 250 for part in text.split("/"))
 
 
 def partial_path(path: Path) -> Path:
-    """The name of a file until it is whole: in the same directory, for a rename between file systems is a copy."""
-    # Of one's own, for several may write at once.
+    """Return the path of an unfinished file, in the same directory: a rename between file systems is a copy."""
+    # Several processes and threads may write the file at once.
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
 def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
-    """Remove what killed programs left half written in a directory. What somebody writes now stays.
+    """Remove unfinished files of killed programs in a directory, except files that are being written.
 
-    levels: how deep below the directory, too. Not the whole tree: a run directory may be anywhere, data beside it.
+    Args:
+        levels: Levels of subdirectories. Never the whole tree: a run directory may contain other data.
     """
     for path in (path for level in range(levels + 1) for path in directory.glob("*/" * level + ".*.partial")):
-        # Not ours to remove, or gone by now: nothing depends on it.
+        # Nothing depends on the removal: the file may be gone, or belong to another user.
         with contextlib.suppress(OSError):
             if PARTIAL.fullmatch(path.name) and not path.is_symlink():
                 with path.open("rb") as file:
@@ -84,9 +90,10 @@ def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
 
 
 def lock(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Lock a file until it is closed, or its process ends: whether that was possible, which some file systems forbid.
+    """Lock a file until it is closed or its process ends. Return False if it is locked or cannot be locked.
 
-    wait: for another process that has locked it.
+    Args:
+        wait: Wait for another process that holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -97,11 +104,15 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Lock a file or a directory that is there for as long as this is entered, where the file system lets it be locked;
-    what this process starts does not hold it.
+    """Lock an existing file or directory during the context, if the file system supports it.
 
-    alone: raise where another program holds it; else this is entered all the same.
-    Raises: BlockingIOError.
+    Child processes do not hold the lock.
+
+    Args:
+        alone: Raise an error if another program holds the lock; otherwise continue without it.
+
+    Raises:
+        BlockingIOError: Another program holds the lock.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -116,7 +127,7 @@ def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def close_in_forks(file: BinaryIO) -> Iterator[None]:
-    """Close a file in every process that another thread forks meanwhile, a loader's worker: it would keep its lock."""
+    """Close a file in processes that other threads fork during the context, which would keep its lock."""
     descriptor = file.fileno()
     _held_here.add(descriptor)
     try:
@@ -126,13 +137,13 @@ def close_in_forks(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_held_elsewhere(descriptor: int) -> bool:
-    """Whether another program holds it; if not, it is locked now, where that is possible."""
+    """Return whether another program holds the lock. If not, take it, if possible."""
     ends = time.monotonic() + PROBE_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Whoever asks `is_locked` holds it for a moment.
+            # `is_locked` of another process holds the lock for a moment.
             if time.monotonic() > ends:
                 return True
             time.sleep(0.005)
@@ -143,7 +154,7 @@ def _is_held_elsewhere(descriptor: int) -> bool:
 
 
 def _close_held() -> None:
-    """In a forked process, such as a loader's worker, which may outlive this one for a while."""
+    """Close held files in a forked process, such as a loader's worker, which may outlive this process."""
     for descriptor in _held_here:
         os.close(descriptor)
     _held_here.clear()
@@ -154,8 +165,7 @@ os.register_at_fork(after_in_child=_close_held)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another program has locked a file or a directory; not known, and no, where it is not there or cannot be
-    locked."""
+    """Return whether another program has locked a file or directory; False if it is missing or cannot be locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -172,11 +182,11 @@ def is_locked(path: Path) -> bool:
 
 
 def _open_locked(partial: Path) -> BinaryIO:
-    """The new file, locked."""
+    """Open and lock a new file."""
     while True:
         file = partial.open("wb")
         lock(file)
-        # Who sweeps may have taken it for a dead program's before it was locked.
+        # remove_partial_files may have removed it before it was locked.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(partial.stat(), os.fstat(file.fileno())):
                 return file
@@ -184,7 +194,7 @@ def _open_locked(partial: Path) -> BinaryIO:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names of a directory's files last."""
+    """Sync the names of a directory's files to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

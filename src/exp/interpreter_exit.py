@@ -1,8 +1,7 @@
-"""The end of a command's process, without the interpreter's taking apart of modules where nobody would see it.
+"""Exit without interpreter teardown: run atexit handlers, flush, then `os._exit`.
 
-Behind what is registered for its exit an interpreter collects, and takes apart, all that torch, Lightning and
-torchmetrics have made of themselves: 0.8 s of the processor for memory that the system takes back at once (torch 2.13,
-Lightning 2.6.6, two cores). mypy ends its process like this, too.
+The teardown collects the objects of torch, Lightning and torchmetrics, which takes 0.8 s of processor time (torch 2.13,
+Lightning 2.6.6, two cores). The system frees their memory anyway. mypy exits in the same way.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import sys
 import sysconfig
 import threading
 
-# Where the system installs packages: what is imported from elsewhere may be the user's own.
+# Folders of installed packages. Modules from other places may be the user's.
 SITES = frozenset({"site-packages", "dist-packages"})
-# Of what is installed there: what exp needs, and what that needs. Of others nobody knows what they do at their end.
+# Dependencies of exp. Other packages may have work to do at exit.
 KNOWN = frozenset({
     *("torch", "torchgen", "functorch", "lightning", "lightning_utilities", "torchmetrics", "lightning_fabric"),
     *("numpy", "scipy", "sklearn", "joblib", "threadpoolctl", "narwhals", "sympy", "mpmath", "networkx", "PIL"),
@@ -26,7 +25,7 @@ KNOWN = frozenset({
     *("_distutils_hack", "_cffi_backend"),
 })  # fmt: skip
 PACKAGE = os.path.dirname(__file__) + os.sep
-# exp's, which in a checkout is in no such place, its half in Hydra's namespace, and Python's.
+# Folders of exp, which may be a checkout, of its part in Hydra's namespace, and of Python.
 OWN = (
     PACKAGE,
     os.path.join(os.path.dirname(os.path.dirname(PACKAGE)), "hydra_plugins", ""),
@@ -35,23 +34,23 @@ OWN = (
 
 
 def exit_without_teardown(status: int) -> int:
-    """End this process at once, as soon as threads and what is registered for its exit are done, with a status.
+    """Exit this process with a status, after its threads and its exit functions.
 
-    Returns: the status, where the interpreter has to end it: torch is not there; modules are that exp does not bring,
-        which may do something as they are taken apart; exp is a part of another program, or a debugger's or
-        profiler's; CUDA is in use, whose tools write as the libraries are unloaded; or standard output cannot be
-        written, of which the interpreter tells.
+    Returns:
+        The status, if the interpreter has to exit normally: torch is not imported; other modules are imported, which
+        may have work to do; exp is part of another program, a debugger or a profiler; CUDA is in use, whose tools write
+        when libraries are unloaded; or standard output cannot be written, which the interpreter reports.
     """
     torch = sys.modules.get("torch")
     is_plain = torch is not None and is_program() and not torch.cuda.is_initialized()
     if is_plain and not has_foreign_code() and finish():
         os._exit(status)
-    gc.unfreeze()  # else what was imported for every run keeps alive what of the user's it refers to
+    gc.unfreeze()  # otherwise frozen modules keep the user's objects alive
     return status
 
 
 def is_program() -> bool:
-    """Return whether this interpreter was started for a command of exp, ends after it, and is watched by no tool."""
+    """Return whether this interpreter runs only a command of exp, without a debugger or profiler."""
     if sys.gettrace() is not None or sys.getprofile() is not None or sys.flags.inspect:
         return False
     program = str(getattr(sys.modules["__main__"], "__file__", None))
@@ -59,11 +58,11 @@ def is_program() -> bool:
 
 
 def has_foreign_code() -> bool:
-    """Whether something was imported that exp does not bring, such as a module of the user's."""
-    program = sys.modules["__main__"]  # by another name, too, where a process was spawned
+    """Return whether a module was imported that is no dependency of exp, such as the user's."""
+    program = sys.modules["__main__"]  # a spawned process has it under another name as well
     for name, module in tuple(sys.modules.items()):
         path = str(getattr(module, "__file__", None))
-        # Two of torch's call themselves by names without a folder.
+        # Two modules of torch have paths without a folder.
         if module is program or not os.path.isabs(path) or path.startswith(OWN):
             continue
         if name.partition(".")[0] not in KNOWN or not SITES & set(path.split(os.sep)):
@@ -72,9 +71,10 @@ def has_foreign_code() -> bool:
 
 
 def finish() -> bool:
-    """Do what an interpreter does before it takes modules apart: wait for threads, do what is registered, flush.
+    """Wait for threads, run exit functions and flush, like the interpreter before its teardown.
 
-    Returns: whether that could be done; else the interpreter tells why.
+    Returns:
+        False if that failed, which the interpreter then reports.
     """
     try:
         vars(threading)["_shutdown"]()  # private to Python, and tested (3.11)
@@ -88,5 +88,5 @@ def finish() -> bool:
 
 
 def run_exit_functions() -> None:
-    """Do what was registered for the exit of this process."""
+    """Run the exit functions of this process."""
     atexit._run_exitfuncs()  # private to Python, and tested (3.11)

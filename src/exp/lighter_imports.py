@@ -1,10 +1,9 @@
-"""scipy.signal and matplotlib are imported when a run uses them, and not whenever torchmetrics is imported.
+"""Lazy imports of scipy.signal and matplotlib, which torchmetrics imports.
 
 torchmetrics imports scipy.signal (0.6 s) for audio, and matplotlib (0.4 s) to draw metrics (torchmetrics 1.9, two
-cores). In its modules that do so, and in no others, a stand-in has the names of these packages. It imports the real
-package when another name is used, or a metric draws itself. tests/run/test_lighter_imports.py checks both. If another
-version of torchmetrics imports them elsewhere, they are imported as usual. EXP_PLAIN_IMPORTS=1 in the environment turns
-this off.
+cores). Only in these modules, stand-ins replace the two packages. A stand-in imports the real package when another name
+is used, or a metric draws itself. tests/run/test_lighter_imports.py checks both. If another version of torchmetrics
+imports them in other modules, they are imported as usual. EXP_PLAIN_IMPORTS=1 in the environment turns this off.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ ASKING: Mapping[str, str] = {
 
 
 def install() -> None:
-    """Let the imports of this process be lighter; what has been imported already stays as it is."""
+    """Make later imports of this process lazy."""
     is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not is_there and os.environ.get("EXP_PLAIN_IMPORTS") != "1":
         sys.meta_path.insert(0, _Finder())
@@ -43,11 +42,10 @@ def install() -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Collect no garbage while modules are imported within, and leave what they made out of later collections.
+    """Collect no garbage while modules are imported, and leave their objects out of later collections.
 
-    As they grow, all that torch and Lightning have made of themselves is gone through five times, in 0.4 s, for the
-    little that is garbage. In another program what is there may be its own, and is collected as ever. Fork no process
-    within: it would never collect.
+    The imports of torch and Lightning trigger five full collections, which take 0.4 s. If exp is part of another
+    program, later collections include all objects. Do not fork within the context: the child would never collect.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -74,7 +72,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A module's own loader, which executes the module with stand-ins for the package that the module imports."""
+    """Wraps a module's loader, and replaces a package that the module imports by stand-ins."""
 
     def __init__(self, real: Loader, stand_ins: Mapping[str, ModuleType], package: str) -> None:
         self._real, self._stand_ins, self._package = real, stand_ins, package
@@ -88,7 +86,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        # Its functions import later, by the builtins that the module has when they are made.
+        # Functions of the module import later, with the builtins that the module has when they are defined.
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
         self._real.exec_module(module)
 
@@ -103,12 +101,12 @@ class _Loader(Loader):
         is_stood_in = name in self._stand_ins and f"{name}.".startswith(f"{self._package}.")
         if not is_stood_in or self._package in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
-        # `import a.b` gives a, and `import a.b as c` and `from a.b import c` a.b.
+        # `import a.b` returns a; `import a.b as c` and `from a.b import c` return a.b.
         return self._stand_ins[name if fromlist else name.partition(".")[0]]
 
 
 class _StandIn(ModuleType):
-    """A module that has some names of its own, and imports the real one where it is asked for any other."""
+    """A module with some names, which imports the real module for all other names."""
 
     def __init__(self, name: str, **given: object) -> None:
         super().__init__(name)
@@ -121,7 +119,7 @@ class _StandIn(ModuleType):
 
 
 def instances_of(module: str, name: str) -> type:
-    """A class for isinstance() alone: its instances are those of `module.name`, none before that is imported."""
+    """Return a class for isinstance(), with the instances of `module.name`; none before the module is imported."""
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -132,7 +130,7 @@ def instances_of(module: str, name: str) -> type:
 
 
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """matplotlib.pyplot.style.context as a decorator."""
+    """Return a decorator that calls a function within matplotlib.pyplot.style.context."""
 
     def decorate(plot: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plot)

@@ -1,4 +1,4 @@
-"""Walk nested data, such as a batch or a network's output: mappings, tuples, lists and dataclasses of tensors."""
+"""Functions on nested data such as a batch or a network's output: mappings, tuples, lists and dataclasses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Nested = TypeVar("Nested")
 
 
 def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
-    """Applies a function to each tensor and keeps the structure.
+    """Apply a function to each tensor and keep the structure.
 
-    A mapping that can be built from a dict, a namedtuple, a tuple, a list and a dataclass keep their classes; another
-    mapping becomes a dict. One in which nothing changes is returned itself. A torch.Size is no structure.
+    Classes are kept, except those of mappings that cannot be built from a dict, which become dicts. If nothing changes,
+    the data itself is returned. A torch.Size is no structure.
     """
     if isinstance(data, Tensor):
         return cast(Nested, function(data))
@@ -36,32 +36,32 @@ def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
 
 
 def move_tensors(data: Nested, device: torch.device) -> Nested:
-    """Moves the tensors to a device; copies from pinned memory run beside the computation."""
+    """Move the tensors to a device. Copies from pinned memory run during the computation."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def rebuild(data: Nested, parts: Sequence[object]) -> Nested:
-    """A mapping, list, tuple or dataclass like `data`, with these in the place of its values, in order."""
+    """Return a mapping, list, tuple or dataclass like `data` with other values, in order."""
     made: object
     kind: Callable[..., object] = type(data)
     if not isinstance(data, Mapping | list | tuple):
         made = copy.copy(data)
         for name, part in zip(_fields(data), parts, strict=True):
-            object.__setattr__(made, name, part)  # of a frozen one, too
+            object.__setattr__(made, name, part)  # the class may be frozen
     elif isinstance(data, Mapping):
         made = dict(zip(data, parts, strict=True))
         if kind is not dict:
-            # A defaultdict, whose first argument is another, stays a dict.
+            # A defaultdict has another first argument and becomes a dict.
             with contextlib.suppress(TypeError):
                 made = kind(made)
     else:
-        # A namedtuple takes its parts one by one.
+        # The parts of a namedtuple are separate arguments.
         made = kind(*parts) if hasattr(data, "_fields") else kind(parts)
     return cast(Nested, made)
 
 
 def tensors_in(data: object) -> Iterator[Tensor]:
-    """The tensors in nested data, in order."""
+    """Yield the tensors in nested data, in order."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping | list | tuple):
@@ -72,10 +72,10 @@ def tensors_in(data: object) -> Iterator[Tensor]:
 
 
 def named_parts(output: object) -> Mapping[str, Any]:
-    """What a network's output holds by name: of a mapping, a dataclass or a namedtuple under the names that it gives.
+    """Return the parts of a network's output by name: by the keys of a mapping, or the fields of a dataclass.
 
-    The parts of another tuple, or of a list, are output_0, output_1 and so on. A part that is None is left out; one
-    tensor has no parts.
+    The parts of a list, or of a tuple without names, are output_0, output_1 and so on. Parts that are None are left
+    out. A single tensor has no parts.
     """
     if isinstance(output, Tensor):
         return {}
@@ -91,7 +91,7 @@ def named_parts(output: object) -> Mapping[str, Any]:
 
 
 def is_dataclass_instance(data: object) -> bool:
-    """Whether it is an instance of a dataclass."""
+    """Return whether an object is an instance of a dataclass."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 

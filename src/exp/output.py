@@ -1,4 +1,4 @@
-"""What a run says and draws is no reason to end it: where that cannot be written, it goes on, and tells so once."""
+"""Output of a run and of commands. A run continues if its output cannot be written, and warns once."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from exp.redaction import has_revealed, redact
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# The attribute of a record of the log that says what could not be written.
+# Attribute of a log record that names what cannot be written.
 NOT_WRITTEN = "not_written"
-# What of the system's words says that room is the fix.
+# Errors of a full disk.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def warn_not_written(what: str, error: BaseException) -> None:
-    """Say in the log that something of a run cannot be written from now on; `NotWritten` keeps it for the report."""
+    """Warn that a run's output cannot be written from now on. `NotWritten` keeps the warning for the report."""
     entry = {"what": what, "error": describe_exception(error)}
-    # A traceback is for train.log, where the error is not the system's.
+    # train.log gets the traceback of an error that is not the system's.
     traceback = None if isinstance(error, OSError) else error
     log.warning(
-        "%s: %s. The run goes on without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
+        "%s: %s. The run continues without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
     )
 
 
@@ -45,9 +45,10 @@ def describe_write_error(place: object, error: OSError) -> str:
 
 
 class NotWritten(logging.Handler):
-    """Collects what `warn_not_written` says, for the report.
+    """Collects the warnings of `warn_not_written` for the report.
 
-    entries: {what, error} of each.
+    Args:
+        entries: The list to which {what, error} is appended.
     """
 
     def __init__(self, entries: list[dict[str, str]]) -> None:
@@ -61,12 +62,15 @@ class NotWritten(logging.Handler):
 
 
 class SafeStream:
-    """A text stream whose writes do not fail: behind the first that would, nothing is written any more.
+    """A text stream whose writes never fail. After the first error nothing is written.
 
-    A reader that has left (`| head -1`), a full disk, a terminal that was closed, a stream that was closed before
-    the process began.
+    Errors are a closed pipe (`| head -1`), a full disk, a closed terminal, or a stream closed before the process began.
 
-    name: for people. lost: why it is written to no longer; None while it is.
+    Args:
+        name: Name in messages.
+
+    Attributes:
+        lost: The error that ended the writing. None: no error.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -103,7 +107,7 @@ class SafeStream:
         warn_not_written(self.name, error)
 
     def _discard(self) -> None:
-        """Let what waits in the stream, what C prints, and what Python flushes at its end fall away."""
+        """Discard the stream's buffer, the output of C code, and the flush when Python exits."""
         with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
@@ -113,11 +117,11 @@ class SafeStream:
 
 
 class OutputError(OSError):
-    """What a command prints cannot be written."""
+    """The output of a command cannot be written."""
 
 
 class _CheckedStream(SafeStream):
-    """Raises OutputError at the write that fails, BrokenPipeError of a reader that left, and is silent behind that."""
+    """Raises OutputError, or BrokenPipeError, at the first write that fails, and discards later output."""
 
     def _lose(self, error: OSError) -> None:
         self.lost = error
@@ -129,9 +133,9 @@ class _CheckedStream(SafeStream):
 
 @contextmanager
 def _checked_output() -> Iterator[None]:
-    """Raise OutputError where standard output cannot be written, what waits in it at the end included."""
+    """Raise OutputError if standard output cannot be written or, at the end, flushed."""
     before = sys.stdout
-    if before is None:  # closed by whoever started this process (`>&-`)
+    if before is None:  # closed by the parent process (`>&-`)
         yield
         return
     sys.stdout = cast(TextIO, _CheckedStream(before, "standard output"))
@@ -148,19 +152,22 @@ def _checked_output() -> Iterator[None]:
 def exit_status(
     command: Callable[[], Result], *, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Result | int:
-    """Run a command, and print on stderr what a user can fix.
+    """Run a command, and print errors that users can fix to stderr.
 
-    interrupted: the message after a Ctrl-C that the command does not handle.
-    error_status: the exit status after any ExpError; default: the status that the error has.
-    Returns: what the command returns, its own status; or that of the error which ended it.
+    Args:
+        interrupted: Message after a Ctrl-C that the command does not handle.
+        error_status: Exit status after an ExpError. Default: that of the error.
+
+    Returns:
+        The result of the command, its exit status, or the exit status of the error that ended it.
     """
     if not faulthandler.is_enabled():
-        faulthandler.enable(file=2)  # code of the user's own that crashes says where
+        faulthandler.enable(file=2)  # a crash in the user's code prints its stack
     try:
         with _checked_output():
             return command()
     except OutputError as error:
-        print(f"standard output: {error.strerror}. Send it where there is room", file=sys.stderr)
+        print(f"standard output: {error.strerror}. Free space, or redirect it", file=sys.stderr)
         return 1
     except ExpError as error:
         print(redact(str(error)), file=sys.stderr)
@@ -171,19 +178,19 @@ def exit_status(
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except BrokenPipeError:
-        # The reader of `--cfg job | head` has left. Python would complain once more when it flushes at exit.
+        # `--cfg job | head` has closed the pipe. Python would report it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
         if not has_revealed():
             raise
-        # As Python prints it, but for what must not be shown.
+        # Python's traceback without secrets.
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 
 
 class Main(Protocol):
-    """The `main` of a command."""
+    """Type of the `main` of a command."""
 
     def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
 
@@ -193,7 +200,9 @@ def command(
 ) -> Callable[[Callable[[Sequence[str]], int]], Main]:
     """Return a decorator for the `main` of a command. The command line is `sys.argv` by default.
 
-    help: Text that -h and --help print. interrupted, error_status: As for `exit_status`.
+    Args:
+        help: Text that -h and --help print.
+        interrupted, error_status: See `exit_status`.
     """
 
     def decorate(run: Callable[[Sequence[str]], int]) -> Main:
@@ -215,7 +224,7 @@ def command(
 
 @contextmanager
 def survive_output_errors() -> Iterator[None]:
-    """Let standard output and error be outlived by what runs within; within another such context it does nothing."""
+    """Let writes to standard output and error never fail. Within another such context it does nothing."""
     before = sys.stdout, sys.stderr
     _occupy_descriptors()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -229,7 +238,7 @@ def survive_output_errors() -> Iterator[None]:
 
 @contextmanager
 def show_transient_line(words: str) -> Iterator[None]:
-    """Show words on a terminal while this goes on, to be written over; where standard error is none, nothing."""
+    """Show a line on the terminal of standard error until the end of the context."""
     stream = cast("TextIO | None", sys.stderr)
     if stream is None or not stream.isatty():
         yield
@@ -245,7 +254,7 @@ def show_transient_line(words: str) -> Iterator[None]:
 
 @contextmanager
 def announce_torch_import() -> Iterator[None]:
-    """Say so on a terminal while torch is imported, and collect no garbage while torch and Lightning are."""
+    """Show a line while torch is imported, and collect no garbage while torch and Lightning are imported."""
     if "lightning" in sys.modules:
         yield
         return
@@ -259,12 +268,12 @@ def _make_safe(stream: TextIO, name: str) -> TextIO:
 
 
 def _occupy_descriptors() -> None:
-    """Open what was closed of 0, 1 and 2: else the next file has that number, and what others print is in it."""
+    """Open descriptors 0 to 2 if they are closed: otherwise other output would go to the next opened file."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Secrets out of the environment: a config holds their names, and only the object that is built with one its value.
+"""Secrets from environment variables. A config has their names, and only the object that needs a secret its value.
 
-`${oc.env:HF_TOKEN}` stays as it is written in everything that is kept or shown; see docs/security.md.
+`${oc.env:HF_TOKEN}` is never resolved in files and messages; see docs/security.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 INTERPOLATION = re.compile(r"\$\{oc\.env:([^${},:]+)\}")
-# Shorter ones would be found in innocent words.
+# Shorter values would match ordinary words.
 MIN_REDACTED = 4
 MIN_EXPOSED = 8
 
@@ -19,20 +19,21 @@ _shown: dict[str, str] = {}
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is a secret: HF_TOKEN, apiKey, db-password, AWS_CREDENTIALS."""
+    """Return whether a variable has the name of a secret, such as HF_TOKEN, apiKey, db-password, AWS_CREDENTIALS."""
     words = re.split(r"[^A-Za-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name))
     return any(word.upper().removesuffix("S").endswith(WORDS) for word in words)
 
 
 def interpolation(name: str) -> str:
-    """What stands for the value of a variable."""
+    """Return the interpolation of a variable's value."""
     return f"${{oc.env:{name}}}"
 
 
 def reveal(text: str) -> str:
-    """The text with the values of its secrets, of which `redact` knows from then on.
+    """Return the text with the values of its secrets, and remember them for `redact`.
 
-    Raises: LookupError where one is not set in this process.
+    Raises:
+        LookupError: A variable is not set in this process.
     """
 
     def value_of(found: re.Match[str]) -> str:
@@ -50,12 +51,12 @@ def reveal(text: str) -> str:
 
 
 def find_exposed(text: str) -> str | None:
-    """The variable of a secret whose value stands in a text, where a shell or a person has put it; None without one."""
+    """Return the variable of a secret whose value is in a text, for example because a shell put it there, or None."""
     return next((name for name, _ in _exposed_secrets(text)), None)
 
 
 def mask_secrets(text: str) -> str:
-    """The text with the names of secrets in the place of values that nobody has revealed: of a command, of a diff."""
+    """Replace values of secrets by their names in a text that exp did not write, such as a command or a diff."""
     for name, value in sorted(_exposed_secrets(text), key=lambda found: len(found[1]), reverse=True):
         text = text.replace(value, interpolation(name))
     return text
@@ -68,7 +69,7 @@ def _exposed_secrets(text: str) -> Iterator[tuple[str, str]]:
 
 
 def has_revealed() -> bool:
-    """Whether this process has used a secret of which `redact` knows."""
+    """Return whether this process has used a secret."""
     return bool(_shown)
 
 
@@ -78,7 +79,7 @@ def forget() -> None:
 
 
 def redact(text: str) -> str:
-    """The text with the names of secrets in the place of the values that this process has used."""
+    """Replace the values of secrets that this process has used by their names."""
     for value in sorted(_shown, key=len, reverse=True):
         text = text.replace(value, _shown[value])
     return text

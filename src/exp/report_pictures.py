@@ -15,15 +15,18 @@ from exp.shared_types import EPOCH_LOSS, split_tag
 from exp.tensorboard.curves import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"
-# A point a pixel: of more, means are shown.
+# One point per pixel. Longer curves show means.
 MOST_POINTS = 400
 
 
 def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
-    """As PNG files by name, as far as a run has what they show: its event files, and its table.
+    """Return the pictures as PNG files by name, from the event files and the table of a run.
 
-    tags: of the run, whose last values the report has.
-    Raises: OSError where what the run wrote cannot be read.
+    Args:
+        tags: Tags of the run's report.
+
+    Raises:
+        OSError: The files of the run cannot be read.
     """
     groups: dict[str, list[str]] = {"loss": [], "metrics": []}
     for tag in sorted(tags):
@@ -49,12 +52,12 @@ def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, b
 
 
 def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
-    """uint8 `[H, W, 3]`; None without two points of one of them."""
+    """Return a picture, uint8 `[H, W, 3]`; None if no curve has two points."""
     thinned = {tag: _thin_out(curve) for tag, curve in named.items()}
     if not any(len(steps) > 1 for steps, _ in thinned.values()):
         return None
     x = np.unique(np.concatenate([steps for steps, _ in thinned.values()]))
-    # Between its points a curve is straight; before and behind them there is none.
+    # A curve is straight between its points and ends at the last one.
     lines = {
         tag: np.interp(x, steps, values, left=np.nan, right=np.nan).tolist() for tag, (steps, values) in thinned.items()
     }
@@ -62,7 +65,7 @@ def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
 
 
 def _thin_out(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """As many points as can be told apart, each the mean of its neighbours: steps and values, `[N]` each."""
+    """Return the steps and values, `[N]` each, of at most MOST_POINTS means of neighboring points."""
     every = -(-len(curve.steps) // MOST_POINTS)
     if every == 1:
         return curve.steps, curve.values

@@ -1,4 +1,4 @@
-"""Types that every room shares, and the letters of shapes. Imports no torch at run time.
+"""Types that all packages share, and the letters of shapes. Imports no torch at run time.
 
 Shapes are written `[B, T, C]`: B batch, T time steps, C channels or features, H height, W width, V vocabulary or
 classes, P parameters.
@@ -19,29 +19,26 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
-# Of `sweep`: what names the jobs, and what ends one early.
+# Samplers and pruners of `sweep`.
 Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"]
 Pruner = Literal["none", "median", "asha", "hyperband"]
-# The mean over an epoch's samples, which is also what `monitor: loss/train` compares: `loss/train` itself is a step's.
+# Mean over an epoch's samples. `monitor: loss/train` compares it, because `loss/train` is the loss of a step.
 EPOCH_LOSS = "loss/train_epoch"
-# The tags of the best value of `monitor`, and of its optimizer step.
+# Tags of the best value of `monitor`, and of its optimizer step.
 BEST_VALUE, BEST_STEP = "monitor/best", "monitor/best_step"
-# What samples may be, by torch's names without `torch.`.
+# Dtypes of samples, by torch's names without `torch.`.
 SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 ]  # fmt: skip
-# The name of the input of a sample that is a pair, or a tensor alone.
+# Name of the input of a sample that is a pair or a tensor.
 INPUT: tuple[str, ...] = ("input",)
-# A time as it is said, 1h30m: days, hours, minutes and seconds, each where it is.
+# A time such as 1h30m, in days, hours, minutes and seconds.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def span_seconds(span: str) -> float:
-    """The seconds of a time such as 1h30m.
-
-    Raises: ValueError for another text.
-    """
+    """Return the seconds of a time such as 1h30m. Raise ValueError for other texts."""
     found = SPAN.fullmatch(span.strip()) if span.strip() else None
     if found is None:
         raise ValueError(f"{span!r} is no time such as 1h30m")
@@ -50,7 +47,7 @@ def span_seconds(span: str) -> float:
 
 
 def split_tag(tag: str) -> tuple[str, str]:
-    """The name and the stage of a tag: `accuracy/val`, or `val/acc` as people write it to self.log; else no stage."""
+    """Return the name and stage of a tag such as `accuracy/val` or `val/acc`; an empty stage for other tags."""
     name, _, stage = tag.rpartition("/")
     if stage in STAGES:
         return name, stage
@@ -59,7 +56,7 @@ def split_tag(tag: str) -> tuple[str, str]:
 
 
 def compared_tag(monitor: str) -> str:
-    """The tag whose values a monitor compares."""
+    """Return the tag whose values a monitor compares."""
     return EPOCH_LOSS if monitor == "loss/train" else monitor
 
 
@@ -69,9 +66,10 @@ def best_scalars(best: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
-    """Return the tags that `sweep.monitor` names, with their directions; none of null.
+    """Return the tags of `sweep.monitor` with their modes.
 
-    wanted: a tag alone, which has the run's mode, or tags with a mode each; of anything else, what can be read.
+    Args:
+        wanted: A tag, which gets the run's mode, or a mapping of tags to modes. Other values give no tags.
     """
     if isinstance(wanted, str):
         return {wanted: mode}
@@ -80,16 +78,17 @@ def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without `torch.`, such as float32."""
+    """Return torch's name of a dtype without `torch.`, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a sample.
+    """A tensor of a sample.
 
-    shape: without B, such as (1, 8, 8); None where a length differs from batch to batch.
-    dtype: torch's name without `torch.`, such as "float32" or "int64".
+    Attributes:
+        shape: Shape without B, such as (1, 8, 8); None for a length that differs between batches.
+        dtype: torch's name without `torch.`, such as "float32" or "int64".
     """
 
     shape: tuple[int | None, ...]
@@ -98,13 +97,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What a data set declares, so that a model can be sized and checked before any sample is read.
+    """Shapes and dtypes that a data set declares, with which a model is sized and checked before samples are read.
 
-    inputs: what a network may be given, by name; where it is left out, one entry `input` of the next two.
-    input_shape, input_dtype: of the entry `input`, or of the only one where it was read from the data; else None.
-    num_classes: of a classification (the vocabulary of a text); None for a regression.
-    num_outputs: how many numbers a model gives for a sample (or a token): the classes, or the width of the target; None
-        of samples with several targets by other names, of which each term says its own.
+    Attributes:
+        inputs: Inputs of a network by name. Default: one entry `input` from the next two.
+        input_shape, input_dtype: Those of the entry `input`, or of a single entry that was read from the data.
+        num_classes: Number of classes, or of words of a text. None: a regression.
+        num_outputs: Numbers that a model returns per sample or token: the classes, or the width of the target. None:
+            samples have several targets, and each term declares its own width.
     """
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -120,12 +120,12 @@ class DataSpec:
 
     @property
     def positions(self) -> int:
-        """Numbers in the largest input of one sample, as far as its lengths are known."""
+        """The numbers in the largest input of one sample, without unknown lengths."""
         return max(math.prod(size for size in one.shape if size is not None) for one in self.inputs.values())
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DataSpec:
-        """Reads the spec of a plain data node that leaves nothing to the data."""
+        """Return the spec of a plain data node without values that follow from the data."""
         return cls(
             inputs=tensor_specs(data["inputs"] or {}),
             input_shape=None if data["input_shape"] is None else tuple(data["input_shape"]),
@@ -136,15 +136,17 @@ class DataSpec:
 
 
 def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpec]:
-    """Reads data.inputs: a shape and a dtype for each name."""
+    """Return the specs of `data.inputs`, which has a shape and a dtype for each name."""
     return {name: TensorSpec(shape=tuple(one["shape"]), dtype=one["dtype"]) for name, one in inputs.items()}
 
 
 class StepWeights(NamedTuple):
     """The divisors of an optimizer step over several micro-batches, as means over the micro-batches.
 
-    micro_batches: of the step. size: samples of one micro-batch, over all ranks.
-    divisors: by the name of each term that divides by weights: the divisor of one micro-batch, over all ranks; 0-d.
+    Attributes:
+        micro_batches: Micro-batches of the step.
+        size: Samples of one micro-batch over all ranks.
+        divisors: Divisor of one micro-batch over all ranks, 0-d, by the name of each term that divides by weights.
     """
 
     micro_batches: int
@@ -155,12 +157,13 @@ class StepWeights(NamedTuple):
 class Batch(NamedTuple):
     """This rank's share of one global batch.
 
-    data: what the data set gives: a pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
-    size: how many samples of it count, b; 0 where the rank holds one stand-in sample because the global batch is
-        smaller than the world, so that collectives still match.
-    global_size: samples of the global batch, B, over all ranks.
-    world_size: ranks that share it.
-    step: the divisors of the step, if the batch is one of its several micro-batches.
+    Attributes:
+        data: A pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
+        size: Samples that count, b. 0 if the global batch is smaller than the number of ranks: the rank then has one
+            sample that does not count, so that collectives match.
+        global_size: Samples of the global batch over all ranks, B.
+        world_size: Ranks that share the batch.
+        step: Divisors of a step with several micro-batches.
     """
 
     data: Sequence[Tensor] | Mapping[str, Tensor] | Any
@@ -179,7 +182,7 @@ class Batch(NamedTuple):
 
     @property
     def mean_size(self) -> float:
-        """The samples by which the step divides the sum over this batch."""
+        """The number of samples by which the step divides the sum over this batch."""
         return self.global_size if self.step is None else self.step.size
 
     @property

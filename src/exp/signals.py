@@ -13,22 +13,22 @@ from typing import Any
 
 from exp.errors import Interrupted, chain_of
 
-# What signal.signal takes and gives back; None was not installed from Python.
+# Arguments and results of signal.signal; None is a handler that was not installed from Python.
 Handler = Callable[[int, FrameType | None], Any] | int | None
-# Set in a rank that somebody watches and would end by SIGKILL: exp's launcher, torchrun, SLURM.
+# Set on ranks whose launcher (exp, torchrun, SLURM) would end them with SIGKILL.
 SUPERVISED = "EXP_SUPERVISED"
-# SIGUSR1 is what SLURM sends before it takes a job's machine away: #SBATCH --signal=SIGUSR1@90.
+# SLURM sends SIGUSR1 before the time limit of a job: #SBATCH --signal=SIGUSR1@90.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ending_signals() -> tuple[int, ...]:
-    """Return the signals that end a run: Ctrl-C, a scheduler's, a closed terminal's, which `nohup` lets it ignore."""
+    """Return the signals that end a run. A closed terminal does not end a run under `nohup`."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    """Install a handler for the signals that end a run, for good."""
+    """Install a handler for the signals that end a run, permanently."""
     for signum in ending_signals():
         signal.signal(signum, handler)
 
@@ -37,9 +37,10 @@ def install_handler(handler: Callable[[int, FrameType | None], None] | signal.Ha
 def handle_signals(
     handler: Callable[[int, FrameType | None], None], *, over: tuple[Handler, ...] | None = None
 ) -> Iterator[None]:
-    """Handle the signals that end a run, and put back what was there. Outside the main thread it does nothing.
+    """Handle the signals that end a run during the context. Outside the main thread it does nothing.
 
-    over: handlers that it takes the place of, and of no other; None is all.
+    Args:
+        over: Handlers that are replaced. None: all.
     """
     before: dict[int, Handler] = {}
     if threading.current_thread() is threading.main_thread():
@@ -51,7 +52,7 @@ def handle_signals(
         yield
     finally:
         for signum, held in before.items():
-            # None was not installed from Python: it cannot be put back.
+            # A handler that was not installed from Python cannot be restored.
             if held is not None:
                 signal.signal(signum, held)
 
@@ -59,7 +60,8 @@ def handle_signals(
 class SignalFlag:
     """Handlers that remember the first signal, and let the second one end the process.
 
-    received: the signal's number; None while there was none.
+    Attributes:
+        received: Number of the first signal. None: no signal yet.
     """
 
     def __init__(self) -> None:
@@ -67,17 +69,17 @@ class SignalFlag:
         self._before: dict[int, Handler] = {}
 
     def install(self) -> None:
-        """Take over the handlers; elsewhere than in the main thread there are none to take, and it does nothing."""
+        """Install the handlers. Outside the main thread it does nothing."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.received = None
         for signum in ending_signals():
-            # None is a handler that was not installed from Python: it could not be put back.
+            # A handler that was not installed from Python could not be restored.
             if signal.getsignal(signum) is not None:
                 self._before[signum] = signal.signal(signum, self._remember)
 
     def restore(self) -> None:
-        """Put back what was there before, where nobody else has taken over since. Safe to call twice."""
+        """Restore the earlier handlers, except where others were installed since. Safe to call twice."""
         while self._before:
             signum, handler = self._before.popitem()
             own = signal.SIG_DFL if self.received is not None and not _is_interactive() else self._remember
@@ -89,27 +91,26 @@ class SignalFlag:
             self.received = signum
             for other in self._before:
                 if not _is_interactive() and not _is_supervised():
-                    # The system's own action needs no Python, which may hang in a collective.
+                    # The system's default action works even if Python hangs in a collective.
                     signal.signal(other, signal.SIG_DFL)
             return
         if _is_supervised():
-            return  # a cluster signals all processes of a job, and the launcher passes its own on: both reach a rank
-        # In a notebook only: the end of the process would be the end of all its variables.
+            return  # a rank gets the signal twice: from the cluster and from its launcher
+        # Only in a notebook, where the end of the process would lose all variables.
         raise Interrupted(signum=signum, checkpoint=None)
 
 
 def _is_supervised() -> bool:
-    """Return whether a launcher would end this process by SIGKILL where it does not end by itself."""
+    """Return whether a launcher ends this process with SIGKILL if it does not exit."""
     return SUPERVISED in os.environ
 
 
 @contextmanager
 def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
-    """End the run at once at a signal, while nothing is there to save: as Interrupted, so that it is reported.
+    """Raise Interrupted at a signal during the context, in which there is nothing to save.
 
-    Yields the exceptions that it raised; see `find_interruption`. From the first batch to the last, Stopping has its
-    own handlers.
-    Lightning answers a KeyboardInterrupt with SystemExit, and leaves SIGINT ignored (seen in 2.6.6).
+    Yields the exceptions that it raised; see `find_interruption`. From the first batch to the last, Stopping replaces
+    the handlers. Lightning turns KeyboardInterrupt into SystemExit, and ignores SIGINT afterwards (2.6.6).
     """
     raised: list[Interrupted] = []
 
@@ -117,17 +118,17 @@ def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
         raised.append(Interrupted(signum=signum, checkpoint=None))
         raise raised[-1]
 
-    # A rank has handlers of its own.
+    # Ranks have other handlers.
     with handle_signals(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         yield raised
 
 
 def find_interruption(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
-    """Return the interruption that OmegaConf or Lightning replaced by another error; without one, the error itself.
+    """Return the interruption that OmegaConf or Lightning replaced by another error, or the error itself.
 
     Args:
-        error: What was caught.
-        raised: What the handler of a signal raised.
+        error: The caught exception.
+        raised: The exceptions of the signal handler.
     """
     return next((cause for cause in chain_of(error) if any(cause is one for one in raised)), error)
 

@@ -18,24 +18,24 @@ SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01, "f": 1.0}
 OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
     "**": operator.pow, "^": operator.pow, "/": operator.truediv, "*": operator.mul,
 }  # fmt: skip
-# Below this likeness a proposal is a guess that misleads: "lr" is not "seed".
+# Proposals below this likeness would mislead: "lr" is not "seed".
 LIKENESS = 0.6
 
 
 def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
-    """The `count` names of `known` most like `word`, best first; fewer, or none, where nothing is like it.
+    """Return the `count` known names most like a word, best first.
 
-    Case and the signs - and _ do not count, and a word that is the beginning or a whole part of a name is like it,
-    by 0.8.
+    Case and the signs - and _ do not count. A word that is the beginning or a part of a name has a likeness of 0.8.
 
-    likeness: the least that counts, from 0 to 1, which is the same word.
+    Args:
+        likeness: Smallest likeness, from 0 to 1 (equal).
     """
     ranked = sorted(((-_likeness(word, name), name) for name in dict.fromkeys(known)), key=lambda pair: pair)
     return [name for unlike, name in ranked if -unlike >= likeness][:count]
 
 
 def is_typo(word: str, known: Iterable[str]) -> bool:
-    """Whether a word is one of the known names but for one letter: too many, too few, another, or two swapped."""
+    """Return whether a word differs from a known name by one letter, or by two swapped letters."""
     for name in known:
         longest = max(len(word), len(name))
         if longest > 2 and SequenceMatcher(None, word, name).ratio() >= 1 - 1 / longest:
@@ -44,13 +44,13 @@ def is_typo(word: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The fix of a typo, `Did you mean lr?`, or None where nothing is near."""
+    """Return the fix of a typo, such as `Did you mean lr?`, or None."""
     found = find_nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 
 
 def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
-    """A list for a message: all names where they are few, else the nearest to `word` and how many there are."""
+    """Return a list for a message: at most `count` names, those nearest to `word` first, with the total number."""
     names = list(dict.fromkeys(names))
     if len(names) <= count:
         return ", ".join(names) if names else "(nothing)"
@@ -60,7 +60,7 @@ def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
 
 
 def show(value: object) -> str:
-    """A value as a reader of the YAML knows it, cut to a line."""
+    """Return a value as in YAML, cut to 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -70,7 +70,7 @@ def show(value: object) -> str:
 
 
 def parse_number(text: str) -> str | None:
-    """The number that a text stands for to a person, `10k`, `50%`, `1/8`, `2**5`, `1 000`, as YAML has it; or None."""
+    """Return the YAML form of a number such as `10k`, `50%`, `1/8`, `2**5` or `1 000`; None for other texts."""
     plain = re.sub(r"(?<=\d)[ '](?=\d{3})", "", text.strip())
     found = NUMBER.fullmatch(plain)
     if found is None:
@@ -78,7 +78,7 @@ def parse_number(text: str) -> str | None:
     number, sign, other = float(found["number"]), found["sign"], found["other"]
     try:
         value = number * SUFFIXES[sign.lower()] if other is None else OPERATIONS[sign](number, float(other))
-    except (ArithmeticError, LookupError):  # a sign that wants another number, or none
+    except (ArithmeticError, LookupError):  # the sign needs another number, or none
         return None
     if isinstance(value, complex) or not math.isfinite(value):
         return None

@@ -318,5 +318,5 @@ def test_ctrl_c_exits_130_and_saves_nothing(place: Path, capsys: pytest.CaptureF
     assert main(words) == 128 + signal.SIGINT
     error = capsys.readouterr().err
     assert "interrupted by signal 2; a test that did not end says nothing, and leaves no state" in error
-    assert "goes on with" not in error
+    assert "Resume with" not in error
     assert list(place.glob("outputs/**/*.ckpt")) == []

@@ -39,7 +39,7 @@ def test_a_full_stream_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
         assert stream.lost.errno == errno.ENOSPC
         print("b", file=stream, flush=True)
         os.write(full.fileno(), b"the descriptor now leads to /dev/null")
-    assert caplog.messages == [f"standard output: {NO_SPACE}. The run goes on without it"]
+    assert caplog.messages == [f"standard output: {NO_SPACE}. The run continues without it"]
 
 
 def test_an_unencodable_letter_is_escaped() -> None:
@@ -95,7 +95,7 @@ def test_a_full_output_leaves_one_line_at_exit(command: str) -> None:
             [sys.executable, "-m", command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [f"standard output: {NO_SPACE}. Send it where there is room"]
+    assert done.stderr.splitlines() == [f"standard output: {NO_SPACE}. Free space, or redirect it"]
 
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=3")
@@ -210,7 +210,7 @@ def fit(*overrides: str) -> tuple[exp.Report, dict[str, str], str]:
     errors = {entry["what"]: entry["error"] for entry in report.not_written}
     assert len(errors) == len(report.not_written)
     log = (directory / "train.log").read_text()
-    assert log.count("The run goes on without it") == len(errors)
+    assert log.count("The run continues without it") == len(errors)
     return report, errors, log
 
 

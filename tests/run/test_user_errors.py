@@ -133,7 +133,7 @@ def test_the_message_names_the_place_and_the_users_frames(overrides, place, erro
     frames = [line for line in message.splitlines() if line.startswith("  File ")]
     assert frames, message
     assert all("faulty.py" in line for line in frames), message
-    assert "mend it there" in message
+    assert "fix it there" in message
     # An error of the file system that the user's code raises is not a disk that exp finds full.
     assert "room" not in message.lower()
 

@@ -61,7 +61,7 @@ def test_ctrl_c_saves_running_jobs_and_starts_no_others(started, table):
     done = command.end()
     assert done.returncode == 130, done.stderr
     assert [row["status"] for row in table()] == ["interrupted", "interrupted", "not started"]
-    assert "It goes on with" in done.stderr
+    assert "Resume with" in done.stderr
     assert len(list(Path("outputs").rglob("last.ckpt"))) == 2
 
 

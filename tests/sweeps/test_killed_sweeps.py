@@ -155,7 +155,7 @@ def test_a_signal_at_any_moment_saves_the_running_jobs(overrides, commands, shar
             assert status == by_directory[directory.name]["status"], said
             assert status in ("completed", "interrupted"), said
         assert {row["status"] for row in rows} <= {"completed", "interrupted", "not started"}, said
-        assert "It goes on with" in done.stderr, said
+        assert "Resume with" in done.stderr, said
 
 
 def test_trials_that_are_known_together_are_stacked(commands):

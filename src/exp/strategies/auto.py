@@ -1,4 +1,4 @@
-"""One device, or ddp over all GPUs if there are several, as `placement` decides."""
+"""A single device, or ddp over all GPUs if there are several, as `placement` decides."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step does nothing except call DistributedDataParallel.
+        """True if a step does nothing except call DistributedDataParallel.
 
         Relied on, and tested: Lightning's `_model_averager` is None without its own post-local SGD (lightning 2.6.6).
         """

@@ -224,7 +224,7 @@ def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device
 
 
 class LayerSplitStrategy(OverDevices, SingleDeviceStrategy):
-    """One process whose network is on several devices."""
+    """A process whose network is on several devices."""
 
     def __init__(self, *, devices: Sequence[str], layers: Patterns | None) -> None:
         self.devices = tuple(map(torch.device, devices))

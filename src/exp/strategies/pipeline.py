@@ -218,9 +218,9 @@ class Pipelined(Protocol):
 
 
 class PipelineStrategy(ModelParallel):
-    """One rank of a pipeline.
+    """A rank of a pipeline.
 
-    Each rank reads the whole network, splits it, and keeps the parameters of its own stages. Checkpoints are whole
+    Each rank reads the whole network, splits it, and keeps the parameters of its stages. Checkpoints are whole
     (whole_state.py).
 
     Attributes:

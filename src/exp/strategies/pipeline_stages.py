@@ -42,7 +42,7 @@ WISH = 4
 
 
 class Stage:
-    """One part of the network, as a function of the tensors that are sent to it.
+    """A part of the network, as a function of the tensors that are sent to it.
 
     Args:
         around: Context of a forward, such as autocast.
@@ -81,7 +81,7 @@ class Stage:
 
 
 class Stages:
-    """One rank of a pipeline.
+    """A rank of a pipeline.
 
     Args:
         stages: Stages of this rank, in order.
@@ -151,7 +151,7 @@ class Stages:
 
 
 class _Scheduled:
-    """One of torch's schedules, for micro-batches of one shape."""
+    """A schedule of torch, for micro-batches of one shape."""
 
     def __init__(self, stages: Stages, count: int) -> None:
         self.count = count

@@ -17,7 +17,7 @@ STORE = "EXP_STORE"
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One process of a run.
+    """A process of a run.
 
     Attributes:
         global_rank: 0 to world_size - 1, over all nodes.
@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether the rank writes reports and shows progress."""
+        """True if the rank writes reports and shows progress."""
         return self.global_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""One device."""
+"""A single device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from exp.strategies.strategy import Strategy
 
 
 class Single(Strategy):
-    """One device, even if the machine has more."""
+    """A single device, even if the machine has more."""
 
     splits_batch = False
     steps_once = False
 
     @property
     def demand(self) -> Demand:
-        """One device."""
+        """A single device."""
         return Demand(rest=None)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

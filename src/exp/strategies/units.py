@@ -63,7 +63,7 @@ def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[s
     """Return the units, and one for each layer whose parameters have another dtype than the unit around it.
 
     A unit is gathered as one flat tensor, and `precision.keep` changes the dtype of some layers. The dtype of a unit is
-    the one of its own parameters, which it cannot leave out, or else of most parameters of its layers.
+    that of the parameters outside of its layers, or else of most parameters in them.
     """
     modules = dict(network.named_modules())
     owners = {name: unit_of(name, units) for name in modules}

@@ -33,7 +33,6 @@ class RunTrainer(Trainer):
     datamodule: RunData
     log_every_n_steps: int
     profiler: Profiler
-    _val_check_time_interval: float | None
 
 
 class StagedData(LightningDataModule):
@@ -175,6 +174,7 @@ class Batches:
     def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: StagedData) -> None:
         self._make, self._stage, self._module = make, stage, module
         self._loader: Loader | None = None
+        self.ahead: Ahead | None = None
 
     @property
     def loader(self) -> Loader:
@@ -188,14 +188,15 @@ class Batches:
         Lightning keeps this object as long as the Trainer lives, and workers that ignore signals would keep the
         interpreter from ending.
         """
-        self._loader = None
+        self._loader = self.ahead = None
 
     def __iter__(self) -> Iterator[Batch]:
         if self._stage != "train":
             return self._transformed(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
         self.loader.set_position(*position)
-        return Ahead(self._transformed(iter(self.loader), position), self.loader, self._module, position)
+        self.ahead = Ahead(self._transformed(iter(self.loader), position), self.loader, self._module, position)
+        return self.ahead
 
     def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
         """The batches from a position, (epoch, batch), on, transformed on the device where transforms ask for that."""

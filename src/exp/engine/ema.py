@@ -2,23 +2,21 @@
 
 Lightning 2.6 has EMAWeightAveraging. With it, `trainer.test(ckpt_path="best")` after fit loads weights that are not
 averaged, and it deep-copies the whole LightningModule with everything that hooks attach to it.
-
-Private name of torch (2.13), and tested: `_parameters`, where a module holds its parameters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, TypeVar
 
 import torch
 from annotated_types import Ge, Interval
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from exp.engine.checkpoint import CURRENT, State
@@ -26,6 +24,7 @@ from exp.precision.plugin import ScaledPrecision
 from exp.strategies.whole_state import WholeState, local_part
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class ExponentialMovingAverage(Callback):
@@ -112,7 +111,8 @@ class ExponentialMovingAverage(Callback):
         if isinstance(strategy, WholeState):
             average, current = strategy.gather_all(self.average), strategy.gather_all(self._current)
         else:
-            average, current = _state_dict(pl_module, self.average), _state_dict(pl_module, self._current)
+            average = _with(self.average, pl_module, LightningModule.state_dict)
+            current = _with(self._current, pl_module, LightningModule.state_dict) if self._current else {}
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 
@@ -129,8 +129,7 @@ class ExponentialMovingAverage(Callback):
             self.average = {name: _wide(saved[name]) for name in own}
         else:
             self.average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
-            with _holding(pl_module, self.average):
-                pl_module.load_state_dict(saved)
+            _with(self.average, pl_module, lambda module: module.load_state_dict(saved))
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, int]:
@@ -171,45 +170,35 @@ class ExponentialMovingAverage(Callback):
             self._current = {}
 
 
-def _places(module: LightningModule) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name of each parameter, and the mapping and the key that hold it. Tied ones come under each name.
-
-    Not `state_dict()`, whose hooks may replace tensors.
-    """
-    for prefix, part in module.named_modules(remove_duplicate=False):
+def _tensors(module: LightningModule) -> dict[str, Tensor]:
+    """Return the parameters by name. Tied parameters are under each of their names."""
+    for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward may have left whole tensors instead of shards
-        for key, tensor in part._parameters.items():
-            if tensor is not None:
-                yield f"{prefix}.{key}" if prefix else key, part._parameters, key
+    return dict(module.named_parameters(remove_duplicate=False))
 
 
-def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    return {name: held[key] for name, held, key in _places(module)}
+class _Holder(nn.Module):
+    """A module around another one, so that functional_call can run any function on it."""
+
+    def __init__(self, held: LightningModule) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, function: Callable[[LightningModule], object]) -> object:
+        return function(self.held)
 
 
-@contextmanager
-def _holding(module: LightningModule, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hold other tensors, which may have another dtype, in the places of the parameters until the block ends.
+def _with(
+    tensors: Mapping[str, Tensor], module: LightningModule, function: Callable[[LightningModule], Result]
+) -> Result:
+    """Return function(module), with other tensors, which may have another dtype, in place of the parameters.
 
-    Not by `parameter.data = tensor`: another dtype resets the gradient accumulator, which has the hooks of DDP.
+    Assigning to `parameter.data` instead would reset the gradient accumulator, which has the hooks of DDP.
     """
-    replaced = [(held, key, held[key], tensors[name]) for name, held, key in _places(module) if name in tensors]
-    try:
-        for held, key, _, tensor in replaced:
-            held[key] = tensor
-        yield
-    finally:
-        for held, key, own, _ in replaced:
-            held[key] = own
-
-
-def _state_dict(module: LightningModule, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state dict of the module with these parameters, or an empty one if there are none."""
-    if not tensors:
-        return {}
-    with _holding(module, tensors):
-        return module.state_dict()
+    named = {f"held.{name}": tensor for name, tensor in tensors.items()}
+    result: Result = functional_call(_Holder(module), named, (function,), tie_weights=False)
+    return result
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -12,13 +12,9 @@ whatever the outer loop has to do: a validation, an epoch's end, a stop. So it m
 it looks up everything anew: callbacks may have changed anything since (tens of us, against Lightning's half a ms).
 
 docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning.
-Private of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_trainer_fn`, `_stage`, `_data_fetcher`,
-`_has_run`, `_seen_batches_per_dataloader`, `_on_evaluation_model_eval`, `_on_evaluation_start` and
-`_on_evaluation_epoch_start`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx`,
-`_should_check_val_epoch`; `_DataFetcher`, `_DataLoaderIterDataFetcher`, `CombinedLoader._iterator`, `_MaxSizeCycle`
-with `_consumed` and `_idx`; `_skip_backward`; `_block_parallel_sync_behavior`; `_val_check_time_interval`;
-`_lightning_optimizers`, `_model_averager` of strategies; `fit_loop._data_fetcher`.
-Private of torch (2.13): `_optimizer_step_pre_hooks` of optimizers.
+Private names of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_has_run` and
+`_seen_batches_per_dataloader`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx` and
+`_should_check_val_epoch`; `_DataFetcher`.
 """
 
 from __future__ import annotations
@@ -31,19 +27,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from exp.engine.datamodule import RunData, RunTrainer
+from exp.engine.datamodule import Batches, RunData, RunTrainer
 from exp.engine.module import TrainingModule
 from exp.errors import UserCodeError, user_frames
 from exp.optim.direct_step import DirectStep
@@ -139,8 +136,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         count = self.steps_per_execution
         left = min(self._batches_to_validation(), float("inf") if count is None else count)
         ends = None if count is not None else time.monotonic() + EXECUTION_SECONDS
+        fetch = fetching(data_fetcher)
         while True:
-            self._do_batch(lean, data_fetcher)
+            self._do_batch(lean, fetch, data_fetcher)
             left -= 1
             if left <= 0 or self._is_wanted_outside() or (ends is not None and time.monotonic() >= ends):
                 return
@@ -150,8 +148,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
             if not lean.accumulates:
                 self._batches_that_stepped += 1
 
-    def _do_batch(self, lean: LeanStep, data_fetcher: _DataFetcher) -> None:
-        batch = _fetch(data_fetcher)
+    def _do_batch(self, lean: LeanStep, fetch: Callable[[], Batch], data_fetcher: _DataFetcher) -> None:
+        batch = fetch()
         trainer, progress = self.trainer, self.batch_progress
         module = lean.module
         batch_idx = progress.current.ready
@@ -195,14 +193,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         if not self._should_check_val_epoch():
             return float("inf")
-        if trainer._val_check_time_interval is not None:
-            return 1
         every: float | None = trainer.val_check_batch
+        if every is None:  # after a time, not after a number of batches
+            return 1
         limit = trainer.limit_train_batches
         if every == float("inf") and isinstance(limit, int):
             every = limit
-        if every is None or every == float("inf"):
-            return float("inf")
+        if every == float("inf"):
+            return every
         progress = self.batch_progress
         done = progress.total.ready if trainer.check_val_every_n_epoch is None else progress.current.ready
         return every - done % every
@@ -220,18 +218,19 @@ class LeanValidationLoop(_EvaluationLoop):
 
     def __init__(self, trainer: Trainer) -> None:
         own = trainer.fit_loop.epoch_loop.val_loop
-        super().__init__(trainer, own._trainer_fn, own._stage, verbose=own.verbose, inference_mode=own.inference_mode)
+        super().__init__(
+            trainer,
+            TrainerFn.FITTING,
+            RunningStage.VALIDATING,
+            verbose=own.verbose,
+            inference_mode=own.inference_mode,
+        )
         # Whether the batches of the validation under way are done here.
         self._is_lean = False
 
     def on_run_start(self) -> None:
         self._is_lean = False
-        if not isinstance(self.trainer.lightning_module, TrainingModule) or self.num_dataloaders != 1:
-            super().on_run_start()
-        else:  # but for a look at the signatures of the module's hooks
-            self._on_evaluation_model_eval()
-            self._on_evaluation_start()
-            self._on_evaluation_epoch_start()
+        super().on_run_start()
         # Behind the hooks, which may have changed anything.
         self._is_lean = not any(self._reasons())
         if self._is_lean:
@@ -247,8 +246,6 @@ class LeanValidationLoop(_EvaluationLoop):
         yield from foreign_parts(self.trainer, VALIDATION_HOOKS, often="at every batch of a validation")
         if self.num_dataloaders != 1:
             yield f"there are {self.num_dataloaders} loaders"
-        if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
-            yield "the validation step fetches its own batches"
 
     def _evaluation_step(
         self, batch: Batch, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Batch] | None
@@ -298,23 +295,27 @@ def _tell_stop_iteration(
         raise UserCodeError.of(error, what=f"callback {type(callback).__name__}, in {name},") from error
 
 
-def _fetch(fetcher: _DataFetcher) -> Batch:
-    """Fetch a batch. Of a stream without a length Lightning reads one ahead, to know the last one: by its own."""
-    combined = fetcher.iterator
-    cycle = combined._iterator if isinstance(combined, CombinedLoader) else None
-    if fetcher.length is None or type(cycle) is not _MaxSizeCycle or len(cycle.iterators) != 1:
-        batch: Batch = next(fetcher)[0]
+def fetching(fetcher: _DataFetcher) -> Callable[[], Batch]:
+    """Return a function that fetches the next training batch.
+
+    Raises StopIteration at the end of the data.
+    """
+    loaders = fetcher.combined_loader.flattened
+    length, batches = fetcher.length, loaders[0]
+    if length is None or len(loaders) != 1 or not isinstance(batches, Batches) or batches.ahead is None:
+        return lambda: next(fetcher)[0]
+    ahead = batches.ahead
+
+    def fetch() -> Batch:
+        batch = next(ahead, None)
+        if batch is None:
+            fetcher.done = True
+            raise StopIteration
+        fetcher.fetched += 1
+        fetcher.done = fetcher.fetched >= length
         return batch
-    try:
-        batch = next(cycle.iterators[0])
-    except StopIteration:
-        cycle._consumed[0] = True
-        fetcher.done = True
-        raise
-    cycle._idx += 1
-    fetcher.fetched += 1
-    fetcher.done = fetcher.fetched >= fetcher.length
-    return batch
+
+    return fetch
 
 
 def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
@@ -372,9 +373,11 @@ class LeanStep:
         # What Lightning hands to on_train_batch_end; none of exp's callbacks reads it.
         self.outputs: dict[str, object] = {}
         self._strategy: LightningStrategy = trainer.strategy
+        self._without_sync: Callable[[], AbstractContextManager[None]] = (
+            trainer.strategy.block_backward_sync if isinstance(trainer.strategy, ParallelStrategy) else nullcontext
+        )
         self._precision = precision
         self._progress = loop.automatic_optimization.optim_progress.optimizer
-        self._skips_backward = loop.automatic_optimization._skip_backward
         self._optimizer: Optimizer = trainer.optimizers[0]
         self.on_batch_start = acting(trainer, "on_train_batch_start")
         self.on_batch_end = acting(trainer, "on_train_batch_end")
@@ -396,7 +399,7 @@ class LeanStep:
         self._batch_idx = batch_idx
         self.accumulates = not is_last and (batch_idx + 1) % self._window != 0
         if self.accumulates:
-            with _block_parallel_sync_behavior(self._strategy, block=True):
+            with self._without_sync():
                 self._compute()
         else:
             self._progress.step.increment_ready()
@@ -450,7 +453,6 @@ class LeanStep:
             # Others may call the closure twice, or look at the loss.
             and kind.__module__.startswith("torch.optim.")
             and kind is not LBFGS
-            and not optimizer._optimizer_step_pre_hooks
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
         # Where steps may be skipped they are the scaler's.
@@ -463,7 +465,7 @@ class LeanStep:
     def _compute(self) -> Tensor:
         """Run Lightning's closure: forward, zero_grad, backward. Returns the loss, detached."""
         batch, batch_idx, window = self._batch, self._batch_idx, self._window
-        is_first = batch_idx % window == 0 and not self._skips_backward
+        is_first = batch_idx % window == 0
         if is_first and self._dropped is not None:
             for parameter in self._dropped:
                 parameter.grad = None
@@ -475,8 +477,6 @@ class LeanStep:
                 loss = self._forward(batch, batch_idx)
         if window != 1:
             loss = loss / window
-        if self._skips_backward:
-            return loss.detach()
         if is_first:
             self._clear()
         if self._is_backward_plain:
@@ -532,7 +532,8 @@ class LeanStep:
         precision.update()
 
     def _update_by_closure(self) -> None:
-        wrapped = self._strategy._lightning_optimizers[0]
+        wrapped = self.module.optimizers()
+        assert isinstance(wrapped, LightningOptimizer)  # with phases, too: they are one optimizer
         self.module.optimizer_step(self.trainer.current_epoch, self._batch_idx, wrapped, self._compute)
 
 
@@ -541,9 +542,8 @@ def _steps_plainly(strategy: LightningStrategy) -> bool:
     own = type(strategy).optimizer_step
     if isinstance(strategy, WrapsModule):
         return strategy.is_plain
-    if isinstance(strategy, DDPStrategy) and own is DDPStrategy.optimizer_step:
-        return strategy._model_averager is None
-    return own is LightningStrategy.optimizer_step
+    # exp's own strategies never use the averaging that Lightning's DDPStrategy adds on request.
+    return own is LightningStrategy.optimizer_step or (is_own(strategy) and own is DDPStrategy.optimizer_step)
 
 
 def why_one_by_one(trainer: RunTrainer) -> str | None:
@@ -560,8 +560,8 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
     strategy = trainer.strategy
     if is_own(strategy) and strategy.handles_gradient_accumulation:
         yield f"the strategy {type(strategy).__name__} has a loop of its own"
-    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-        yield "the training step fetches its own batches"
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        yield "the callback StochasticWeightAveraging runs an epoch without a backward"
 
 
 def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:
@@ -577,7 +577,7 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
     if not isinstance(module, TrainingModule):
         yield f"{type(module).__name__} is no module of exp"
     strategy = trainer.strategy
-    if not is_own(strategy) and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+    if not is_own(strategy) and type(strategy) is not SingleDeviceStrategy:
         yield f"the strategy {type(strategy).__name__} is not exp's"
     if type(trainer.precision_plugin) not in (RunPrecision, ScaledPrecision):
         yield f"the precision {type(trainer.precision_plugin).__name__} is not exp's"

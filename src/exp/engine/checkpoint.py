@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -72,8 +72,14 @@ class AtomicCheckpointIO(CheckpointIO):
         if isinstance(checkpoint, bytes):
             write_atomic(path, checkpoint, is_synced=self._is_synced)
             return
-        with _written(path, is_synced=self._is_synced) as file:
-            torch.save(with_manifest(checkpoint), cast(BinaryIO, file))
+        with open_atomic(path, is_synced=self._is_synced) as file:
+            try:
+                torch.save(with_manifest(checkpoint), file)
+            except RuntimeError as error:
+                # torch's writer replaces the error of the file by one about positions.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
     def load_checkpoint(
         self,
@@ -325,37 +331,6 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
             checkpoint["optimizer_states"],
             lambda value: value.contiguous(memory_format=layout) if value.dim() == 4 else value,
         )
-
-
-@contextmanager
-def _written(target: Path, *, is_synced: bool) -> Iterator[_Remembering]:
-    """Give a file for torch.save that takes its target's place, and tell the system's own error of a write."""
-    with open_atomic(target, is_synced=is_synced) as raw:
-        file = _Remembering(raw)
-        try:
-            yield file
-        except Exception as error:
-            if file.error is not None and error is not file.error:
-                raise file.error from error
-            raise
-
-
-class _Remembering:
-    """A file that keeps the OSError of a write: torch's writer turns it into a RuntimeError about positions."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw = raw
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self.raw.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self.raw.flush()
 
 
 def _require_sound(path: Path) -> None:

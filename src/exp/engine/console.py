@@ -1,4 +1,4 @@
-"""Tell of a run: by a bar or lines on the screen, and of all the rest in train.log."""
+"""Show the progress of a run by a bar or lines on the terminal, and write train.log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,6 +23,9 @@ from exp.errors import Interrupted
 from exp.output import NotWritten, SafeStream, survive_output_errors, warn_not_written
 from exp.redaction import redact
 from exp.strategies.rank import Rank
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
 log = logging.getLogger(__name__)
 
@@ -115,106 +118,20 @@ class _ScreenHandler(logging.Handler):
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
-    """Return the callbacks that show how a run goes; on rank 0 alone.
+    """Return the callbacks that show the progress of a run; none on ranks other than 0.
 
-    enabled: trainer.enable_progress_bar; without it the lines go to train.log only.
+    Args:
+        enabled: Value of trainer.enable_progress_bar. If false, the lines go to train.log only.
+        rank: Rank of this process.
     """
     if not rank.is_first:
         return []
-    if enabled and sys.stdout.isatty():
-        return [Progress(Bar())]
-    return [Progress(Lines(is_printing=enabled))]
-
-
-class Lines:
-    """One line an epoch or a validation, but not many in a few seconds."""
-
-    def __init__(self, *, is_printing: bool = True) -> None:
-        self.is_printing = is_printing
-        self._text, self._written = "", 0.0
-        self._is_waiting = False
-
-    def update(self, view: View) -> None:
-        if time.monotonic() - self._written >= LONG_SECONDS:
-            self.milestone(view)
-
-    def milestone(self, view: View) -> None:
-        """An epoch or a validation has ended."""
-        self._text, self._is_waiting = view.text(), True
-        if time.monotonic() - self._written >= LINE_SECONDS:
-            self._write()
-
-    def close(self) -> None:
-        if self._is_waiting:
-            self._write()
-
-    def _write(self) -> None:
-        self._written, self._is_waiting = time.monotonic(), False
-        log.info(self._text)
-        if self.is_printing:
-            print(self._text, flush=True)
-
-
-class Bar:
-    """A bar over the batches of an epoch, or of an evaluation, drawn four times a second."""
-
-    def __init__(self) -> None:
-        self._progress: Any = None
-        self._latest: View | None = None
-        self._drawn = 0.0
-        self._lines = Lines(is_printing=False)
-
-    def update(self, view: View) -> None:
-        if self._progress is None:
-            self._start()
-        self._drawn = time.monotonic()
-        counts = f"{view.done}/?" if view.total is None else f"{view.total}/{view.total}"
-        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, a space after each
-        self._progress.update(
-            self._task,
-            description=view.title,
-            completed=view.done,
-            total=view.total,
-            values=view.values(room=self._progress.console.width - others),
-            refresh=True,
-        )
-        self._lines.update(view)
-
-    def milestone(self, view: View) -> None:
-        self._latest = view
-        if time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self.update(view)
-        self._lines.milestone(view)
-
-    def close(self) -> None:
-        if self._latest is not None:
-            self.update(self._latest)
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = self._latest = None
-        self._lines.close()
-
-    def _start(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
-
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(min_width=BAR_WIDTH, max_width=24)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
-            console=Console(highlight=False),
-            # No thread of its own: it would take turns with the training for the interpreter.
-            auto_refresh=False,
-        )
-        self._task = self._progress.add_task("", total=None, values="")
-        self._progress.start()
+    return [Progress(Bar() if enabled and sys.stdout.isatty() else Lines(is_printing=enabled))]
 
 
 @dataclass(frozen=True)
 class View:
-    """A view of a run.
+    """The numbers that a display shows.
 
     Attributes:
         title: Such as `epoch 3/30`, or the stage outside of training.
@@ -233,67 +150,150 @@ class View:
     latest: Mapping[str, float]
 
     def values(self, room: float = math.inf) -> str:
-        """Return the latest values and the speed, without the last values if all need more than `room` columns."""
-        speed = [] if self.rate is None else [f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.3g}"]
-        shown = [*(f"{tag} {value:.4g}" for tag, value in self.latest.items()), *(f"{one} steps/s" for one in speed)]
-        while len(shown) > len(speed) and len("  ".join(shown)) > room:
-            del shown[len(shown) - len(speed) - 1]
-        return "  ".join(shown)
+        """Return the latest values and the speed. Leave out the last values if all need more than `room` columns."""
+        speed = (
+            []
+            if self.rate is None
+            else [f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s"]
+        )
+        values = [f"{tag} {value:.4g}" for tag, value in self.latest.items()]
+        while values and len("  ".join([*values, *speed])) > room:
+            values.pop()
+        return "  ".join([*values, *speed])
 
     def text(self) -> str:
         return f"{self.title}  step {self.step}  {self.values()}"
 
 
-def view_of_training(trainer: Trainer, *, rate: float | None, latest: Mapping[str, float]) -> View:
-    """Return the view of a run that trains."""
-    epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
-    # Lightning counts on at the end of the last one.
-    title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
-    done = trainer.fit_loop.batch_idx + 1
-    return View(title, trainer.global_step, done, _known(trainer.num_training_batches), rate, latest)
+class Lines:
+    """A display that writes a line after each epoch and validation, but not several within a few seconds."""
+
+    def __init__(self, *, is_printing: bool = True) -> None:
+        self._is_printing = is_printing
+        self._waiting: View | None = None
+        self._written = 0.0
+
+    def update(self, view: View) -> None:
+        if time.monotonic() - self._written >= LONG_SECONDS:
+            self.milestone(view)
+
+    def milestone(self, view: View) -> None:
+        """Show the view at the end of an epoch or of a validation."""
+        self._waiting = view
+        if time.monotonic() - self._written >= LINE_SECONDS:
+            self._write(view)
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            self._write(self._waiting)
+
+    def _write(self, view: View) -> None:
+        self._waiting, self._written = None, time.monotonic()
+        log.info(view.text())
+        if self._is_printing:
+            print(view.text(), flush=True)
 
 
-def view_of_stage(trainer: Trainer, *, done: int, latest: Mapping[str, float]) -> View:
-    """Return the view of a run that only validates, tests or predicts. done: batches."""
-    if trainer.testing:
-        title, batches = "test", trainer.num_test_batches
-    elif trainer.predicting:
-        title, batches = "predict", trainer.num_predict_batches
-    else:
-        title, batches = "val", trainer.num_val_batches
-    return View(title, trainer.global_step, done, _known(sum(batches)), None, latest)
+class Bar(Lines):
+    """A display that draws a bar over the batches of an epoch or of an evaluation, and logs lines."""
+
+    def __init__(self) -> None:
+        super().__init__(is_printing=False)
+        self._bar: RichProgress | None = None
+        self._latest: View | None = None
+        self._drawn = 0.0
+
+    def update(self, view: View) -> None:
+        self._draw(view)
+        super().update(view)
+
+    def milestone(self, view: View) -> None:
+        self._latest = view
+        if time.monotonic() - self._drawn >= REFRESH_SECONDS:
+            self._draw(view)
+        super().milestone(view)
+
+    def close(self) -> None:
+        if self._latest is not None:
+            self._draw(self._latest)
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._latest = None
+        super().close()
+
+    def _draw(self, view: View) -> None:
+        bar = self._bar = self._bar or _new_bar()
+        self._drawn = time.monotonic()
+        counts = f"{view.done}/?" if view.total is None else f"{view.total}/{view.total}"
+        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, a space after each
+        bar.update(
+            bar.task_ids[0],
+            description=view.title,
+            completed=view.done,
+            total=view.total,
+            values=view.values(room=bar.console.width - others),
+            refresh=True,
+        )
 
 
-def _known(batches: float) -> int | None:
-    return None if batches == float("inf") else int(batches)
+def _new_bar() -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+    from rich.table import Column
+
+    bar = RichProgress(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(min_width=BAR_WIDTH, max_width=24)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
+        console=Console(highlight=False),
+        # rich's thread would take turns with the training for the interpreter.
+        auto_refresh=False,
+    )
+    bar.add_task("", total=None, values="")
+    bar.start()
+    return bar
 
 
 class Progress(Callback):
-    """Shows a run on a display, at a person's rate. A display may be taken away: the run goes on without it."""
+    """A callback that shows the run on a display, at most four times a second.
 
-    def __init__(self, display: Bar | Lines) -> None:
+    If the display fails, the run continues without it.
+    """
+
+    def __init__(self, display: Lines) -> None:
         super().__init__()
-        self.display: Bar | Lines | None = display
+        self.display: Lines | None = display
         self._latest: Callable[[], dict[str, float]] = dict
         self._shown = 0.0
         self._rate: float | None = None
-        # The step and the time of the last measurement; validations in between do not count.
+        # The step and the time of the last measurement, without the time of validations since then.
         self._step, self._measured = 0, 0.0
         self._validating_since = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(trainer)
+        callbacks = cast(RunTrainer, trainer).callbacks
+        recordings = [callback for callback in callbacks if isinstance(callback, StepRecording)]
+        self._latest = recordings[0].shown if recordings else dict
+        self._shown = self._measured = time.monotonic()
+        self._rate, self._step = None, trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        now = time.monotonic()
-        if now - self._shown >= REFRESH_SECONDS:
-            self._measure(trainer, now)
+        if self._is_due(trainer):
             self._show("update", self._view(trainer))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_due(trainer)
+        self._show("milestone", self._view(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show("close")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating_since = time.monotonic()
         if trainer.state.fn == "validate":
-            self._begin(trainer)
+            self.on_train_start(trainer, pl_module)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
@@ -305,18 +305,9 @@ class Progress(Callback):
         self._measured += time.monotonic() - self._validating_since
         if trainer.state.fn == "validate":
             self._show("close")
-        # An epoch that ends with it has a line of its own.
+        # An epoch that ends with this validation shows a line later.
         elif trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
             self._show("milestone", self._view(trainer))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now = time.monotonic()
-        if now - self._shown >= REFRESH_SECONDS:
-            self._measure(trainer, now)
-        self._show("milestone", self._view(trainer))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show("close")
 
     on_test_start = on_predict_start = on_train_start
     on_test_end = on_predict_end = on_train_end
@@ -330,33 +321,42 @@ class Progress(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        now = time.monotonic()
-        if now - self._shown >= REFRESH_SECONDS:
-            self._shown = now
-            self._show("update", view_of_stage(trainer, done=batch_idx + 1, latest=self._latest()))
+        if self._is_due(trainer):
+            self._show("update", self._view(trainer, evaluated=batch_idx + 1))
 
     on_predict_batch_end = on_test_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._show("close")
 
-    def _begin(self, trainer: Trainer) -> None:
-        callbacks = cast(RunTrainer, trainer).callbacks
-        recordings = [callback for callback in callbacks if isinstance(callback, StepRecording)]
-        self._latest = recordings[0].shown if recordings else dict
-        self._shown = self._measured = time.monotonic()
-        self._rate, self._step = None, trainer.global_step
-
-    def _measure(self, trainer: Trainer, now: float) -> None:
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Return whether to refresh the display, and measure the speed if so."""
+        now = time.monotonic()
+        if now - self._shown < REFRESH_SECONDS:
+            return False
         self._shown = now
         step = trainer.global_step
-        # Otherwise no step has ended since, and the last speed holds.
+        # If no step has ended since, the last speed holds.
         if step > self._step and now > self._measured:
             self._rate = (step - self._step) / (now - self._measured)
             self._measured, self._step = now, step
+        return True
 
-    def _view(self, trainer: Trainer) -> View:
-        return view_of_training(trainer, rate=self._rate, latest=self._latest())
+    def _view(self, trainer: Trainer, *, evaluated: int | None = None) -> View:
+        """Return the view to show. evaluated: batches done outside of training."""
+        if evaluated is None:
+            epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
+            # At the end of the last epoch, Lightning has counted one more.
+            title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
+            done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
+        elif trainer.testing:
+            title, done, total = "test", evaluated, sum(trainer.num_test_batches)
+        elif trainer.predicting:
+            title, done, total = "predict", evaluated, sum(trainer.num_predict_batches)
+        else:
+            title, done, total = "val", evaluated, sum(trainer.num_val_batches)
+        known = None if total == math.inf else int(total)
+        return View(title, trainer.global_step, done, known, self._rate, self._latest())
 
     def _show(self, action: Literal["update", "milestone", "close"], *view: View) -> None:
         if self.display is None:
@@ -364,7 +364,7 @@ class Progress(Callback):
         try:
             getattr(self.display, action)(*view)
         except Interrupted:
-            raise  # a signal came while it was drawn
+            raise  # a signal arrived while the display was drawn
         except Exception as error:
             self.display = None
             warn_not_written("the progress display", error)

@@ -1,7 +1,7 @@
 """kill -9 at random moments of a run that is resumed until it completes: its checkpoints equal an unbroken run's.
 
-A run validates at every step and saves so often that most moments are inside a save. Each chain of runs draws anew how
-many of the best checkpoints are kept, whether a thread writes them, and what makes a save due.
+A run validates at every step and saves so often that most moments are inside a save. Each chain of runs draws
+whether a thread writes the checkpoints, and what makes a save due.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DUE = ("checkpoint.every_n_steps=1", "checkpoint.every_n_steps=4", "checkpoint.e
 # Two unbroken runs differ in these, too: the clock, times and memory, their checksum, and the path of the resume.
 DIFFERENT = ("exp_seconds", "exp_latest", "exp_manifest", "exp_config")
 # A kill between two saves may lose the ranking; the repeated steps restore it.
-RANKING = ("exp_best", "exp_kept")
+RANKING = ("exp_best",)
 # Lightning counts steps and validations since the epoch began or the run was resumed; they decide nothing.
 COUNTERS = re.compile(r"\.loops\..*\.(optim_progress\.optimizer\.\w+\.current|val_loop\.batch_progress\.\w+)\.\w+")
 
@@ -64,17 +64,13 @@ def test_a_killed_run_resumes_exactly(commands, tmp_path):
 @pytest.mark.parametrize(("overrides", "chains"), [(PLAIN, 80), (FULL, 30)], ids=["plain", "full"])
 def test_a_run_killed_at_random_moments_resumes_exactly(commands, tmp_path, share, overrides, chains):
     draws = share.random()
-    references: dict[int, Unbroken] = {}
+    reference = unbroken(commands, tmp_path / "outputs" / "unbroken", overrides)
     for number in range(share.count(chains)):
-        keep = draws.choice((1, 2, 3))
-        settings = (*overrides, f"checkpoint.keep={keep}")
-        if keep not in references:
-            references[keep] = unbroken(commands, tmp_path / "outputs" / "unbroken" / str(keep), settings)
         drawn = (f"checkpoint.async={draws.choice(['true', 'false'])}", draws.choice(DUE))
-        print(number, keep, drawn)  # pytest shows it if the test fails
+        print(number, drawn)  # pytest shows it if the test fails
         place = tmp_path / "outputs" / f"chain{number}"
-        runs = chain(commands, place, (*settings, *drawn), references[keep], keep=keep, draws=draws)
-        assert_equal(runs[-1], references[keep])
+        runs = chain(commands, place, (*overrides, *drawn), reference, draws=draws)
+        assert_equal(runs[-1], reference)
         assert [str(path) for run in runs for path in half_written(run)] == []
 
 
@@ -84,7 +80,6 @@ def chain(
     overrides: tuple[str, ...],
     reference: Unbroken,
     *,
-    keep: int,
     draws: random.Random,
 ) -> list[Path]:
     """Kill a run and each run that resumes it, up to four of them, and let the last one complete.
@@ -99,7 +94,7 @@ def chain(
         runs.append(place / f"run{len(runs)}")
         command = start(commands, (*overrides, *resume), runs[-1])
         if left:
-            wait(command, runs[-1], reference, keep=keep, draws=draws)
+            wait(command, runs[-1], reference, draws=draws)
         if not left or not kill(command, draws):
             done = command.end()
             assert done.returncode == 0, done.stdout + done.stderr
@@ -134,20 +129,15 @@ def until(command: Any, condition: Callable[[], bool], seconds: float = 300.0) -
         time.sleep(0.001)
 
 
-def wait(command: Any, directory: Path, reference: Unbroken, *, keep: int, draws: random.Random) -> None:
-    """Wait for a random moment: before the first checkpoint, while old ones are removed, or any later one."""
+def wait(command: Any, directory: Path, reference: Unbroken, *, draws: random.Random) -> None:
+    """Wait for a random moment: before the first checkpoint, or any later one."""
     checkpoints = directory / "checkpoints"
     if draws.random() < 0.2:
         until(command, directory.exists)
         command.process.join(draws.random() * reference.until_saved)
         return
     until(command, (checkpoints / "last.ckpt").is_file)
-    seconds = draws.uniform(0, 0.6) * reference.afterwards
-    if keep > 1 and draws.random() < 0.3:
-        # Few random moments would find more files than are kept.
-        until(command, lambda: len([*checkpoints.glob("best-*.ckpt")]) > keep, seconds)
-    else:
-        command.process.join(seconds)
+    command.process.join(draws.uniform(0, 0.6) * reference.afterwards)
 
 
 def kill(command: Any, draws: random.Random) -> bool:
@@ -166,18 +156,15 @@ def kill(command: Any, draws: random.Random) -> bool:
 
 
 def assert_readable(directory: Path) -> None:
-    """Assert that a kill left whole checkpoints of the steps that their names state."""
+    """Assert that a kill left whole checkpoints."""
     for path in (directory / "checkpoints").glob("*.ckpt"):
-        state = read_checkpoint(path)
-        step = re.fullmatch(r"best-(\d+)\.ckpt", path.name)
-        assert step is None or state["exp_position"]["step"] == int(step[1]), path
+        assert "exp_position" in read_checkpoint(path), path
 
 
 def assert_equal(directory: Path, reference: Unbroken) -> None:
     last, found = content(directory / "checkpoints" / "last.ckpt"), best(directory)
     assert difference(last, reference.last) is None
-    assert found.keys() == reference.best.keys()
-    assert found.keys() == {"best.ckpt", *(f"best-{entry['step']}.ckpt" for entry in last["exp_kept"])}
+    assert found.keys() == reference.best.keys() == {"best.ckpt"}
     for name, state in found.items():
         assert difference(state, reference.best[name]) is None, name
 

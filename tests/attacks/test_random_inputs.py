@@ -25,7 +25,7 @@ LEGAL = [
     ),
     *("precision=bf16", "+precision=fp16", "precision.keep={Linear:fp32}", "precision.scaler.init_scale=1024"),
     *("strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "phases=[body_and_head]", "runtime.threads=1"),
-    *("checkpoint.every_n_steps=2", "checkpoint.keep=3", "checkpoint.async=true", "runtime.non_finite=skip"),
+    *("checkpoint.every_n_steps=2", "checkpoint.async=true", "runtime.non_finite=skip"),
     *("monitor=accuracy/val", "mode=max", "experiment=example", "debug=one_batch"),
     *("+model.layers.more={_target_:torch.nn.Dropout,p:0.1}", "model.layers.hidden.out_features=16"),
     *("+metrics.mine={_target_:torchmetrics.MeanMetric}", "optimizer._target_=torch.optim.Adam", "test=false"),

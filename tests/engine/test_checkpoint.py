@@ -190,7 +190,7 @@ def test_the_best_within_an_epoch_has_validated_weights(tmp_path: Path, small_ru
 def test_an_unknown_monitor_is_an_error(tmp_path: Path, small_run: ModuleType) -> None:
     small = small_run.Small(tmp_path)
     small.checkpointing.monitor = "acuracy/val"
-    with pytest.raises(RunError, match=r"monitor is acuracy/val, which nothing gives.*accuracy/val"):
+    with pytest.raises(RunError, match=r"monitor is acuracy/val, which nothing logs.*accuracy/val"):
         small.fit()
 
 

@@ -94,7 +94,7 @@ def test_a_gradient_of_nan_fails_the_run_with_good_checkpoints(
     steps = saved(tmp_path)
     assert all(step < spoilt for step in steps.values())
     if "last.ckpt" in steps:
-        assert f"checkpoints/last.ckpt is of step {steps['last.ckpt']}, and good" in message
+        assert f"the last good checkpoint is checkpoints/last.ckpt, of step {steps['last.ckpt']}" in message
     elif not steps:
         assert "no checkpoint was saved before it" in message
     if setting == "every step":

@@ -131,12 +131,12 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path: Path, small_run:
 
     def run(name: str, io: AtomicCheckpointIO | None = None) -> Any:
         plan = {"accumulate_grad_batches": 2, "every_n_steps": 1, "val_check_interval": 4, "max_epochs": 1}
-        return small_run.Small(tmp_path / name, io=io, saving={"keep": 2}, schedule="cosine", word="fp16", **plan)
+        return small_run.Small(tmp_path / name, io=io, schedule="cosine", word="fp16", **plan)
 
     counting = KilledWriter(small_run.kill, at=0)
     whole = run("whole", counting)
     whole.fit()
-    assert counting.points > 10
+    assert counting.points >= 10
     files = {path.name for path in whole.last.parent.iterdir()}
     for at in range(1, counting.points + 1):
         broken = run(f"at {at}", KilledWriter(small_run.kill, at=at))
@@ -303,7 +303,7 @@ def test_a_foreign_checkpoint_can_only_be_evaluated(tmp_path: Path, small_run: M
     first = small_run.Small(tmp_path / "a", max_epochs=1, callbacks=(Foreign(),))
     first.fit()
     again = small_run.Small(tmp_path / "a", max_epochs=2)
-    with pytest.raises(RunError, match="says nothing of its position"):
+    with pytest.raises(RunError, match="has no position"):
         again.fit(resume=tmp_path / "foreign.ckpt")
     fresh = small_run.Small(tmp_path / "b")
     fresh.trainer.test(fresh.module, datamodule=fresh.data, ckpt_path=str(tmp_path / "foreign.ckpt"), verbose=False)

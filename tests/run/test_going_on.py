@@ -177,7 +177,7 @@ def test_verify_reports_exact_or_the_first_different_tensor(capsys):
     last = run / "checkpoints" / "last.ckpt"
     assert resume.main([str(run), "--verify"]) == 0
     assert f"exact: {last}, step 9, trained again from the start" in capsys.readouterr().out
-    kept = ["checkpoint.keep=2", "checkpoint.async=true", "checkpoint.every_n_minutes=0.001"]
+    kept = ["checkpoint.async=true", "checkpoint.every_n_minutes=0.001"]
     longer = fit("scheduler=cosine", "trainer.max_epochs=5", "callbacks=[ema]", f"resume={last}", *kept)
     last = longer / "checkpoints" / "last.ckpt"
     assert resume.main([str(longer), "--verify"]) == 0
@@ -207,13 +207,13 @@ def children():
 
 
 def test_a_fork_without_a_change_equals_its_parent(capsys):
-    whole = fit("callbacks=[ema]", "scheduler=cosine", "checkpoint.keep=3")
-    assert fork.main([f"{whole}@3"]) == 0
+    whole = fit("callbacks=[ema]", "scheduler=cosine", "trainer.check_val_every_n_epoch=2")
+    assert fork.main([f"{whole}@6"]) == 0
     child = children()[-1]
     assert_equal_weights(child, whole)
     parent = json.loads((child / "provenance.json").read_text())["parent"]
-    assert (parent["run"], parent["step"], parent["changed"]) == (str(whole), 3, {})
-    assert f"{whole.relative_to(Path.cwd())}@3" in capsys.readouterr().out
+    assert (parent["run"], parent["step"], parent["changed"]) == (str(whole), 6, {})
+    assert f"{whole.relative_to(Path.cwd())}@6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", ["cosine", pytest.param("constant", marks=pytest.mark.slow)])

@@ -349,7 +349,7 @@ def test_a_training_value_is_compared_after_each_validation(every):
     assert (report.best["metric"], report.best["step"]) == ("train/loss", best + 1)
     assert report.best["value"] == pytest.approx(found[best])
     assert torch.load(f"{report.directory}/checkpoints/best.ckpt", weights_only=True)["global_step"] == best + 1
-    with pytest.raises(exp.RunError, match=r"monitor is train/los, which nothing gives.*Did you mean train/loss"):
+    with pytest.raises(exp.RunError, match=r"monitor is train/los, which nothing logs.*Did you mean train/loss"):
         fit(*words, "monitor=train/los")
 
 

@@ -430,14 +430,11 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
     for key, value, other, excluded, expected, fix in EXCLUSIVE:
         if values[key] == value and values[other] == excluded:
             yield ErrorDetails(key, f"{show(value)} with {other}={show(excluded)}", expected, fix)
-    mode, keep = values["runtime.compile_mode"], values["checkpoint.keep"]
+    mode = values["runtime.compile_mode"]
     if isinstance(mode, str) and values["runtime.compile"] is False:
         fix = f"Write runtime.compile=true runtime.compile_mode={mode}"
         got = f"{mode} without runtime.compile=true"
         yield ErrorDetails("runtime.compile_mode", got, "null, or a network that is compiled", fix)
-    if values["checkpoint.save_best"] is False and isinstance(keep, int) and keep > 1:
-        got = f"{keep} with checkpoint.save_best=false, which keeps none of the best"
-        yield ErrorDetails("checkpoint.keep", got, "1, or checkpoint.save_best=true", "Leave one of the two out")
 
 
 def direction_errors(plain: dict[str, Any], *, allow: Sequence[str]) -> list[ErrorDetails]:

@@ -143,7 +143,6 @@ class CheckpointSettings:
 
     every_n_steps: Count | None
     every_n_minutes: Positive | None
-    keep: Count
     async_: bool | None
     save_best: bool
     save_last: bool

@@ -20,6 +20,7 @@ ADDED: Mapping[str, Any] = {
 }
 # Keys that no longer exist, with the values that they had by default.
 REMOVED: Mapping[str, Any] = {
+    "checkpoint.keep": 1,
     "precision.report": False,
     "runtime.cuda_graph": False,
     "runtime.out_of_memory": "stop",

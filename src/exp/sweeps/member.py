@@ -37,7 +37,6 @@ from exp.engine.checkpointing import (
     BEST,
     BEST_KEYS,
     CONFIG,
-    KEPT,
     POSITION,
     is_better,
     monitored_value,
@@ -403,7 +402,6 @@ class Member:
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
             POSITION: dataclasses.asdict(self._progress.position),
             BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
-            KEPT: [],
             CONFIG: self._text,
             SECONDS: self._seconds_before + self._progress.seconds,
         }
@@ -430,7 +428,7 @@ class Member:
             copy_checkpoint(self._best_path, self._last_path)
         else:
             IO.save_checkpoint(on_host(self._state()), self._last_path)
-        self._saved = f"checkpoints/last.ckpt is of step {step}, and good"
+        self._saved = f"the last good checkpoint is checkpoints/last.ckpt, of step {step}"
 
     def _restore(self, state: State) -> None:
         """Resume from a checkpoint of this job, which a stack or a single run wrote."""

@@ -48,7 +48,7 @@ REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
     ((True,), ("train", "checkpoint.save_last", "checkpoint.save_best")),
     ((0,), ("launch.max_restarts", "trainer.num_sanity_val_steps")),
     ((0, 0.0), ("trainer.overfit_batches",)),
-    ((1,), ("launch.nodes", "trainer.accumulate_grad_batches", "checkpoint.keep")),
+    ((1,), ("launch.nodes", "trainer.accumulate_grad_batches")),
     ((1,), ("trainer.check_val_every_n_epoch",)),
     ((1, "auto"), ("launch.devices",)),
     # A limit of 1.0 is all batches, a limit of 1 is one batch.

@@ -34,7 +34,6 @@ SHORT: Mapping[str, Any] = {
     "logger": {"tensorboard": {"_target_": "exp.tensorboard.logger.TensorBoardLogger"}},
     "checkpoint.every_n_steps": None,
     "checkpoint.every_n_minutes": None,
-    "checkpoint.keep": 1,
     "checkpoint.save_best": False,
     "checkpoint.save_last": False,
     "launch.max_restarts": 0,

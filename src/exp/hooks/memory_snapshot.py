@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from exp.hooks.saved_tensors import Kept, address, failing_module, held
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.strategies.process_group import global_rank
-from exp.strategies.whole_state import local_part
 
 log = logging.getLogger(__name__)
 
@@ -105,19 +103,6 @@ def take(
     modules = _by_module(network, () if step is None else step.optimizers, kept)
     parts = {part: sum(row[part] for row in modules.values()) for part in PARTS}
     module, asked = failing_module(error, network), asked_for(error)
-    parameters = list(network.parameters())
-    batch = [] if step is None else [tensor for tensor in tensors_in(step.data) if tensor.dim()]
-    # Gradients count whether or not they are there yet, and so does the activation that failed.
-    gradients = sum(local_part(one).nbytes for one in parameters if one.requires_grad)
-    use = Use(
-        state=parts["parameters"] + gradients + parts["optimizer"],
-        activations=kept.size + (asked if module is not None and asked is not None else 0),
-        halves=kept.half,
-        samples=max(len(batch[0]), 1) if batch else 1,
-        holders=max(len(kept.by_module), 1),
-        devices=torch.cuda.device_count() if step is not None and step.device.type == "cuda" else 1,
-        is_sharded=any(local_part(one) is not one for one in parameters),
-    )
     return Snapshot(
         step=None if step is None else step.index,
         rank=global_rank(),
@@ -128,7 +113,7 @@ def take(
         parts=parts,
         modules=dict(sorted(modules.items(), key=lambda item: -sum(item[1].values()))),
         measured_at_step=measured_at,
-        suggestion=advice(use),
+        suggestion=advice(parts, failed=asked if module is not None and asked is not None else 0),
     )
 
 
@@ -164,45 +149,12 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f} MiB"
 
 
-class Use(NamedTuple):
-    """The bytes of this process, and the numbers that could divide them.
-
-    Args:
-        state: Bytes of parameters, of the gradients of all trained parameters, and of the optimizer.
-        activations: Bytes of activations, with the allocation that failed in a forward.
-        halves: Bytes of the activations that are 16-bit floats already.
-        samples: Samples of the micro-batch of this process.
-        holders: Modules that keep activations.
-        devices: Devices that could share the run. 1 for ranks on one CPU, which share its memory.
-        is_sharded: Whether parameters are sharded already.
-    """
-
-    state: int
-    activations: int
-    halves: int = 0
-    samples: int = 1
-    holders: int = 1
-    devices: int = 1
-    is_sharded: bool = False
-
-
-def advice(use: Use) -> str:
-    """Return the change that saves most of these bytes."""
-    kept, of_kept = use.activations, f"of {_mib(use.activations)} of activations"
-    of_state = f"of {_mib(use.state)} of parameters, gradients and optimizer"
-    smaller = (
-        "a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger: the step stays the same, "
-        f"and half the samples at a time save half {of_kept}"
-    )
-    sharding = f"strategy=fsdp over {use.devices} devices: each holds its share {of_state}"
-    again = f"strategy.activation_checkpointing=[...], the repeated blocks: it computes most {of_kept} again"
-    choices = [
-        # Down to one sample at a time.
-        (kept * (1 - 1 / use.samples), smaller),
-        (0 if use.is_sharded else use.state * (1 - 1 / use.devices), sharding),
-        # A network of n alike layers keeps the ends of about sqrt(n) segments (Chen et al. 2016, arXiv:1604.06174).
-        (kept * (1 - 1 / math.sqrt(use.holders)) if use.is_sharded else 0, again),
-        ((kept - use.halves) / 2, f"precision=bf16: it saves up to half {of_kept}"),
-    ]
-    saved, line = max(choices, key=lambda choice: choice[0])
-    return line if saved > 0 else f"a smaller network, or a device with more memory: nothing else saves {of_state}"
+def advice(parts: Mapping[Part, int], *, failed: int) -> str:
+    """Return the change that saves memory. failed: bytes of the activation that failed to allocate."""
+    state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+    if parts["activations"] + failed > state:
+        return (
+            "a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger, which keeps the step "
+            "the same, precision=bf16 or strategy.activation_checkpointing"
+        )
+    return f"strategy=fsdp, which shards {_mib(state)} of parameters, gradients and optimizer, or a smaller network"

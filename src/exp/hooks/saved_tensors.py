@@ -23,8 +23,6 @@ from exp.hooks.hook import OBSERVING
 from exp.nested import tensors_in
 from exp.strategies.whole_state import local_part
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 @dataclass(slots=True)
 class Kept:
@@ -32,13 +30,11 @@ class Kept:
 
     Args:
         size: Bytes of all of them.
-        half: Bytes of 16-bit floats among them.
         by_module: Bytes by the innermost module that kept them first. None stands for the objective.
         at: Owner of each storage, by its address.
     """
 
     size: int = 0
-    half: int = 0
     by_module: dict[nn.Module | None, int] = field(default_factory=dict)
     at: dict[int, nn.Module | None] = field(default_factory=dict)
 
@@ -63,7 +59,7 @@ class SavedTensors(saved_tensors_hooks):
         for tensor in tensors_in(data):
             self._given[address(tensor.untyped_storage())] += tensor.nbytes
         # Alive until the forward ends, so that no two of them had one address.
-        self._saved: list[tuple[torch.UntypedStorage, torch.dtype, nn.Module | None]] = []
+        self._saved: list[tuple[torch.UntypedStorage, nn.Module | None]] = []
         self._disabling = graph.disable_saved_tensors_hooks
         self._is_aside = False
 
@@ -90,7 +86,7 @@ class SavedTensors(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = innermost_call()
-        self._saved += [(part.untyped_storage(), part.dtype, owner) for part in held(tensor)]
+        self._saved += [(part.untyped_storage(), owner) for part in held(tensor)]
         # The tensor itself would keep its own graph alive through the node that saves it: a leak.
         with OBSERVING:
             return tensor.detach()
@@ -101,14 +97,13 @@ class SavedTensors(saved_tensors_hooks):
         excluded = self._excluded | self._own()
         saved, self._saved = self._saved, []
         kept = Kept()
-        for storage, dtype, module in saved:
+        for storage, module in saved:
             at = address(storage)
             size = self._given[at] or storage.nbytes()
             if at in kept.at or at in excluded or not size:
                 continue
             kept.at[at] = module
             kept.size += size
-            kept.half += size if dtype in HALVES else 0
             kept.by_module[module] = kept.by_module.get(module, 0) + size
         self._report(kept, error[0] is not None)
 

@@ -81,11 +81,8 @@ SHORT = ["trainer.max_steps=1", "model.layers.hidden.out_features=8"]
     [
         ("InPlace", "InPlace.forward changed a tensor in place; an observing hook leaves what it sees"),
         ("Number", "Number.after_step returned a float; expected a mapping of tags to values, or None"),
-        ("Taken", "hooks.taken gives loss/train, which is the engine's own; expected a tag of its own"),
-        (
-            "Shared",
-            "hooks.shared gives gradients/norm/total, which is given by hooks.gradients, too, in",
-        ),
+        ("Taken", "hooks.taken logs loss/train, a tag of the engine; expected a tag that is not in use"),
+        ("Shared", "hooks.shared logs gradients/norm/total, a tag of hooks.gradients; expected a tag"),
     ],
 )
 def test_a_mistake_in_a_step_names_the_hook(fit, kind, message):

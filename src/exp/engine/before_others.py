@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # Share of the length of a run by which the length of a schedule may differ.
 TOLERANCE = 0.05
+# Arguments of schedules that state the whole length of a run, or a part of it.
+LENGTHS, PARTS_OF_LENGTH = ("total_steps", "T_max"), ("warmup_steps", "total_iters", "step_size")
 START_HOOKS = ("on_train_start", "on_train_epoch_start")
 
 
@@ -138,30 +140,19 @@ def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
 
 
 def _schedule_notes(module: TrainingModule) -> Iterator[str]:
-    """Yield a warning for each schedule whose length does not fit the run."""
+    """Yield a warning for each argument of a schedule that does not fit the length of the run."""
     steps, epochs = module.lengths()
     phases = {f"phases.{phase.name}.scheduler": phase.optimization for phase in module.phases}
     for key, optimization in (phases or {"scheduler": module.optimization}).items():
         total = steps if optimization.interval == "step" else epochs
-        if total is not None and optimization.schedule_factory is not None:
-            yield from _length_notes(
-                key, optimization.schedule_factory.keywords, f"{total} {optimization.interval}s", total
-            )
-
-
-def _length_notes(key: str, given: Mapping[str, Any], length: str, total: int) -> Iterator[str]:
-    """Yield a warning for each argument of a schedule that does not fit a run of `total` of its steps."""
-    for name in ("total_steps", "T_max"):
-        value = given.get(name)
-        if value is not None and abs(value - total) > TOLERANCE * total:
-            yield f"{key}.{name} is {value}, and the run has {length}. Write {key}.{name}={total}"
-    for name in ("warmup_steps", "total_iters", "step_size"):
-        value = given.get(name)
-        if value is not None and value >= total:
-            yield f"{key}.{name} is {value}, and the run has {length}. Lower it, or train longer"
-    milestones = given.get("milestones")
-    if milestones and min(milestones) >= total:
-        yield f"{key}.milestones begins at {min(milestones)}, and the run has {length}: the rate never changes"
+        if total is None or optimization.schedule_factory is None:
+            continue
+        for name, value in optimization.schedule_factory.keywords.items():
+            if value is None:
+                continue
+            differs = name in LENGTHS and abs(value - total) > TOLERANCE * total
+            if differs or (name in PARTS_OF_LENGTH and value >= total):
+                yield f"{key}.{name} is {value}, and the run has {total} {optimization.interval}s: they do not fit"
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:

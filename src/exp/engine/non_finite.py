@@ -27,13 +27,12 @@ Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
 FIXES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
-    "names the layer and keeps the step; or write runtime.non_finite=skip"
+    "names the layer and saves the step; or write runtime.non_finite=skip"
 )
-# Of a LightningModule of the user's own, beside which the others are refused.
+# For a user's LightningModule, which supports neither the hook nor skipped steps.
 OWN_FIXES = (
-    "Lower the rate of what its configure_optimizers returns, or clip gradients, by trainer.gradient_clip_val or, "
-    "where it steps its optimizers by hand, in its training_step; trainer.detect_anomaly=true names the operation "
-    "whose backward gave the first such gradient"
+    "Lower the learning rate or set trainer.gradient_clip_val; trainer.detect_anomaly=true names the operation with "
+    "the first such gradient"
 )
 
 

@@ -1,26 +1,24 @@
-"""A LightningModule of the user's own, as the engine's callbacks see one.
+"""Adapt a user's LightningModule to the engine's callbacks.
 
-Lightning's Trainer runs the module itself, by its own loop and its own hooks. Around some of its methods is put what a
-run of exp promises: for this object alone, and by what `functools.wraps` makes, so that Lightning still sees which of
-them are the user's.
+Lightning's Trainer runs the module in its own loop with its own hooks. OwnModule wraps some methods of this one object.
+It uses `functools.wraps`, so that Lightning still knows which methods the user's class overrides.
 
-    _on_before_batch_transfer     random numbers are derived from (seed, rank, epoch, batch): a resume draws the same
+    _on_before_batch_transfer     seeds the generators from (seed, rank, epoch, batch): a resume draws the same
     training_step                 hooks at the layers, and the loss; a short last share counts by its samples
-    manual_backward               the same share, where the module steps by hand
+    manual_backward               the same share, if the module steps its optimizers by hand
     configure_gradient_clipping   hooks that look at clipped gradients
-    on_save_checkpoint            nothing that is no plain value, and no number that is not finite, is saved
+    on_save_checkpoint            refuses objects other than plain values, and numbers that are not finite
 
-Private of Lightning (2.6.6), and tested: `_on_before_batch_transfer` is called for every batch before anything of the
-module's sees it; `_log_hyperparams` of a module that saves its hyperparameters.
+Private names of Lightning (2.6.6), tested: `_on_before_batch_transfer` is called for each batch before other methods of
+the module; `_log_hyperparams` of a module that saves its hyperparameters.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import SupportsFloat, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -36,20 +34,26 @@ from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
 from exp.optim.phase import Phase
 from exp.shared_types import Stage
-from exp.spelling import among
 
-log = logging.getLogger(__name__)
-
-# Where Lightning keeps what `save_hyperparameters` found, of a module and of a data module.
+# Entries of a checkpoint with the hyperparameters of a module and of a data module.
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+Method = Callable[..., object]
 
 
 class OwnModule:
-    """What hooks and recording ask of a module, of one of the user's own.
+    """A user's LightningModule as hooks and recording see it.
 
-    network: the module itself. seed, rank, limits: as TrainingModule's. batches: what each batch's share is.
-    saved: gives which checkpoint is good, in words.
-    last, observer: attributes, as TrainingModule's.
+    Args:
+        network: The LightningModule.
+        seed: Seed of the run.
+        rank: Number of this process's share of each global batch.
+        limits: Limits of the run.
+        batches: Gives the share of each batch.
+        saved: Returns a description of the last good checkpoint.
+
+    Attributes:
+        last: Result of the last training step.
+        observer: Observer of training and evaluation.
     """
 
     phases: Sequence[Phase] = ()
@@ -73,8 +77,7 @@ class OwnModule:
         self.observer: StepObserver = UNOBSERVED
         self._weight = 1.0
         self._by_design: Mapping[str, Kinds] = {}
-        self._is_told = False
-        around: dict[str, Callable[..., Any]] = {
+        around: dict[str, Method] = {
             "_on_before_batch_transfer": self._before_batch_transfer,
             "training_step": self._training_step,
             "manual_backward": self._manual_backward,
@@ -87,19 +90,19 @@ class OwnModule:
         for name, method in around.items():
             inner = getattr(network, name)
             vars(network)[name] = functools.wraps(inner)(functools.partial(method, inner))
-        # exp's loggers have what `module` says, among all that tells the run from another.
+        # exp's loggers already have the settings of `module`.
         vars(network)["_log_hyperparams"] = False
 
     def leave_out(self, data: LightningDataModule, *, step: str, loader: str) -> None:
-        """Hide the step and the loader of a stage from Lightning, which would warn of a stage that lacks one."""
+        """Hide the step and the loader of a stage from Lightning, which warns if a stage has only one of them."""
         vars(self.network)[step] = functools.partial(getattr(LightningModule, step), self.network)
         vars(data)[loader] = functools.partial(getattr(LightningDataModule, loader), data)
 
     def __deepcopy__(self, memo: object) -> OwnModule:
-        """Leave a copy of the module to this one: callbacks that average weights make one, and never step it."""
+        """Return this object: a callback that averages weights copies the module, and never steps the copy."""
         return self
 
-    # --- what hooks and recording ask ---
+    # --- the interface for hooks and recording ---
 
     @property
     def trainer(self) -> Trainer:
@@ -109,42 +112,42 @@ class OwnModule:
     def seconds_waited(self) -> float:
         return self.batches.seconds_waited
 
+    @property
+    def saved(self) -> str:
+        return self._saved()
+
     def metric_names(self, stage: Stage) -> Sequence[str]:
-        """Return none: what it logs is its own affair."""
+        """Return no names: the module logs its own metrics."""
         return ()
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Return optimizer steps and epochs of the whole run; None where they are not limited."""
+        """Return optimizer steps and epochs of the whole run; None for a number without a limit."""
         batches = self.trainer.num_training_batches
         known = int(batches) if batches not in (0, float("inf")) else None
         return total_steps(self.trainer, self.limits, known), total_epochs(self.trainer)
 
     def begin(self) -> None:
-        """Remember which of its tensors hold numbers that are not finite by design; before the first step."""
+        """Note which tensors hold non-finite numbers by design. Call it before the first step."""
         self._by_design = kinds_by_design(self.network)
 
     def require_finite(self, state: State) -> None:
-        """Check what a checkpoint holds, or a state dict alone. Every rank must call it. Raises: NonFiniteError."""
+        """Raise NonFiniteError if a checkpoint, or a state dict alone, is not finite. Every rank must call it."""
         require_finite(state, self._by_design, self.trainer, saved=self.saved, fixes=self.fixes)
-
-    @property
-    def saved(self) -> str:
-        return self._saved()
 
     def reseed(self, stage: Stage, *, epoch: int, batch: int) -> None:
         """Set the generators to the stream of one batch."""
         reseed(seed=self.seed, rank=self.rank, epoch=epoch, batch=batch, stage=stage)
 
-    # --- what is put around its methods ---
+    # --- the wrapped methods ---
 
-    def _before_batch_transfer(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _before_batch_transfer(self, inner: Method, *arguments: object, **named: object) -> object:
         trainer = self.trainer
         if trainer.training:
             position = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             self.reseed("train", epoch=trainer.current_epoch, batch=position)
         return inner(*arguments, **named)
 
-    def _training_step(self, inner: Callable[..., Any], batch: Any, *arguments: Any, **named: Any) -> Any:
+    def _training_step(self, inner: Method, batch: object, *arguments: object, **named: object) -> object:
         self._weight = self.batches.current.weight
         observer = self.observer
         around = observer.around_forward(batch) if observer.watches_forward else nullcontext()
@@ -155,65 +158,54 @@ class OwnModule:
             # Lightning would take it for the end of the data.
             raise UserCodeError.of(error, what="training_step") from error
         observer.after_forward({})
-        output = self._weighed(output)
+        output = self._weight_loss(output)
         self.last = StepResult(_loss_of(output), {})
         return output
 
-    def _predict_step(self, inner: Callable[..., Any], batch: Any, *arguments: Any, **named: Any) -> Any:
-        """Lightning's own calls forward with the batch; of a single input that is the tensor."""
+    def _predict_step(self, inner: Method, batch: object, *arguments: object, **named: object) -> object:
+        """Call Lightning's predict_step, with the tensor of a batch that has a single input."""
         data = next(iter(batch.values())) if isinstance(batch, Mapping) and len(batch) == 1 else batch
         return inner(data, *arguments, **named)
 
-    def _weighed(self, output: Any) -> Any:
-        """The loss of a share that has fewer samples than its part of a batch, so that the ranks' mean is right."""
-        if self._weight == 1.0 or not self.network.automatic_optimization or output is None:
+    def _weight_loss(self, output: object) -> object:
+        """Weight the loss of a small share, so that the mean over ranks is the mean over samples."""
+        if self._weight == 1.0 or not self.network.automatic_optimization:
             return output
         if isinstance(output, Mapping):
             return {**output, "loss": output["loss"] * self._weight} if "loss" in output else output
-        return output * self._weight
+        return output * self._weight if isinstance(output, Tensor) else output
 
-    def _manual_backward(self, inner: Callable[..., Any], loss: Tensor, *arguments: Any, **named: Any) -> None:
+    def _manual_backward(self, inner: Method, loss: Tensor, *arguments: object, **named: object) -> None:
         inner(loss if self._weight == 1.0 else loss * self._weight, *arguments, **named)
 
-    def _configure_gradient_clipping(self, inner: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    def _configure_gradient_clipping(self, inner: Method, *arguments: object, **named: object) -> None:
         inner(*arguments, **named)
         self.observer.after_clipping()
 
-    def _on_save_checkpoint(self, inner: Callable[..., Any], checkpoint: State) -> None:
+    def _on_save_checkpoint(self, inner: Method, checkpoint: State) -> None:
         earlier = set(checkpoint)
         inner(checkpoint)
         fix = f"Have on_save_checkpoint of {type(self.network).__name__} add its state_dict(), or plain values, instead"
-        for key in (key for key in checkpoint if key not in earlier):
+        for key in checkpoint.keys() - earlier:
             require_plain(checkpoint[key], key=str(key), fix=fix)
         for key in HYPERPARAMETERS:
             if key in checkpoint:
-                checkpoint[key] = self._plain(checkpoint[key])
+                # Layers and other objects would be code. load_from_checkpoint takes them as arguments.
+                checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
         self.require_finite(checkpoint)
 
-    def _on_load_checkpoint(self, inner: Callable[..., Any], checkpoint: State) -> None:
+    def _on_load_checkpoint(self, inner: Method, checkpoint: State) -> None:
         lay_out_optimizer_states(checkpoint, self.network)
         inner(checkpoint)
 
-    def _plain(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Hyperparameters without layers, optimizers and other objects, which would be code in a checkpoint."""
-        kept = {name: value for name, value in values.items() if is_plain(value)}
-        left = [name for name in values if name not in kept]
-        if left and not self._is_told:
-            self._is_told = True
-            log.info(
-                "hyperparameters that are no plain values are not in checkpoints: %s. Give them to "
-                "load_from_checkpoint, which finds the others",
-                among(left),
-            )
-        return kept
 
-
-def _loss_of(output: Any) -> Tensor | None:
-    """The loss of a training step, 0-d and detached; None where it gave none."""
+def _loss_of(output: object) -> Tensor | None:
+    """Return the loss of a training step, 0-d and detached; None if the step returned no loss."""
     loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else output
     return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what Lightning keeps of self.log as numbers, by name."""
-    return {name: float(cast(Any, value)) for name, value in values.items() if torch.as_tensor(value).numel() == 1}
+def as_numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the values of self.log that are single numbers, by name."""
+    found = {name: torch.as_tensor(value) for name, value in values.items()}
+    return {name: float(cast(SupportsFloat, value)) for name, value in found.items() if value.numel() == 1}

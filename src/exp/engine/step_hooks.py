@@ -41,11 +41,11 @@ from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ran
 
 log = logging.getLogger(__name__)
 
-# The first words of tags that the engine writes itself.
-ENGINE_TAGS = ("loss", "optimizer", "precision")
+# First words of tags that the engine writes itself.
+ENGINE, ENGINE_TAGS = "the engine", ("loss", "optimizer", "precision")
 Found = dict[str, Tensor | float | Panel]
-# By tag; None is the engine.
-Owners = dict[str, tuple[Hook | None, str]]
+# The hook that logs a tag, or the engine.
+Owners = dict[str, str]
 
 
 class Due:
@@ -145,7 +145,7 @@ class StepHooks(StepObserver):
         scale = (lambda: precision.loss_scale) if isinstance(precision, RunPrecision) else None
         given = self._trainer.datamodule
         classes = given.class_names if isinstance(given, StagedData) else {}
-        self._owners |= {f"{name}/{one}": (None, one) for one in STAGES for name in module.metric_names(one)}
+        self._owners |= {f"{name}/{one}": ENGINE for one in STAGES for name in module.metric_names(one)}
         for name, hook in self.hooks.items():
             if fitting or hook.transforms or hook in self._evaluating or hook in self._finishing:
                 hook.fit_periods(self._total_steps)
@@ -298,8 +298,7 @@ class StepHooks(StepObserver):
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            found = given(hook, method, (step, *arguments), owners=self._owners, place=method, ending=ending)
-            record.found.update(found)
+            record.found.update(values_of(hook, method, (step, *arguments), owners=self._owners, ending=ending))
 
     # --- the step as hooks see it ---
 
@@ -366,7 +365,7 @@ class StepHooks(StepObserver):
         gather = partial(gather_data, strategy=trainer.strategy)
         found: Found = {}
         for hook in self._finishing:
-            found.update(given(hook, "after_evaluation", (stage, gather), owners=self._owners, place=stage))
+            found.update(values_of(hook, "after_evaluation", (stage, gather), owners=self._owners))
         return found
 
 
@@ -378,21 +377,18 @@ def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:
     return [hook for hook in hooks if hook.overrides(method)]
 
 
-def given(
-    hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, place: str, ending: str = ""
-) -> Values:
-    """Return what a method of a hook gives, by tags that no one else gives.
+def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, ending: str = "") -> Values:
+    """Return the values of a method of a hook by tag.
 
     Args:
         hook: The hook.
         method: Name of its method.
-        arguments: Of the method.
-        owners: The hook and the place of each tag; new tags are added.
-        place: The method, or the stage of an evaluation. In two places, a tag would have two points at one step.
+        arguments: Arguments of the method.
+        owners: Owner of each tag; new tags are added.
         ending: Is added to each tag.
 
     Raises:
-        RunError: The value is no mapping, or a tag is another's.
+        RunError: The method did not return a mapping, or a tag has another owner.
     """
     try:
         found: Values | None = getattr(hook, method)(*arguments)
@@ -408,19 +404,13 @@ def given(
         )
     if ending:
         found = {tag + ending: value for tag, value in found.items()}
-    own = (hook, place)
+    name = f"hooks.{hook.name}"
     for tag in found:
-        if owners.get(tag) != own:
-            _enter(tag, hook, place, owners)
+        if owners.get(tag) != name:
+            owner = ENGINE if tag.partition("/")[0] in ENGINE_TAGS else owners.setdefault(tag, name)
+            if owner != name:
+                raise RunError(f"{name} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename it")
     return found
-
-
-def _enter(tag: str, hook: Hook, place: str, owners: Owners) -> None:
-    owner, where = owners.get(tag, (None, ""))
-    if where or tag.partition("/")[0] in ENGINE_TAGS:
-        whose = "the engine's own" if owner is None else f"given by hooks.{owner.name}, too, in {where}"
-        raise RunError(f"hooks.{hook.name} gives {tag}, which is {whose}; expected a tag of its own. Rename it")
-    owners[tag] = (hook, place)
 
 
 def _update_of(

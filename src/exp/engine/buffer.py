@@ -5,10 +5,10 @@ They come to the host in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, TypeVar
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -23,6 +23,8 @@ from exp.objectives.objective import Mean
 from exp.objectives.term import AbstractTerm
 from exp.shared_types import Stage
 
+TRAIN_METRICS, TRAIN_LOSSES = "exp_train_metrics", "exp_train_losses"
+Value = TypeVar("Value")
 EXPECTED = "a hook must give one number, or a panel of exp.hooks.panels, for a tag"
 
 
@@ -153,8 +155,8 @@ class Source(Protocol):
 
     has_output: bool
 
-    def broadcast_output(self, value: Any) -> Any:
-        """Return what the rank that has the outputs gives, on every rank of the model; each must call it."""
+    def broadcast_output(self, value: Value) -> Value:
+        """Return the value of the rank that has the outputs. Every rank of the model must call it."""
 
 
 class EpochValues(nn.Module):
@@ -225,7 +227,7 @@ class EpochValues(nn.Module):
         """
         device = strategy.root_device
         totals = self.totals(strategy)
-        metrics = self._computed()
+        metrics = self._compute()
         # In one stack, for of several numbers each copy to the device would wait.
         found = [torch.stack(list(one.values())).to(device, totals.dtype) for one in metrics.values() if one]
         values = torch.cat([totals, *found])
@@ -256,32 +258,41 @@ class EpochValues(nn.Module):
         totals: Tensor = strategy.reduce(torch.cat([sums, torch.stack(divisors)]), reduce_op="sum")
         return totals
 
-    def restore_losses(self, totals: Tensor) -> None:
-        """Go on from `totals`; on one rank only, for they are those of all ranks."""
-        self._sums, divisors = totals.tensor_split([len(self.summed)])
-        self._divisors = list(divisors.unbind())
+    def state(self, strategy: Strategy, *, with_losses: bool) -> dict[str, object]:
+        """Return the entries of a checkpoint with the sums of all ranks. Every rank must call it."""
+        state: dict[str, object] = {TRAIN_METRICS: self.metric_states()} if self.measures else {}
+        return state | ({TRAIN_LOSSES: self.totals(strategy)} if with_losses else {})
 
-    def metric_states(self) -> dict[str, dict[str, Any]]:
-        """Return what the metrics of all ranks hold in the middle of an epoch. Every rank must call it."""
-        states = {}
-        if self.source is None or self.source.has_output:
-            states = {measure.name: measure.states() for measure in self.measures}
-        return states if self.source is None else self.source.broadcast_output(states)
+    def restore(self, state: Mapping[str, Any], *, device: torch.device, rank: int, ranks: int) -> None:
+        """Continue from `state`. rank, ranks: number of this rank's share of a batch, and number of shares.
+
+        Raises:
+            RunError: A metric cannot continue with another number of ranks.
+        """
+        if TRAIN_METRICS in state:
+            self.restore_metrics(state[TRAIN_METRICS], rank=rank, ranks=ranks)
+        if TRAIN_LOSSES in state and rank == 0:  # the sums of all ranks must count once
+            self._sums, divisors = state[TRAIN_LOSSES].to(device).tensor_split([len(self.summed)])
+            self._divisors = list(divisors.unbind())
+
+    def metric_states(self) -> Mapping[str, Mapping[str, object]]:
+        """Return the states of the metrics of all ranks within an epoch. Every rank must call it."""
+        return self._from_source(lambda: {measure.name: measure.states() for measure in self.measures})
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]], *, rank: int, ranks: int) -> None:
-        """Go on from `metric_states`. rank, ranks: of those that share the batches.
-
-        Raises: RunError where a metric cannot go on over another number of ranks.
-        """
         for measure in self.measures:
             if measure.name in states:
                 measure.restore(states[measure.name], rank=rank, ranks=ranks)
 
-    def _computed(self) -> dict[str, dict[str, Tensor]]:
-        """Return the entries of each metric by its name, and start afresh."""
-        values: dict[str, dict[str, Tensor]] = {}
-        if self.source is None or self.source.has_output:
-            values = {measure.name: measure.compute() for measure in self.measures}
+    def _compute(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the entries of each metric by its name, and reset the metrics."""
+        values = self._from_source(lambda: {measure.name: measure.compute() for measure in self.measures})
         for measure in self.measures:
             measure.metric.reset()
-        return values if self.source is None else self.source.broadcast_output(values)
+        return values
+
+    def _from_source(self, make: Callable[[], Mapping[str, Value]]) -> Mapping[str, Value]:
+        """Return what the rank with the outputs makes, on every rank."""
+        if self.source is None:
+            return make()
+        return self.source.broadcast_output(make() if self.source.has_output else {})

@@ -58,14 +58,12 @@ class Checkpointing(Callback):
     `start_batch` before the hooks of other callbacks, which a resumed run calls again.
 
     Args:
-        directory: Run directory.
         monitor: Tag whose best value best.ckpt has. A value that is not finite is never the best. None writes no
             best.ckpt. Default: loss/val.
         mode: Whether the smallest or the largest value is the best. Default: min.
         every_n_steps: Optimizer steps between two last.ckpt within an epoch. Default: None.
         every_n_minutes: Minutes between two last.ckpt within an epoch, by the clock of rank 0. Default: None.
-        save_last: Whether to write last.ckpt. Default: True.
-        save_best: Whether to write best.ckpt. Default: True.
+        save_last, save_best: Whether to write the files. Default: True.
         config: Text to keep in checkpoints, such as the YAML of the config.
         holds_scored: Whether to hold a copy of the weights of each validation, because callbacks may change the weights
             after it. best.ckpt then has the validated weights, and next to them those that training continues with.
@@ -101,6 +99,7 @@ class Checkpointing(Callback):
         self._scored: State | None = None
         self._writes_scored = self._is_changed = False
         self.directory = Path(directory) / CHECKPOINTS
+        self.last_path, self.best_path = self.directory / "last.ckpt", self.directory / "best.ckpt"
         self.monitor, self.mode = monitor, mode
         self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
         # Set by Stopping, on all ranks at the same batch.
@@ -117,14 +116,6 @@ class Checkpointing(Callback):
         self._position: Position | None = None
         # Start of a resumed run, for BeforeOthers.
         self.resumed: Position | None = None
-
-    @property
-    def last_path(self) -> Path:
-        return self.directory / "last.ckpt"
-
-    @property
-    def best_path(self) -> Path:
-        return self.directory / "best.ckpt"
 
     @property
     def is_late(self) -> bool:
@@ -228,18 +219,12 @@ class Checkpointing(Callback):
             is_copied = self._scored is None or not trainer.strategy.broadcast(self._is_changed)
         if self._is_better:
             if not is_copied:
-                self._save_scored(trainer, position)
+                self._writes_scored = True
+                self.save(trainer, position, self.best_path)
+                self._writes_scored = False
             elif trainer.is_global_zero:
                 _io(trainer).copy_checkpoint(self.last_path, self.best_path)
             self._is_better, self._scored = False, None
-
-    def _save_scored(self, trainer: Trainer, position: Position) -> None:
-        """Write best.ckpt with the weights that were scored."""
-        self._writes_scored = True
-        try:
-            self.save(trainer, position, self.best_path)
-        finally:
-            self._writes_scored = False
 
     # --- the best ---
 
@@ -303,17 +288,7 @@ class Checkpointing(Callback):
         """
         best = self.best
         if best is not None and trainer.is_global_zero:
-            source = Path(str(trainer.ckpt_path))
-            # A kill between two files leaves the best state in last.ckpt alone.
-            places = [self.best_path, source.parent / "best.ckpt"]
-            found = next((path for path in places if _is_best(path, best)), None)
-            if found is None and best["step"] == trainer.global_step:
-                found = source
-            if found is None:
-                best = None
-            elif found != self.best_path:
-                self.best_path.parent.mkdir(parents=True, exist_ok=True)
-                copy_checkpoint(found, self.best_path)
+            best = _copied_best(best, Path(str(trainer.ckpt_path)), self.best_path, step=trainer.global_step)
         best = trainer.strategy.broadcast(best)
         if best is None and self.best is not None:
             log.warning(
@@ -455,6 +430,26 @@ def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
     except (RunError, KeyError):
         return False
     return found is not None and int(found["step"]) == best["step"]
+
+
+def _copied_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
+    """Copy the checkpoint of the best value to a path, and return the value; None if no file has it.
+
+    Args:
+        best: Best value of a run.
+        source: Checkpoint that the run resumes from.
+        path: Path of this run's best.ckpt.
+        step: Optimizer step of the source.
+    """
+    found = next((one for one in (path, source.with_name("best.ckpt")) if _is_best(one, best)), None)
+    if found is None and best["step"] == step:
+        found = source  # a kill before the copy leaves the best state in last.ckpt alone
+    if found is None:
+        return None
+    if found != path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        copy_checkpoint(found, path)
+    return best
 
 
 def _io(trainer: Trainer) -> AtomicCheckpointIO:

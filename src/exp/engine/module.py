@@ -1,6 +1,6 @@
 """The LightningModule of a run: network, objective, metrics and optimizer.
 
-Private of Lightning (2.6.6), and tested: `_current_fx_name`, `_on_before_batch_transfer`,
+Private names of Lightning (2.6.6), tested: `_current_fx_name`, `_on_before_batch_transfer`,
 `_apply_batch_transfer_handler` and `_trainer`; docs/engine.md lists them with their tests.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,13 +40,10 @@ from exp.shared_types import INPUT, STAGES, Batch, Stage, StepWeights
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local_part
 
-TRAIN_METRICS = "exp_train_metrics"
-TRAIN_LOSSES = "exp_train_losses"
-
 
 @dataclass(frozen=True, slots=True)
-class _Micro:
-    """The micro-batches of a step: from number `start` of an epoch to before `stop`, of an accumulation of `count`."""
+class _Window:
+    """Micro-batches `start` to `stop - 1` of an epoch, which form one step, in an accumulation of `count`."""
 
     epoch: int
     start: int
@@ -55,31 +52,81 @@ class _Micro:
     weights: StepWeights
 
 
+class StepDivisors:
+    """Adds to each micro-batch what the losses of its whole step divide by."""
+
+    def __init__(self, module: TrainingModule) -> None:
+        self._module = module
+        self._window: _Window | None = None
+        self._is_weighed = bool(module.objective.weighed)
+
+    def clear(self) -> None:
+        self._window = None
+
+    def of_batch(self, batch: Batch, batch_idx: int) -> Batch:
+        """Return a micro-batch with the divisors of its step. Every rank must call it at the first one of a step."""
+        trainer, window = self._module.run_trainer, self._window
+        epoch, count = trainer.current_epoch, trainer.accumulate_grad_batches
+        if count == 1:
+            return batch
+        is_same = window is not None and (window.epoch, window.count) == (epoch, count)
+        if window is None or not is_same or not window.start <= batch_idx < window.stop:
+            stop = int(min(batch_idx - batch_idx % count + count, trainer.num_training_batches))
+            found = trainer.datamodule.ahead.micro_batches(batch_idx, stop, with_data=self._is_weighed)
+            weights = self._weights(found)
+            window = self._window = _Window(epoch, batch_idx, batch_idx + weights.micro_batches, count, weights)
+        return batch.with_step(window.weights)
+
+    def of_step(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
+        """Return all micro-batches of a step with its divisors. Every rank must call it."""
+        if len(window) == 1:
+            return window
+        weights = self._weights([batch for batch, _ in window])
+        return [(batch.with_step(weights), batch_idx) for batch, batch_idx in window]
+
+    def _weights(self, batches: Sequence[Batch]) -> StepWeights:
+        module, objective = self._module, self._module.objective
+        names = [objective.terms[name].names.values() for name in objective.weighed]
+        read = {name for some in names for name in some} if all(names) else None
+
+        def named(data: object) -> Values:
+            values = {one: value for one, value in named_values(data).items() if read is None or one in read}
+            converted: Values = module.run_trainer.precision_plugin.convert_input(values)
+            return move_tensors(converted, module.device)
+
+        return objective.step_weights(batches, named, device=module.device)
+
+
 class TrainingModule(LightningModule):
-    """A module whose training step is: reseed, forward, objective. Nothing in it waits for the device or logs.
+    """A LightningModule whose training step is: reseed, forward, objective.
 
-    Behind it, under a loss scale, a schedule with interval=step does wait, to learn whether the optimizer skipped.
+    A step neither waits for the device nor logs. One exception: under a loss scale, a schedule with interval=step waits
+    to learn whether the optimizer skipped the step.
 
-    metrics: by name, as in the tag `<name>/<stage>`; a bare one compares output and target. Each stage works on copies
-        of its own.
-    metric_stages: the stages whose metrics are computed.
-    phases: none; see engine/phased_module.py.
-    averages_gradients: whether its steps average their gradients over ranks themselves, so that ddp must not.
-    run_network: an attribute, what a step calls with the inputs; a strategy may put another in the network's place.
-    last: an attribute, what the training step that was last computed.
-    saved: an attribute, which checkpoint is good, in words.
-    observer: an attribute, who looks on; Recording puts the hooks there.
-    seed: of the run; dropout and the like are a function of (seed, rank, epoch, batch).
-    rank: which share of each global batch this process works on.
-    limits: for schedules that need the length of the run.
-    inputs: the names of the data's inputs.
+    Args:
+        optimization: Makes the optimizer and its schedule.
+        metrics: Metrics by name, as in the tag `<name>/<stage>`. Without names of values, they compare output and
+            target. Each stage has copies.
+        metric_stages: Stages in which the metrics are computed. Default: val and test.
+        seed: Seed of the run. Dropout and the like depend on (seed, rank, epoch, batch).
+        rank: Number of this process's share of each global batch.
+        limits: Limits of the run, for schedules that depend on its length.
+        inputs: Names of the inputs of the data.
+
+    Attributes:
+        averages_gradients: Whether steps average gradients over ranks, so that ddp must not.
+        run_network: The callable that a step calls with the inputs. A strategy may replace it.
+        last: Result of the last training step.
+        saved: Description of the last good checkpoint.
+        observer: Observer of training and evaluation, which Recording sets.
+        divisors: Divisors of losses over accumulated micro-batches.
     """
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
     fixes = FIXES
     run_network: Runner
-    # Without Lightning's None before a Trainer is there: its property, which looks for that, costs at every step.
+    # Lightning's property `trainer` checks for None at each access, which costs time in every step.
     _trainer: RunTrainer
 
     def __init__(
@@ -119,23 +166,23 @@ class TrainingModule(LightningModule):
         self._train_values = self.values_of("train")
         self._by_design: Mapping[str, Kinds] = {}
         self.saved = "no checkpoint was saved before it"
-        # Not a submodule: what calls the network may hold it in another wrapping, and the state dict has it once.
+        # Not a submodule, because the state dict has the network once.
         self.__dict__["run_network"] = network
         self._run = forward_by_name(network, self.inputs)
         self._needs = objective.needs
         self._is_weighed = bool(objective.weighed)
-        self._micro: _Micro | None = None
+        self.divisors = StepDivisors(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes the hook under way forty times a step; nn.Module would look for parameters in it.
+        # Lightning sets the name of the current hook forty times a step; nn.Module would look for parameters in it.
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def _on_before_batch_transfer(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        # Lightning looks eight times a step for who overrides its three transfer hooks. Relied on, and tested: its
-        # strategies call these two methods for every batch, and nothing else moves one (seen in 2.6.6).
+        # Lightning's own method checks eight times a step which transfer hooks are overridden. Tested with 2.6.6: its
+        # strategies call these two methods for each batch, and no other code moves a batch.
         return batch
 
     def _apply_batch_transfer_handler(
@@ -150,55 +197,27 @@ class TrainingModule(LightningModule):
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the objective of this rank's share of a batch, 0-d, as Lightning divides it by the accumulation."""
+        """Return the objective of this rank's share of a batch, 0-d. Lightning divides it by the accumulation."""
         count = self._trainer.accumulate_grad_batches
-        batch = self.in_step(batch, batch_idx)
+        if count != 1:
+            batch = self.divisors.of_batch(batch, batch_idx)
         values, loss, parts = self._share(batch, batch_idx)
         if self._is_weighed and self.is_counting:
             self._train_values.add(self.objective.own_means(batch))
-        # Past nn.Module, whose setting of an attribute costs as much as a small operator.
+        # nn.Module's __setattr__ costs as much as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.measures and batch.size and self.is_counting:
             self._train_values.update_metrics(self._train_values.read(values))
-        # Of a short last step Lightning divides by too much.
+        # A short last step has fewer micro-batches than Lightning divides by.
         own = count if batch.step is None else batch.step.micro_batches
         return loss if own == count else loss * (count / own)
 
-    def in_step(self, batch: Batch, batch_idx: int) -> Batch:
-        """Return a micro-batch with the divisors of its step. Every rank must call it at the first one of a step."""
-        trainer, micro = self._trainer, self._micro
-        count = trainer.accumulate_grad_batches
-        if count == 1:
-            return batch
-        epoch = trainer.current_epoch
-        if micro is None or (micro.epoch, micro.count) != (epoch, count) or not micro.start <= batch_idx < micro.stop:
-            stop = int(min(batch_idx - batch_idx % count + count, trainer.num_training_batches))
-            found = trainer.datamodule.ahead.micro_batches(batch_idx, stop, with_data=self._is_weighed)
-            weights = self._step_weights(found)
-            micro = _Micro(epoch, batch_idx, batch_idx + weights.micro_batches, count, weights)
-            self.__dict__["_micro"] = micro
-        return batch.with_step(micro.weights)
-
-    def in_window(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
-        """Return all micro-batches of a step with its divisors. Every rank must call it."""
-        if len(window) == 1:
-            return window
-        weights = self._step_weights([batch for batch, _ in window])
-        return [(batch.with_step(weights), batch_idx) for batch, batch_idx in window]
-
-    def _step_weights(self, batches: Sequence[Batch]) -> StepWeights:
-        names = [self.objective.terms[name].names.values() for name in self.objective.weighed]
-        read = {name for some in names for name in some} if all(names) else None
-
-        def named(data: Any) -> Values:
-            values = {one: value for one, value in named_values(data).items() if read is None or one in read}
-            converted: Values = self._trainer.precision_plugin.convert_input(values)
-            return move_tensors(converted, self.device)
-
-        return self.objective.step_weights(batches, named, device=self.device)
+    @property
+    def run_trainer(self) -> RunTrainer:
+        return self._trainer
 
     def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Compute the values by name, the objective and its terms; nothing is counted."""
+        """Compute the values by name, the objective and its terms, without adding them to the epoch."""
         reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx)
         observer = self.observer
         if observer.watches_forward:
@@ -219,101 +238,69 @@ class TrainingModule(LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch, batch_idx)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return what the network gives for this rank's share of a batch, and no loss of it."""
+    def predict_step(self, batch: Batch, batch_idx: int) -> object:
+        """Return the output of the network for this rank's share of a batch."""
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage="test")
         return self._run(self.run_network, batch.data)["output"]
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizer and, where there is one, its schedule, in Lightning's form."""
+        """Return the optimizer and its schedule, if there is one, in Lightning's form."""
         steps, epochs = self.lengths()
         optimizer, schedule = self.optimization.make(self.network, total_steps=steps, total_epochs=epochs)
         if schedule is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.schedule_config(schedule, self.optimization)}
+        return {"optimizer": optimizer, "lr_scheduler": schedule_config(schedule, self.optimization, self.trainer)}
 
     def metric_names(self, stage: Stage) -> Sequence[str]:
-        """Return the names of the metrics of one stage."""
         return [measure.name for measure in self.values_of(stage).measures]
 
     @property
     def seconds_waited(self) -> float:
-        """For how long training has waited for its batches, in this process."""
+        """Seconds for which training has waited for batches in this process."""
         return self._trainer.datamodule.seconds_waited
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Return optimizer steps and epochs of the whole run, for schedules; None where they are not limited."""
+        """Return optimizer steps and epochs of the whole run; None for a number without a limit."""
         trainer = self._trainer
         return total_steps(trainer, self.limits, trainer.datamodule.batches("train")), total_epochs(trainer)
-
-    def schedule_config(self, schedule: LRScheduler, optimization: Optimization) -> dict[str, Any]:
-        """Say when a schedule steps, in Lightning's form."""
-        config: dict[str, Any] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
-        if isinstance(schedule, ReduceLROnPlateau):
-            config["monitor"] = optimization.monitor
-            config["reduce_on_plateau"] = True
-            # `accuracy/val`, and `loss/val/<term>`.
-            if "val" in (optimization.monitor or "").split("/"):
-                # Else Lightning steps it with the value of the last validation again.
-                config["frequency"] = self.trainer.check_val_every_n_epoch or 1
-        return config
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip true gradients, of all ranks that hold parts of the model."""
+        """Clip unscaled gradients over all ranks that hold parts of the model."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip(
-            parameters,
-            value=gradient_clip_val,
-            algorithm=gradient_clip_algorithm,
-            strategy=self.trainer.strategy,
-        )
+        strategy = self.trainer.strategy
+        clip(parameters, value=gradient_clip_val, algorithm=gradient_clip_algorithm, strategy=strategy)
         self.observer.after_clipping()
 
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
-        """Step a schedule, unless the loss scale had the optimizer skip its step: it counts updates of the weights."""
+        """Step a schedule, unless the loss scale made the optimizer skip its step."""
         if metric is not None:
             scheduler.step(metric)
             return
         precision = self.trainer.precision_plugin
-        # The interval first: to ask whether a step was skipped waits for the device.
+        # The interval first, because `skipped` waits for the device.
         counts_steps = self.optimization.interval == "step"
         if not (counts_steps and isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)):
             scheduler.step()
 
     def setup(self, stage: str) -> None:
-        self._micro = None
+        self.divisors.clear()
         if stage == "fit":
             self._by_design = kinds_by_design(self)
 
     def on_save_checkpoint(self, checkpoint: State) -> None:
-        # Behind those of all callbacks, whoever saves.
+        # Lightning calls this after on_save_checkpoint of all callbacks.
         self.require_finite(checkpoint)
-        checkpoint.update(self.epoch_state())
-
-    def epoch_state(self) -> State:
-        """Return what training has summed in the epoch under way, over all ranks. Every rank must call it."""
-        state: State = {}
-        if self._train_values.measures:
-            state[TRAIN_METRICS] = self._train_values.metric_states()
-        if self._is_weighed:
-            state[TRAIN_LOSSES] = self._train_values.totals(self.trainer.strategy)
-        return state
+        checkpoint.update(self._train_values.state(self.trainer.strategy, with_losses=self._is_weighed))
 
     def restore_epoch(self, state: State) -> None:
-        """Go on from `epoch_state`. The ranks of one share of the data take what it summed, the others start empty."""
-        if TRAIN_METRICS in state:
-            ranks = self._trainer.datamodule.world_size
-            self._train_values.restore_metrics(state[TRAIN_METRICS], rank=self.rank, ranks=ranks)
-        if TRAIN_LOSSES in state and self.rank == 0:
-            self._train_values.restore_losses(state[TRAIN_LOSSES].to(self.trainer.strategy.root_device))
+        """Restore the sums of the training epoch from a checkpoint."""
+        device, ranks = self._trainer.strategy.root_device, self._trainer.datamodule.world_size
+        self._train_values.restore(state, device=device, rank=self.rank, ranks=ranks)
 
     def require_finite(self, state: State) -> None:
-        """Check what a checkpoint holds, or a state dict alone. Every rank must call it.
-
-        Raises: NonFiniteError.
-        """
+        """Raise NonFiniteError if a checkpoint, or a state dict alone, is not finite. Every rank must call it."""
         require_finite(state, self._by_design, self._trainer, saved=self.saved)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
@@ -322,39 +309,39 @@ class TrainingModule(LightningModule):
             self.restore_epoch(checkpoint)
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
-        """Compute the objective of a batch's data, 0-d and not weighted, with something else in the network's place.
+        """Return the objective of a batch's data, 0-d and not weighted, with another callable as the network.
 
-        A compiled network that it calls runs uncompiled: it is called once in this way, and not as in a step.
+        A compiled network runs uncompiled, because this call occurs once.
         """
         with uncompiled(self.network):
             loss: Tensor = self.objective(self._run(run_network, data))[0]
         return loss
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
-        """Compute again what the backward of the micro-batch at this place began with, 0-d, with its graph."""
+        """Return the scaled loss of a micro-batch of a window again, 0-d, with its graph."""
         trainer = self._trainer
         with trainer.precision_plugin.train_step_context():
-            loss = self._share(*self.in_window(window.batches)[place])[1]
+            loss = self._share(*self.divisors.of_step(window.batches)[place])[1]
         loss = loss / len(window.batches)
         precision = trainer.precision_plugin
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
-        """Return the parameters that the step behind a window changes, by name."""
+        """Return the parameters that the step of a window changes, by name."""
         return {name: one for name, one in self.network.named_parameters() if one.requires_grad}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
-        """Return what its steps run, and what the terms that look at it need: the network; of phases, each forward."""
+        """Return each module that steps run, with the needs of the terms that read its output."""
         return [(self.network, self.objective.needs)]
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> object:
         """Call the network."""
         return self.network(*inputs, **named)
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
-        # Always epoch 0: what is random in an evaluation is the same each time.
+        # Always epoch 0, so that random layers are the same in each evaluation.
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
-        # Each rank's means of its own samples: what they weigh over ranks is known behind the last batch.
+        # Means over the samples of this rank. Their weights over ranks are known after the last batch.
         try:
             values, means = self._means(Batch(batch.data, batch.size, global_size=max(batch.size, 1), world_size=1))
             self._add(stage, values, means if batch.size else [])
@@ -365,7 +352,7 @@ class TrainingModule(LightningModule):
             self.observer.evaluated(stage, values)
 
     def _add(self, stage: Stage, values: Values, means: Sequence[Mean]) -> None:
-        """Add a batch to a stage's epoch; one without means, which is a stand-in, leaves no trace."""
+        """Add a batch to a stage's epoch. A stand-in batch has no means and adds nothing."""
         epoch_values = self.values_of(stage)
         seen = epoch_values.read(values) if epoch_values.measures else None
         if means:
@@ -374,12 +361,12 @@ class TrainingModule(LightningModule):
                 epoch_values.update_metrics(seen)
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
-        """Evaluate: compute the values by name, and the mean of each term."""
+        """Return the values of an evaluation by name, and the mean of each term."""
         values, _, parts = self._forward(batch)
         return values, self.objective.means(values, parts, size=batch.size)
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Compute the values by name, the objective, and its terms."""
+        """Return the values by name, the objective and its terms."""
         if self._needs:
             return self._forward_with_passes(
                 batch, self.objective, network=self.network, run=self._run, runner=self.run_network
@@ -391,7 +378,7 @@ class TrainingModule(LightningModule):
     def _forward_with_passes(
         self, batch: Batch, objective: Objective, *, network: nn.Module, run: Forward, runner: Runner
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Do so for an objective that needs more than the values of one pass. run, runner: as Passes takes them."""
+        """Return the same for an objective that needs more than one forward. run, runner: see Passes."""
         precision = self._trainer.precision_plugin
         scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
         with needing(objective.needs, network):
@@ -411,16 +398,32 @@ class TrainingModule(LightningModule):
         return values, loss, parts
 
 
+def schedule_config(schedule: object, optimization: Optimization, trainer: Trainer) -> dict[str, object]:
+    """Return when a schedule steps, in Lightning's form."""
+    config: dict[str, object] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
+    if isinstance(schedule, ReduceLROnPlateau):
+        config |= {"monitor": optimization.monitor, "reduce_on_plateau": True}
+        # `accuracy/val`, and `loss/val/<term>`. Without a new validation, Lightning would use the last value again.
+        if "val" in (optimization.monitor or "").split("/"):
+            config["frequency"] = trainer.check_val_every_n_epoch or 1
+    return config
+
+
 @torch.no_grad()
 def clip(
     parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: str | None, strategy: Strategy
 ) -> Tensor | None:
-    """Clip the gradients of parameters in place. Where parts lie in several ranks, every one of those must call it.
+    """Clip the gradients of parameters in place. If ranks hold parts of the model, every rank must call it.
 
-    value: the largest 2-norm of all gradients together, or the largest absolute value of each number; None or 0 clips
-        nothing.
-    algorithm: norm or value; None is norm.
-    Returns: the 2-norm before clipping, 0-d; None where no norm was needed.
+    Args:
+        parameters: Parameters with gradients.
+        value: Largest 2-norm of all gradients together, or largest absolute value of each entry. None or 0 does not
+            clip.
+        algorithm: `norm` or `value`. None is `norm`.
+        strategy: Strategy of the run.
+
+    Returns:
+        The 2-norm before clipping, 0-d; None if no norm was computed.
     """
     if not value:
         return None
@@ -430,19 +433,19 @@ def clip(
             nn.utils.clip_grad_value_(parameters, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value)
-    # One by one: torch's kernels for many refuse lists that mix DTensors and others.
+    # One by one: torch's kernels for lists refuse DTensors together with other tensors.
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if algorithm == "value":
         for part in parts:
             part.clamp_(min=-value, max=value)
         return None
     norm = strategy.total_norm(parameters)
-    # As torch.nn.utils.clip_grad_norm_ has it.
+    # Same rule as torch.nn.utils.clip_grad_norm_.
     factor = torch.clamp(value / (norm + 1e-6), max=1.0)
     for part in parts:
         part.mul_(factor.to(device=part.device, dtype=part.dtype))
     return norm
 
 
-# Lightning reads the signature at every step; this is where inspect looks first.
+# Lightning reads the signature in each step, and inspect looks for this attribute first.
 vars(TrainingModule.training_step)["__signature__"] = inspect.signature(TrainingModule.training_step)

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
 from exp.engine.forward import Values, detached, forward_by_name
-from exp.engine.module import TrainingModule, clip
+from exp.engine.module import TrainingModule, clip, schedule_config
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.step import Window
 from exp.models.containers import with_forward
@@ -106,7 +106,7 @@ class PhasedModule(TrainingModule):
         """Run the phases over the window's micro-batches."""
         if optimizer_closure is not None:
             optimizer_closure()
-        window, self._window = self.in_window(self._window), []
+        window, self._window = self.divisors.of_step(self._window), []
         together = self.trainer.optimizers[0]
         assert isinstance(together, PhaseOptimizers)
         self._run_phases(window, together)
@@ -125,7 +125,7 @@ class PhasedModule(TrainingModule):
         for phase in self.phases:
             schedule = schedules[phase.name]
             if schedule is not None:
-                config = self.schedule_config(schedule, phase.optimization)
+                config = schedule_config(schedule, phase.optimization, self.trainer)
                 config["scheduler"] = PhaseSchedule(phase=phase.name, schedule=schedule, optimizer=together)
                 configs.append(config)
         return [together], configs
@@ -258,7 +258,7 @@ class PhasedModule(TrainingModule):
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
         phase = next(phase for phase in self.phases if phase.name == window.phase)
-        batches = self.in_window(window.batches)
+        batches = self.divisors.of_step(window.batches)
         loss = self._shares_of([phase], *batches[place], window.turn)[1][0][0]
         return self._precision.scale(loss / len(batches))
 

@@ -1,8 +1,7 @@
-"""Keep what a network gives for each sample, over ranks, and put the shares of all ranks together again.
+"""Write the predictions of each rank, and read those of all ranks in the order of the samples.
 
-predictions/<share>.npz of a run directory, one file for each share of the batches, has `<number>.<name>` `[b, ...]`:
-what the network gives by name for this share of a global batch. Ranks that hold parts of one model have one share, and
-one of them writes.
+predictions/<share>.npz of a run directory has the arrays `<number>.<name>` `[b, ...]`: the network's output of this
+share of each global batch, by name. Ranks that hold parts of one model have one share, and one of them writes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import io
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class Predictions(Callback):
-    """Writes this rank's share of what the network gives, at the end.
+    """A callback that writes this rank's share of the predictions at the end.
 
-    directory: of the run. share: which of how many shares of each global batch is this rank's.
+    Args:
+        directory: Run directory.
+        share: Number of this rank's share of each global batch.
     """
 
     def __init__(self, *, directory: Path, share: int) -> None:
@@ -41,16 +41,16 @@ class Predictions(Callback):
         self._batches = 0
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: object
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
     ) -> None:
-        if isinstance(outputs, Nothing):
+        if isinstance(outputs, NoOutput):
             return
         data = batch.data if isinstance(batch, Batch) else batch
         held = len(next(iter(tensors_in(data))))
         found, others = as_arrays(outputs, held=held)
         if others and not self._batches and self.share == 0:
-            log.warning("left out, for it is no tensor [B, ...]: %s", ", ".join(others))
-        # Where a batch is smaller than the world, a rank holds a stand-in.
+            log.warning("predictions without outputs that are not tensors [B, ...]: %s", ", ".join(others))
+        # If a batch has fewer samples than there are ranks, some ranks hold a stand-in of size 0.
         size = batch.size if isinstance(batch, Batch) else held
         self._arrays |= {f"{self._batches}.{name}": array[:size] for name, array in found.items()}
         self._batches += 1
@@ -65,18 +65,23 @@ class Predictions(Callback):
             raise RunError(f"{error.filename or self.directory}: {error.strerror or error}") from error
 
 
-class Nothing:
-    """What a rank gives in predict_step that has no output, as all but the last stage of a pipeline."""
+class NoOutput:
+    """The result of predict_step on a rank without outputs: all stages of a pipeline except the last."""
 
 
-def as_arrays(outputs: Any, *, held: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """What a network gave, by name: each `[B, ...]`, half precision as float32; `output` where it has no names.
+def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the outputs of a network as arrays by name, and the names of other outputs.
 
-    held: samples of the batch, B.
-    Returns: the arrays; and the names of what is no tensor `[B, ...]`.
-    Raises: RunError where nothing of it is one.
+    Half precision becomes float32. An output without names is called `output`.
+
+    Args:
+        outputs: Output of the network.
+        held: Samples of the batch, B.
+
+    Raises:
+        RunError: No output is a tensor `[B, ...]`.
     """
-    named: Mapping[str, Any] = {"output": outputs} if isinstance(outputs, Tensor) else named_parts(outputs)
+    named: Mapping[str, object] = {"output": outputs} if isinstance(outputs, Tensor) else named_parts(outputs)
     found, others = {}, []
     for name, value in named.items():
         if isinstance(value, Tensor) and value.dim() and len(value) == held:
@@ -85,7 +90,9 @@ def as_arrays(outputs: Any, *, held: int) -> tuple[dict[str, np.ndarray], list[s
         else:
             others.append(name)
     if not found:
-        raise RunError(f"the network gives a {type(outputs).__name__}; expected a tensor [B, ...], or several by name")
+        raise RunError(
+            f"the network returned a {type(outputs).__name__}; expected a tensor [B, ...], or several by name"
+        )
     return found, others
 
 
@@ -98,20 +105,24 @@ def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
-    """What the network gave for all samples, in their order, by name: a list of arrays `[b, ...]`.
+    """Return the predictions for all samples in their order: by name, a list of arrays `[b, ...]`.
 
-    directory: of the run. Raises: RunError where there are no shares.
+    Args:
+        directory: Run directory.
+
+    Raises:
+        RunError: The directory has no predictions.
     """
     paths = sorted((directory / FOLDER).glob("*.npz"), key=lambda path: int(path.stem))
     if not paths:
-        raise RunError(f"{directory} holds no predictions: the network gave nothing, or the data has no samples")
+        raise RunError(f"{directory} has no predictions: the network returned no output, or the data has no samples")
     shares = []
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
             shares.append({name: file[name] for name in file.files})
     names = [key.removeprefix("0.") for key in shares[0] if key.startswith("0.")]
     batches = range(len(shares[0]) // len(names))
-    # The samples of one batch after the other, and of each batch those of one share after the other.
+    # A global batch is its shares one after another.
     return {
         name: [share[f"{batch}.{name}"] for batch in batches for share in shares if len(share[f"{batch}.{name}"])]
         for name in names

@@ -388,9 +388,9 @@ class Recording(StepRecording):
         values = self._module.values_of("train")
         # A limit may end the run within an epoch, whose sums a longer run goes on with.
         sums = self._epoch_sum, self._epoch_size
-        state = None if is_epoch_complete(trainer) else self._module.epoch_state()
         # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
         weighed = self._module.objective.weighed
+        state = None if is_epoch_complete(trainer) else values.state(trainer.strategy, with_losses=bool(weighed))
         found = values.finish(trainer.strategy) if values.measures or weighed else {}
         metrics = {tag: value for tag, value in found.items() if not tag.startswith("loss/")}
         if weighed and "loss/train" in found:

@@ -49,7 +49,9 @@ def test_an_exp_that_was_installed_before_is_reported(tmp_path: Path, words: tup
     install_theirs(site)
     install_ours(site)
     last = last_line(site, *words)
-    assert last.startswith(f"ImportError: exp-0.5.1 is installed in {site} next to exp-framework. pip uninstall -y exp ")
+    assert last.startswith(
+        f"ImportError: exp-0.5.1 is installed in {site} next to exp-framework. pip uninstall -y exp "
+    )
 
 
 @pytest.mark.parametrize("is_left", [False, True])

@@ -15,7 +15,7 @@ import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from exp.tensorboard.event_file import records
+from exp.tensorboard.event_file import encode_records
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def write_events(directory: Path, curves: Mapping[str, list[float]]) -> None:
         for place, value in enumerate(values, start=1)
     ]
     (directory / "tensorboard").mkdir()
-    content = records([event.SerializeToString() for event in events])
+    content = encode_records([event.SerializeToString() for event in events])
     (directory / "tensorboard" / "events.out.tfevents.1").write_bytes(content)
 
 

@@ -19,7 +19,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from exp.hooks.panels import Histogram, Text
 from exp.tensorboard.curves import read_curves
-from exp.tensorboard.event_file import records
+from exp.tensorboard.event_file import encode_records
 from exp.tensorboard.logger import TensorBoardLogger
 
 
@@ -71,7 +71,7 @@ def test_tensors_of_one_number_are_scalars(tmp_path, value):
     tensors = enumerate((listed, raw, *others), start=4)
     summaries = [(step, Summary(value=[Summary.Value(tag="a", tensor=one)])) for step, one in tensors]
     events = [Event(step=step, summary=summary).SerializeToString() for step, summary in summaries]
-    (tmp_path / "events.out.tfevents.1").write_bytes(records(events))
+    (tmp_path / "events.out.tfevents.1").write_bytes(encode_records(events))
     assert points(tmp_path, "a") == [(4, -3.0), (5, -3.0)]
 
 
@@ -93,7 +93,7 @@ def test_a_cut_off_file_gives_earlier_points(tmp_path):
 def test_a_damaged_byte_raises_nothing(tmp_path_factory, place, byte):
     directory = tmp_path_factory.mktemp("damaged")
     events = [Event(step=step, summary=Summary(value=[Summary.Value(tag="a", simple_value=1)])) for step in range(99)]
-    content = bytearray(records([event.SerializeToString() for event in events]))
+    content = bytearray(encode_records([event.SerializeToString() for event in events]))
     content[place % len(content)] = byte
     (directory / "events.out.tfevents.1").write_bytes(content)
     read_curves(directory, wants=everything)
@@ -102,5 +102,5 @@ def test_a_damaged_byte_raises_nothing(tmp_path_factory, place, byte):
 @given(st.binary(max_size=60))
 def test_any_bytes_of_an_event_raise_nothing(tmp_path_factory, event):
     directory = tmp_path_factory.mktemp("any")
-    (directory / "events.out.tfevents.1").write_bytes(records([event]))
+    (directory / "events.out.tfevents.1").write_bytes(encode_records([event]))
     assert len(read_curves(directory, wants=everything).problems) <= 1

@@ -65,7 +65,7 @@ def test_the_least_healthy_of_many_rows_is_shown():
 def columns(maps: HeatMaps, steps: range, *, first: float = 1.0) -> None:
     for step in steps:
         values = torch.tensor([first * step, 0.5])
-        maps.shown({"gradients/norm": Column(("a.weight", "b"), values, HEALTHY_NORM)}, step)
+        maps.replace_columns({"gradients/norm": Column(("a.weight", "b"), values, HEALTHY_NORM)}, step)
 
 
 def test_a_resume_continues_table_and_picture(tmp_path):
@@ -170,8 +170,8 @@ def test_a_period_follows_the_length_of_the_run():
 
 def test_missing_and_infinite_gradients_differ(tmp_path):
     maps = HeatMaps(tmp_path)
-    maps.shown({"g": Column(("a", "b"), torch.tensor([1.0, math.nan]), HEALTHY_NORM)}, 1)
-    maps.shown({"g": Column(("b", "c"), torch.tensor([math.inf, 2.0]), HEALTHY_NORM)}, 2)
+    maps.replace_columns({"g": Column(("a", "b"), torch.tensor([1.0, math.nan]), HEALTHY_NORM)}, 1)
+    maps.replace_columns({"g": Column(("b", "c"), torch.tensor([math.inf, 2.0]), HEALTHY_NORM)}, 2)
     maps.save()
     numbers = kept_heat_map(tmp_path, "g").numbers
     np.testing.assert_array_equal(numbers, [[1.0, np.nan], [np.inf, np.inf], [np.nan, 2.0]])

@@ -25,14 +25,14 @@ def titles(summary) -> dict[str, list[str]]:
 
 def test_a_chart_appears_with_its_first_tag():
     layout = Layout()
-    assert titles(layout.grown(["memory/parameters_mib", "unknown"])) == {"Memory": ["parts, MiB"]}
-    assert layout.grown(["memory/parameters_mib", "memory/gradients_mib"]) is None
-    assert titles(layout.grown(["loss/train", "precision/loss_scale"])) == {
+    assert titles(layout.extend(["memory/parameters_mib", "unknown"])) == {"Memory": ["parts, MiB"]}
+    assert layout.extend(["memory/parameters_mib", "memory/gradients_mib"]) is None
+    assert titles(layout.extend(["loss/train", "precision/loss_scale"])) == {
         "Overview": ["loss"],
         "Memory": ["parts, MiB"],
         "Precision": ["loss scale"],
     }
-    assert layout.grown(["loss/val"]) is None
+    assert layout.extend(["loss/val"]) is None
 
 
 def test_each_tag_is_in_one_chart():
@@ -57,4 +57,4 @@ NOT_CURVES = (
 
 
 def test_tags_of_other_tabs_have_no_chart():
-    assert Layout().grown([tag for tag in TAGS if tag.startswith(NOT_CURVES) or tag in HEAT_MAPS]) is None
+    assert Layout().extend([tag for tag in TAGS if tag.startswith(NOT_CURVES) or tag in HEAT_MAPS]) is None

@@ -157,7 +157,9 @@ class TestMlflow:
         assert [(metric.step, metric.value) for metric in history] == [(step, float(step)) for step in range(1, 14)]
         assert stored.info.status == "KILLED"
         assert "a_0_" in stored.data.metrics
-        assert len([r for r in caplog.records if "Histogram: histogram and its like are left out" in r.message]) == 2
+        assert (
+            len([r for r in caplog.records if "Histogram: histogram and similar panels are left out" in r.message]) == 2
+        )
         assert [file.path for file in client.list_artifacts(stored.info.run_id, "text")] == ["text/1.md", "text/6.md"]
         assert len(client.list_artifacts(stored.info.run_id, "images")) >= 2
 

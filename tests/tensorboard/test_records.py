@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from exp.tensorboard.event_file import crc32c, masked_crc32c, records
+from exp.tensorboard.event_file import crc32c, encode_records, masked_crc32c
 
 
 def test_the_checksum_of_the_common_example():
@@ -32,4 +32,4 @@ def test_records_equal_those_of_tensorboard(tmp_path_factory, contents):
         writer = RecordWriter(file)
         for content in contents:
             writer.write(content)
-    assert path.read_bytes() == records(contents)
+    assert path.read_bytes() == encode_records(contents)

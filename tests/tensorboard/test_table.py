@@ -71,8 +71,8 @@ def test_a_panel_without_a_column_warns_once(tmp_path, caplog):
         for step in (1, 2):
             logger.log_panels({"gradients/histogram/a": Histogram.of(torch.ones(3)), "note": Text("a")}, step)
     assert [record.message for record in caplog.records] == [
-        "logger csv cannot show a Histogram: gradients/histogram/a and its like are left out",
-        "logger csv cannot show a Text: note and its like are left out",
+        "logger csv cannot show a Histogram: gradients/histogram/a and similar panels are left out",
+        "logger csv cannot show a Text: note and similar panels are left out",
     ]
 
 

@@ -35,7 +35,7 @@ def test_the_command_can_be_repeated(directory):
 @pytest.mark.parametrize(
     ("diff", "expected"),
     [
-        ("", "Revision `abc`\n\nNothing was changed since."),
+        ("", "Revision `abc`\n\nNo changes since then."),
         ("+a\n", "Revision `abc`\n\n```diff\n+a\n\n```"),
         ("+```\n", "Revision `abc`\n\n````diff\n+```\n\n````"),
     ],

@@ -222,7 +222,7 @@ class StepRecording(Callback, ABC):
         if self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
                 logger.log_metrics(values, index)
-            self._show(self._heat_maps.shown(panels, index) if panels else {}, index)
+            self._show(self._heat_maps.replace_columns(panels, index) if panels else {}, index)
 
     def _show(self, panels: Mapping[str, Panel], index: int) -> None:
         shown = self._drawn(panels) if panels else {}

@@ -1,4 +1,4 @@
-"""Heat maps of a run: the numbers of each layer or parameter, layers by steps, drawn from table.csv."""
+"""Heat maps of a run: numbers of each layer or parameter by step, drawn from table.csv."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HeatMap:
     """The numbers of one tag.
 
     Attributes:
-        names: Of the R rows.
-        steps: Of the S columns, rising.
-        numbers: `[R, S]`: nan if a row has no number at a step, infinite if the number was lost.
+        names: Names of the R rows.
+        steps: Steps of the S columns, rising.
+        numbers: `[R, S]`: nan if a row has no number at a step, infinite if the number was not finite.
     """
 
     names: list[str]
@@ -38,8 +38,8 @@ class HeatMap:
     numbers: np.ndarray
 
     def picture(self, *, healthy: Healthy, title: str) -> np.ndarray:
-        """Return the picture, uint8 `[H, W, 3]`. healthy: the bounds between which numbers are healthy."""
-        # The import of Pillow takes as long as a validation; a run draws at its end.
+        """Return the picture, uint8 `[H, W, 3]`. healthy: Bounds of healthy numbers."""
+        # Imported here, because Pillow's import takes as long as a validation.
         from exp.hooks.figures import heat_map
 
         return heat_map(self.numbers, names=self.names, steps=self.steps, healthy=healthy, title=title)
@@ -64,7 +64,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
         if not any(column[1]):
             continue
         if kept and (count - 1) % every:
-            kept.pop()  # it was there as the last one alone
+            kept.pop()  # it was kept only as the last column
         kept.append(column)
         count += 1
         if len(kept) > MOST_COLUMNS:
@@ -72,7 +72,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
             kept = [*kept[:-1:2], kept[-1]]
     if not kept:
         return None
-    # A number that is lost differs from one that is missing.
+    # A number that is not finite differs from a missing one.
     numbers = np.array([[float(cell) if cell else np.nan for cell in cells] for _, cells in kept]).T
     is_lost = np.array([[bool(cell) for cell in cells] for _, cells in kept]).T & ~np.isfinite(numbers)
     numbers[is_lost] = np.inf
@@ -81,7 +81,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Picture(Panel):
-    """A heat map as the table has it when it is drawn."""
+    """A heat map, read from the table when it is drawn."""
 
     directory: Path
     tag: str
@@ -95,7 +95,7 @@ class _Picture(Panel):
 
 @dataclass(slots=True)
 class _Tag:
-    """What is known of a tag: its healthy numbers, its columns and its last step, and when it was drawn last."""
+    """The healthy numbers of a tag, the number of its columns, its last step, and the time of its last picture."""
 
     healthy: Healthy
     count: int = 0
@@ -105,13 +105,13 @@ class _Tag:
 
 
 class HeatMaps:
-    """Keeps the columns that hooks give in the run's table.csv, and draws them.
+    """Writes the columns of hooks to the run's table.csv, and draws them.
 
     The table has a row for each step, and a column for each part of each tag: `gradients/norm/hidden.weight`.
 
     Args:
-        directory: Of the run; None keeps nothing.
-        is_drawn: Whether there are pictures, and not the table alone.
+        directory: Run directory. None: nothing is written.
+        is_drawn: Whether to draw pictures.
     """
 
     def __init__(self, directory: Path | None, *, is_drawn: bool = True) -> None:
@@ -122,10 +122,10 @@ class HeatMaps:
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Remove what an earlier process has written of this step, the first of the training, and later ones."""
+        """Remove rows of an earlier process from this step on. step: First step of the training."""
         self._guarded(lambda table: table.purge(step))
 
-    def shown(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
+    def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
         """Return the panels of a step, with a heat map instead of a column if one is due."""
         shown = {tag: panel for tag, panel in panels.items() if not isinstance(panel, Column)}
         for tag, column in panels.items():
@@ -136,9 +136,9 @@ class HeatMaps:
             now = time.monotonic()
             known = self._tags.setdefault(tag, _Tag(column.healthy, drawn_at=now))
             known.count, known.step = known.count + 1, step
-            # A short run draws at its end alone.
+            # A short run draws only at its end.
             if known.count >= 2 * known.drawn and now - known.drawn_at > SECONDS_BETWEEN_PICTURES:
-                shown |= self._drawn(tag)
+                shown |= self._draw(tag)
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
             self.save()
         return shown
@@ -154,10 +154,10 @@ class HeatMaps:
         found: dict[int, dict[str, Panel]] = {}
         for tag, known in self._tags.items():
             if known.drawn != known.count:
-                found.setdefault(known.step, {}).update(self._drawn(tag))
+                found.setdefault(known.step, {}).update(self._draw(tag))
         return {step: pictures for step, pictures in found.items() if pictures}
 
-    def _drawn(self, tag: str) -> dict[str, Panel]:
+    def _draw(self, tag: str) -> dict[str, Panel]:
         known = self._tags[tag]
         known.drawn, known.drawn_at = known.count, time.monotonic()
         self.save()

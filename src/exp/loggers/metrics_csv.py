@@ -1,4 +1,4 @@
-"""Every number of a run in one table, metrics.csv, that a resume goes on with. Lightning's CSVLogger begins it anew."""
+"""All numbers of a run in one table, metrics.csv. A resumed run continues it, unlike Lightning's CSVLogger."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from exp.loggers.step_table import StepTable
 
 
 class CsvLogger(RunLogger):
-    """Writes `metrics.csv` into the run directory: a row a step, a column a tag, in the order in which they came.
+    """Writes `metrics.csv` to the run directory, with a row per step and a column per tag.
 
-    Rows wait until `flush_seconds` have passed.
+    Calls that write raise RunError if the file cannot be written. Later values are dropped.
 
-    directory: the run directory; build.py gives it.
-
-    Raises RunError, from whichever call writes: the file cannot be written. What comes after that is dropped.
+    Args:
+        directory: Run directory, set by build.py.
+        flush_seconds: Time between two writes, in seconds.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
@@ -48,32 +48,32 @@ class CsvLogger(RunLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Nothing: config.yaml and provenance.json stand beside the table."""
+        """Do nothing: config.yaml and provenance.json are next to the table."""
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing, as in `describe`."""
+        """Do nothing."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers by tag. step: the optimizer steps done; what is logged for one step in a row shares a row."""
+        """Add numbers by tag. step: Finished optimizer steps. Consecutive calls for one step share a row."""
         self._table.add(metrics, self._step_of(step))
         if time.time() - self._last_write >= self.flush_seconds:
             self._write(keep=1)
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Says once what a table cannot hold."""
-        self._left_out.shown(panels)
+        """Log once which panels a table cannot hold."""
+        self._left_out.select(panels)
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Takes out the rows from `step` on: a resumed run, `step` its first, writes them anew."""
+        """Remove the rows from `step` on: a resumed run starts at `step`."""
         self._table.purge(step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes what waits."""
+        """Write waiting rows."""
         self._write(keep=0)
 
     @rank_zero_only

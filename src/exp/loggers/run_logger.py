@@ -1,4 +1,4 @@
-"""What every logger of exp's own has: what it is told of a run, what it cannot show, and notes for a resume."""
+"""Base class of exp's loggers: the description of a run, panels that a logger cannot show, and notes for a resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from exp.output import warn_not_written
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What is known of a run before its first step.
+    """A run before its first step.
 
-    hyperparameters: by dotted key: those that tell it from its neighbours.
-    metrics: the tags by which runs are compared, `loss/val`.
-    config: every value, by dotted key.
-    texts: Markdown by name: the config, the command, the revision.
-    tags: the user's words for it.
+    Attributes:
+        hyperparameters: Values by dotted key in which it may differ from other runs.
+        metrics: Tags by which runs are compared, such as `loss/val`.
+        config: The whole config, plain and resolved.
+        texts: Markdown texts by name: the config, the command, the revision.
+        tags: The user's tags.
     """
 
     hyperparameters: Mapping[str, Any]
@@ -42,7 +43,7 @@ class Description:
 
 
 def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequence[str]) -> Description:
-    """Return what is known of a run from the values of its config, its overrides and its directory."""
+    """Return the description of a run from its config, overrides and directory."""
     return Description(
         hyperparameters=chosen_values(plain, overrides),
         metrics=compared_tags(plain),
@@ -53,53 +54,57 @@ def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequ
 
 
 class RunLogger(Logger):
-    """A logger that the engine tells more than numbers. On other ranks than 0 its calls do nothing."""
+    """A logger that gets panels and a description in addition to numbers. Its calls do nothing except on rank 0."""
 
     @abstractmethod
     def describe(self, description: Description) -> None:
-        """Called once, before the first step; once more in a process that goes on with the run."""
+        """Log the description, once before the first step of each process of the run."""
 
     @abstractmethod
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Histograms, images, texts and curves by tag, their tensors on the host. What cannot be shown is said once."""
+        """Log histograms, images, texts and curves by tag, with tensors on the CPU. Report unsupported kinds once."""
 
     @abstractmethod
     def purge(self, step: int) -> None:
-        """Called at each start of the training, `step` its first: what was logged from there on is logged anew."""
+        """Remove values from `step` on, the first step of the training: they are logged again."""
 
     @abstractmethod
     def end(self, status: str) -> None:
-        """The run is over: completed, pruned, failed or interrupted."""
+        """Log the end of the run. status: completed, pruned, failed or interrupted."""
 
-    # The optimizer step that was logged last.
+    # Last optimizer step that was logged.
     _latest = 0
 
     def _step_of(self, step: int | None) -> int:
-        """Return the step to log at: without one, that of the last point."""
+        """Return the step, or the last logged step for None."""
         self._latest = self._latest if step is None else step
         return self._latest
 
 
-# What the engine and Lightning ask of a logger.
-ASKED = (
+# Methods of loggers that the engine and Lightning call.
+CALLED = (
     *("describe", "log_metrics", "log_panels", "log_hyperparams", "log_graph", "log_image", "after_save_checkpoint"),
     *("add_event", "purge", "save", "finalize", "end"),
 )
 
 
 def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
-    """Make a logger that a run outlives; None where it cannot be made, which is told.
+    """Return a logger whose errors do not end the run, or None, after a warning, if it cannot be created.
 
-    name: as in the config, `logger.tensorboard`.
-    Raises: ConfigError where a parameter is wrong; MissingExtraError.
+    Args:
+        name: Config key, such as `logger.tensorboard`.
+
+    Raises:
+        ConfigError: A parameter is invalid.
+        MissingExtraError: Its package is not installed.
     """
     try:
-        return outlive(make(), name=name)
+        return isolate_errors(make(), name=name)
     except (Interrupted, MissingExtraError):
         raise
     except ConfigError as error:
         cause = error.__cause__
-        # What a store says that does not answer, and not of the values that it was given.
+        # Other exceptions come from a store that does not answer.
         is_of_values = isinstance(cause, REFUSALS) and not isinstance(cause, OSError | RuntimeError)
         if cause is None or is_of_values or isinstance(cause, ExpError | MisconfigurationException | SystemExit):
             raise
@@ -110,9 +115,10 @@ def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
 
 
 def has_begun(logger: Logger, *, name: str) -> bool:
-    """Whether a logger has its store open, as Lightning asks of each when a run begins; where it fails, that is told.
+    """Return whether a logger can open its store, as Lightning does when a run begins. Warn if it cannot.
 
-    name: as in the config.
+    Args:
+        name: Config key.
     """
     try:
         getattr(logger, "experiment", None)
@@ -124,14 +130,14 @@ def has_begun(logger: Logger, *, name: str) -> bool:
     return True
 
 
-def outlive(logger: Logger, *, name: str) -> Logger:
-    """Let a run go on where this logger fails: that is told once, and nothing is asked of it any more.
+def isolate_errors(logger: Logger, *, name: str) -> Logger:
+    """Let a run continue if this logger fails: warn once, and do not call it again.
 
-    A store that does not answer would cost minutes at every write, and a full disk stays full.
+    A store that does not answer would take minutes at every write, and a full disk stays full.
     """
     has_failed = False
 
-    def outlived(method: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal has_failed
@@ -148,16 +154,17 @@ def outlive(logger: Logger, *, name: str) -> Logger:
 
         return call
 
-    for method in ASKED:
+    for method in CALLED:
         if hasattr(logger, method):
-            setattr(logger, method, outlived(getattr(logger, method)))
+            setattr(logger, method, guard(getattr(logger, method)))
     return logger
 
 
 class Notes:
-    """A small JSON file of plain values: whose run this is in the store, and how far it was written.
+    """A small JSON file with the run's id in a store, and the last step that was written.
 
-    Raises RunError: the file cannot be read or written.
+    Raises:
+        RunError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +175,7 @@ class Notes:
                 self.values = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise RunError(
-                    f"{path} cannot be read: {error}; without it the logger begins a new run there"
+                    f"{path} cannot be read: {error}; without it the logger starts a new run there"
                 ) from error
 
     def keep(self, **values: Any) -> None:
@@ -183,9 +190,11 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """Picks the panels that a logger can show, and says which kinds it cannot, each once.
+    """Selects the panels that a logger can show, and logs each other kind once.
 
-    name: the logger's, as in the config. kinds: those that it can show.
+    Args:
+        name: Name of the logger in the config.
+        kinds: Kinds that it can show.
     """
 
     def __init__(self, *, name: str, kinds: tuple[type[Panel], ...]) -> None:
@@ -193,7 +202,7 @@ class LeftOut:
         self._kinds = kinds
         self._said: set[type[Panel]] = set()
 
-    def shown(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
+    def select(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
         shown = {}
         for tag, panel in panels.items():
             if isinstance(panel, self._kinds):
@@ -201,16 +210,16 @@ class LeftOut:
             elif type(panel) not in self._said:
                 self._said.add(type(panel))
                 kind = type(panel).__name__
-                log.info("logger %s cannot show a %s: %s and its like are left out", self._name, kind, tag)
+                log.info("logger %s cannot show a %s: %s and similar panels are left out", self._name, kind, tag)
         return shown
 
 
-# A page that shows a longer one stands still; provenance.json has the whole.
+# A page with a longer diff freezes. provenance.json has the whole diff.
 MAX_DIFF_CHARACTERS = 100_000
 
 
 def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
-    """By name, from what `freeze` wrote: `config`, `command` and, of a run inside a repository, `git`."""
+    """Return the texts `config`, `command` and, in a repository, `git` from the files of the run directory."""
     provenance = json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
     command = shlex.join(["python", "-m", "exp.train", *overrides])
     versions = "\n".join(f"| {name} | {version} |" for name, version in provenance["versions"].items())
@@ -223,13 +232,13 @@ def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
         diff = git["diff"]
         if len(diff) > MAX_DIFF_CHARACTERS:
             diff = diff[:MAX_DIFF_CHARACTERS] + "\n... cut here; provenance.json has the whole diff\n"
-        shown = fenced(diff, language="diff") if diff else "Nothing was changed since."
+        shown = fenced(diff, language="diff") if diff else "No changes since then."
         found["git"] = f"Revision `{git['revision']}`\n\n{shown}"
     return found
 
 
 def fenced(text: str, *, language: str = "") -> str:
-    """A Markdown block of code, its fence longer than any in the text."""
+    """Return a Markdown block of code, with a fence longer than those in the text."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

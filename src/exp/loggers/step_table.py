@@ -1,4 +1,4 @@
-"""A table of numbers on disk, a row a step and a column a tag, that a resume goes on with."""
+"""A CSV file with a row per step and a column per tag, which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ STEP = "step"
 
 
 class StepTable:
-    """A CSV file with a row a step, and a column a tag in the order in which they came.
+    """A CSV file with a row per step, and a column per tag in the order of their first values.
 
-    What a step did not measure is empty. A tag that comes for the first time adds a column, for which the file is
-    written anew beside itself and put in its place.
+    Missing values are empty. A new tag adds a column, for which the file is replaced.
 
-    path: of the file, made by the first write. fix: what to do where it cannot be written, behind "or".
+    Calls that write raise RunError if the file cannot be written. Later values are dropped.
 
-    Raises RunError, from whichever call writes: the file cannot be written. What comes after that is dropped.
+    Args:
+        path: Path of the file, which the first write creates.
+        fix: The fix for a file that cannot be written, after "or".
     """
 
     def __init__(self, path: Path, *, fix: str) -> None:
@@ -31,30 +32,30 @@ class StepTable:
         self._fix = fix
         self._columns: list[str] = []
         self._rows: list[dict[str, Any]] = []
-        # The last row of the file.
+        # Last row of the file.
         self._last: dict[str, Any] | None = None
         self._failed = False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by tag, which wait; what comes for one step in a row shares a row."""
+        """Add numbers by tag, without writing them. Consecutive calls for one step share a row."""
         if not self._rows or self._rows[-1][STEP] != step:
             self._rows.append({STEP: step})
         self._rows[-1].update(values)
 
     def write(self, *, keep: int = 0) -> None:
-        """Write what waits. keep: 1 lets the last row wait, for a validation at its step."""
+        """Write waiting rows, except the last `keep` ones. A validation may add to the last row."""
         count = len(self._rows) - keep
         rows, self._rows = self._rows[:count], self._rows[count:]
         if rows:
             self._guarded(lambda: self._append(rows))
 
     def purge(self, step: int) -> None:
-        """Take out the rows from `step` on: a resumed run writes them anew."""
+        """Remove the rows from `step` on: a resumed run writes them again."""
         if self.path.is_file():
             self._guarded(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
 
     def read(self) -> Iterator[dict[str, str]]:
-        """The whole rows of the file: a kill may have left a part of one at the end."""
+        """Yield the rows of the file, without a part of a row that a kill may have left at the end."""
         if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 yield from csv.DictReader(line for line in file if line.endswith("\n"))
@@ -77,7 +78,7 @@ class StepTable:
             for row in self.read():
                 self._last = dict(row)
         step, last = rows[0][STEP], self._last or {STEP: -1}
-        # What comes behind a write, and a test that is made again: a step has one row.
+        # Values of a step that was written already, such as those of a repeated test, belong to its row.
         is_split = int(last[STEP]) == step
         if is_split:
             rows = [{**{tag: value for tag, value in last.items() if value != ""}, **rows[0]}, *rows[1:]]
@@ -86,7 +87,7 @@ class StepTable:
             columns.update(dict.fromkeys(row))
         if is_split or list(columns) != self._columns:
             self._columns = list(columns)
-            # The row that is taken away comes back in the same replacement: a kill between the two would lose it.
+            # One replacement removes the row and adds the new one, so that a kill cannot lose it.
             self._rewrite(lambda row: not is_split or int(row[STEP]) != step, more=rows)
             return
         self._last = rows[-1]
@@ -96,7 +97,7 @@ class StepTable:
             file.write(text.getvalue())
 
     def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[dict[str, Any]] = ()) -> None:
-        """The rows that are kept, and more, below the columns of now."""
+        """Replace the file by the kept rows and more rows, with the current columns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self.read()
         first = next(rows, None)

@@ -138,7 +138,7 @@ class MemberLog:
         numbers, panels = on_host_values(values)
         self.latest.update(numbers)
         shown = {tag: panel.drawn() for tag, panel in panels.items()}
-        shown = self._heat_maps.shown(shown, index)
+        shown = self._heat_maps.replace_columns(shown, index)
         for logger in self.loggers:
             logger.log_metrics(numbers, index)
             if shown:

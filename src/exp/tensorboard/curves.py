@@ -1,8 +1,4 @@
-"""Scalars of event files, read without raising an error for files that are cut off or damaged.
-
-An event file is a list of records: the length as uint64, its checksum, the bytes of an Event, their checksum. A run
-that is still writing may have written part of a record.
-"""
+"""Scalars of event files, read without raising an error for files that are cut off or damaged."""
 
 from __future__ import annotations
 
@@ -19,14 +15,16 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.util.tensor_util import make_ndarray
 
-PATTERN = "events.out.tfevents.*"
+from exp.tensorboard.event_records import EVENTS, read_records
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """The values of one tag of one run, by rising step.
+    """The values of one tag of one run.
 
-    steps: optimizer steps, int64 `[N]`. values: float64 `[N]`; values may be nan or infinite.
+    Attributes:
+        steps: Optimizer steps, rising, int64 `[N]`.
+        values: float64 `[N]`; values may be nan or infinite.
     """
 
     steps: np.ndarray
@@ -37,7 +35,9 @@ class Curve:
 class Curves:
     """The curves of a directory.
 
-    by_tag: the requested curves that exist. problems: one line for each file or event that cannot be read.
+    Attributes:
+        by_tag: The requested curves that exist.
+        problems: A line for each file or event that cannot be read.
     """
 
     by_tag: dict[str, Curve] = field(default_factory=dict)
@@ -50,7 +50,8 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
     Files are read in the order of their names. A session that starts at a step voids earlier values from that step on,
     as TensorBoard shows a resumed run. Of two values at one step the later one counts.
 
-    wants: returns whether the curve of a tag is read.
+    Args:
+        wants: Returns whether the curve of a tag is read.
     """
     points, problems = _Points(wants=wants), []
     try:
@@ -71,9 +72,10 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
 def event_files(directory: Path) -> list[Path]:
     """Return the event files in the order in which they are read.
 
-    Raises: OSError if the directory cannot be listed.
+    Raises:
+        OSError: The directory cannot be listed.
     """
-    return [directory / name for name in sorted(os.listdir(directory)) if fnmatch.fnmatchcase(name, PATTERN)]
+    return [directory / name for name in sorted(os.listdir(directory)) if fnmatch.fnmatchcase(name, EVENTS)]
 
 
 def _curve(found: dict[int, float]) -> Curve:
@@ -89,10 +91,7 @@ class _Points:
         self._wants = wants
 
     def add(self, event: Event) -> None:
-        """Add the scalars of an event.
-
-        Raises: TypeError or ValueError for a damaged tensor.
-        """
+        """Add the scalars of an event. Raise TypeError or ValueError for a damaged tensor."""
         if event.session_log.status == SessionLog.START:
             for tag, found in self.by_tag.items():
                 self.by_tag[tag] = {at: value for at, value in found.items() if at < event.step}
@@ -114,22 +113,16 @@ def _scalar(value: Summary.Value) -> float | None:
 
 def _read(file: BinaryIO, points: _Points) -> Iterator[str]:
     """Add the events of a file to `points`. Yields the problems of the file."""
-    left = os.fstat(file.fileno()).st_size
-    if not left:
-        yield "is empty"
-    damaged = 0
-    while left:
-        head = file.read(12)
-        length = int.from_bytes(head[:8], "little")
-        left -= 12 + length + 4
-        content = file.read(length) if left >= 0 else b""
-        if left < 0 or len(head) < 12 or len(content) < length:
-            yield "ends within an event: it is still being written, or was cut off"
-            break
-        file.read(4)
-        try:
-            points.add(Event.FromString(content))
-        except (DecodeError, TypeError, ValueError):
-            damaged += 1
+    count = damaged = 0
+    try:
+        for count, content in enumerate(read_records(file), start=1):  # noqa: B007
+            try:
+                points.add(Event.FromString(content))
+            except (DecodeError, TypeError, ValueError):
+                damaged += 1
+        if not count:
+            yield "is empty"
+    except EOFError:
+        yield "ends within an event: it is still being written, or was cut off"
     if damaged:
         yield f"holds {damaged} damaged event{'s' if damaged > 1 else ''}, left out"

@@ -1,8 +1,8 @@
-"""An event file that grows by whole batches of events, by one write each: no thread, so a failure is raised at once.
+"""An event file to which batches of events are appended in one write each. Without a thread, errors are raised at once.
 
-A record is a length, a checksum, bytes and their checksum, little-endian. tensorboard's own writer computes the
-checksum byte by byte in Python: 40 us for one step's event of 8 values (280 bytes), ten times its encoding. Here one
-NumPy gather does it for many records at once: 4 us each.
+A record is a length, a checksum, bytes and their checksum, little-endian. tensorboard's writer computes the checksum
+byte by byte in Python: 40 us for a step's event of 8 values (280 bytes), ten times its encoding. Here a NumPy gather
+takes 4 us per record, for many records at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 
 from exp.errors import RunError
 from exp.output import describe_write_error
+from exp.tensorboard.event_records import EVENTS
 
 
 class EventFile:
-    """The event file of one writer. It is made by the first write, and closing it keeps it: a later write goes on.
+    """An event file that the first write creates. A write after `close` appends to it.
 
-    directory: where it is; made if it does not exist. suffix: the last part of its name, by which it is found again.
+    Writing raises RunError once if the directory or file cannot be written. Later events are dropped.
 
-    Raises RunError: the directory or the file cannot be written; once, what comes later is dropped.
+    Args:
+        directory: Its directory, which is created if needed.
+        suffix: End of its name.
     """
 
     def __init__(self, directory: Path, *, suffix: str = "") -> None:
@@ -72,14 +75,14 @@ class EventFile:
 
     def _append(self, events: Sequence[Event]) -> None:
         assert self._file is not None
-        content = memoryview(records([event.SerializeToString() for event in events]))
+        content = memoryview(encode_records([event.SerializeToString() for event in events]))
         while content:
             content = content[self._file.write(content) :]
 
 
 def _next_path(directory: Path, suffix: str) -> Path:
-    """Return a name that sorts after those in `directory`: TensorBoard reads the files of a folder in that order."""
-    earlier = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*")]
+    """Return a name that sorts after those in `directory`: TensorBoard reads files in that order."""
+    earlier = [path.name.split(".")[3] for path in directory.glob(EVENTS)]
     stamp = max([int(time.time()), *(int(text) + 1 for text in earlier if text.isdecimal())])
     return directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
 
@@ -88,29 +91,29 @@ _POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed (RFC 3720, appendix B.4)
 _BLOCK = 1024
 
 
-def records(contents: Sequence[bytes]) -> bytes:
-    """`contents` as records: uint64 length, uint32 masked CRC of it, the bytes, uint32 masked CRC of them."""
+def encode_records(contents: Sequence[bytes]) -> bytes:
+    """Return records: uint64 length, uint32 masked CRC of the length, the bytes, uint32 masked CRC of the bytes."""
     headers = [struct.pack("<Q", len(content)) for content in contents]
     checks = masked_crc32c([*headers, *contents]).astype("<u4").tobytes()
     parts: list[bytes] = []
-    behind = 4 * len(headers)
+    offset = 4 * len(headers)
     for index, (header, content) in enumerate(zip(headers, contents, strict=True)):
         at = 4 * index
-        parts += header, checks[at : at + 4], content, checks[behind + at : behind + at + 4]
+        parts += header, checks[at : at + 4], content, checks[offset + at : offset + at + 4]
     return b"".join(parts)
 
 
 def masked_crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """The CRC-32C of each of `contents`, rotated and shifted as TFRecord wants it, uint32 `[N]`."""
+    """Return the CRC-32C of each of `contents`, rotated and shifted for TFRecord, uint32 `[N]`."""
     checks = crc32c(contents)
     return (checks >> 15 | checks << 17) + np.uint32(0xA282EAD8)
 
 
 def crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """The CRC-32C of each of `contents` (RFC 3720), uint32 `[N]`.
+    """Return the CRC-32C of each of `contents` (RFC 3720), uint32 `[N]`.
 
-    A CRC is linear: that of a few bytes is the exclusive or of what each of them adds, which depends on its value and
-    on its distance from the end only. What came before enters through the first four.
+    A CRC is linear: it is the exclusive or of one term per byte, which depends on the byte's value and its distance
+    from the end. The initial register enters through the first four bytes.
     """
     checks = np.empty(len(contents), np.uint32)
     short = [index for index, content in enumerate(contents) if 4 <= len(content) <= _BLOCK]
@@ -150,7 +153,7 @@ def _crc32c_of_any(content: bytes) -> int:
 
 @cache
 def _contributions() -> tuple[np.ndarray, np.ndarray]:
-    """What byte b adds, d bytes before the end, at d * 256 + b; and d * 256 for falling d."""
+    """Return the term of byte b at distance d from the end, at d * 256 + b; and d * 256 for falling d."""
     first: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = first >> 1 ^ np.where(first & 1, np.uint32(_POLYNOMIAL), np.uint32(0))

@@ -1,13 +1,12 @@
-"""The HParams page of TensorBoard: which columns it has, and how each session (a run) began and ended.
+"""The HParams page of TensorBoard: its columns, and the start and end of each session (a run).
 
-A sweep declares the columns once, in an event file of its own directory, with the domain of each key that it sweeps;
-its jobs repeat that, for TensorBoard takes the first declaration that it meets. Neither torch nor, before something is
-written, NumPy is imported here: the process of a sweep needs neither.
+A sweep declares the columns in an event file of its directory, with the domain of each swept key. Its jobs repeat the
+declaration, because TensorBoard takes the first one that it finds. This module does not import torch, and NumPy only to
+write: the process of a sweep needs neither.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,33 +21,32 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from exp.spelling import show
+from exp.tensorboard.event_records import EVENTS, read_records
 
-# Those of tensorboard.plugins.hparams.metadata, whose import takes longer than the sweep's own; a test compares them.
+# Copies of names in tensorboard.plugins.hparams.metadata, whose import takes longer than that of a sweep. A test
+# compares them.
 PLUGIN = "hparams"
 EXPERIMENT_TAG = "_hparams_/experiment"
 START_TAG = "_hparams_/session_start_info"
 END_TAG = "_hparams_/session_end_info"
 
-EVENTS = "events.out.tfevents.*"
-# The last parts of the names of event files: of an end that a restart may yet undo, and of a sweep's declaration.
+# Suffixes of event files: with an end that a restart may undo, and with a sweep's declaration.
 UNFINISHED = ".unfinished"
 OF_SWEEP = ".sweep"
-# How far above a job its sweep's directory is, at most: hydra.sweep.subdir may have folders in it.
+# Largest number of levels from a job up to its sweep: hydra.sweep.subdir may contain folders.
 LEVELS = 4
-# Of a record: its length and that length's checksum; behind its content another checksum.
-_HEADER, _CHECKSUM = struct.Struct("<QI"), 4
 
 _STATUS = {
     "completed": api_pb2.STATUS_SUCCESS,
     "failed": api_pb2.STATUS_FAILURE,
     "interrupted": api_pb2.STATUS_FAILURE,
-    "pruned": api_pb2.STATUS_SUCCESS,  # it was ended for what it had shown, which is no failure; PRUNED_TAG says so
+    "pruned": api_pb2.STATUS_SUCCESS,  # PRUNED_TAG distinguishes it from a completed job
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """What a sweep goes over with one key. values: of a list; None of an interval, from low to high."""
+    """The values of a swept key. values: Those of a list. None: the interval from low to high."""
 
     values: Sequence[object] | None = None
     low: float = 0.0
@@ -58,10 +56,12 @@ class Domain:
 def declaration(
     params: Mapping[str, Sequence[object]], metrics: Sequence[str], *, domains: Mapping[str, Domain] | None = None
 ) -> api_pb2.Experiment:
-    """Which columns there are.
+    """Return the declaration of the columns.
 
-    params: values of each dotted key. Keys with values of several types have text, so that 1 and 1.0 are different.
-    metrics: tags of scalars, `loss/val`. domains: of the keys that a sweep goes over, which are shown first.
+    Args:
+        params: Values of each dotted key. Values of several types become text, so that 1 and 1.0 differ.
+        metrics: Tags of scalars, such as `loss/val`.
+        domains: Domains of the swept keys, which are shown first.
     """
     found = api_pb2.Experiment(
         time_created_secs=time.time(),
@@ -81,10 +81,7 @@ def declaration(
 
 
 def declare(directory: Path, declared: api_pb2.Experiment) -> None:
-    """Write the declaration of a sweep into its directory, in the place of one that is there.
-
-    Raises: RunError where it cannot be written.
-    """
+    """Write, or replace, the declaration of a sweep in its directory. Raise RunError if it cannot be written."""
     from exp.tensorboard.event_file import EventFile
 
     withdraw(directory)
@@ -94,43 +91,36 @@ def declare(directory: Path, declared: api_pb2.Experiment) -> None:
 
 
 def withdraw(directory: Path) -> None:
-    """Take away the declaration of a sweep."""
+    """Remove the declaration of a sweep."""
     for path in directory.glob(EVENTS + OF_SWEEP):
         path.unlink(missing_ok=True)
 
 
 def declared_above(directory: Path) -> api_pb2.Experiment | None:
-    """The declaration of the sweep whose job has this run directory; None where there is none that can be read."""
+    """Return the declaration of the sweep whose job has this run directory; None if it is missing or damaged."""
     for parent in [*directory.absolute().parents][:LEVELS]:
         for path in parent.glob(EVENTS + OF_SWEEP):
             try:
-                return _read(path.read_bytes())
-            except (OSError, DecodeError, struct.error):  # nothing of a run depends on it
+                with path.open("rb") as file:
+                    values = (value for one in read_records(file) for value in Event.FromString(one).summary.value)
+                    found = next((value for value in values if value.tag == EXPERIMENT_TAG), None)
+                if found is not None:
+                    content = found.metadata.plugin_data.content
+                    return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+            except (OSError, DecodeError, EOFError):  # a run does not depend on it
                 return None
-    return None
-
-
-def _read(content: bytes) -> api_pb2.Experiment | None:
-    """The declaration in an event file; None where it has none. Raises: DecodeError, struct.error."""
-    place = 0
-    while place < len(content):
-        size, _ = _HEADER.unpack_from(content, place)
-        place += _HEADER.size
-        for value in Event.FromString(content[place : place + size]).summary.value:
-            if value.tag == EXPERIMENT_TAG:
-                data = plugin_data_pb2.HParamsPluginData.FromString(value.metadata.plugin_data.content)
-                return data.experiment
-        place += size + _CHECKSUM
     return None
 
 
 def start_summaries(
     params: Mapping[str, object], metrics: Sequence[str], *, declared: api_pb2.Experiment | None = None
 ) -> list[Summary]:
-    """The declaration and the session's start.
+    """Return the declaration and the session's start.
 
-    params: by dotted key. metrics: tags of scalars.
-    declared: by the sweep; where it lacks one of these keys, it is another's, and left aside.
+    Args:
+        params: Values by dotted key.
+        metrics: Tags of scalars.
+        declared: Declaration of the sweep. It is ignored if it lacks one of the keys.
     """
     if declared is None or not params.keys() <= {info.name for info in declared.hparam_infos}:
         declared = declaration({key: [value] for key, value in params.items()}, metrics)
@@ -150,16 +140,21 @@ def start_summaries(
 
 
 def end_summary(status: str) -> Summary:
-    """The session's end. status: completed, failed, interrupted or pruned, the words of report.json."""
+    """Return the session's end. status: completed, failed, interrupted or pruned, as in report.json."""
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
     return _summary(END_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
 
 def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequence[str], *, status: str) -> None:
-    """Write the end, and where it is missing the start, of a run whose own process could not.
+    """Write the end, and a missing start, of a run whose process died.
 
-    directory: of the run. params, metrics: as of `start_summaries`. status: failed or interrupted.
-    Raises: RunError where it cannot be written.
+    Args:
+        directory: Run directory.
+        params, metrics: See `start_summaries`.
+        status: failed or interrupted.
+
+    Raises:
+        RunError: The file cannot be written.
     """
     from exp.tensorboard.event_file import EventFile
 
@@ -175,7 +170,7 @@ def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequen
 
 
 def has_begun(directory: Path) -> bool:
-    """Whether a process of the run has written events there."""
+    """Return whether a process of the run has written events in a directory."""
     return any(not path.name.endswith(UNFINISHED) for path in directory.glob(EVENTS))
 
 
@@ -199,6 +194,6 @@ def _experiment(declared: api_pb2.Experiment) -> Summary:
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
     about = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=content.SerializeToString())
-    # What has nothing to say but its metadata: a vector without a number.
+    # Only the metadata counts: the value is an empty vector.
     nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
     return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=about), tensor=nothing)])

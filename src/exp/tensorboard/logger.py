@@ -1,4 +1,4 @@
-"""The one writer of TensorBoard events: a Lightning logger that costs a few microseconds a step."""
+"""The writer of TensorBoard events: a Lightning logger that takes a few microseconds per step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,8 @@ from exp.config.frozen import PRUNED_TAG
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
 from exp.tensorboard.event_file import EventFile
-from exp.tensorboard.hparams import EVENTS, UNFINISHED, declared_above, end_summary, has_begun, start_summaries
+from exp.tensorboard.event_records import EVENTS, read_records
+from exp.tensorboard.hparams import UNFINISHED, declared_above, end_summary, has_begun, start_summaries
 from exp.tensorboard.summaries import Layout, summary_value, text_value
 
 log = logging.getLogger(__name__)
@@ -32,35 +34,35 @@ Values = Mapping[str, float | Panel | Summary.Value]
 
 
 class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
-    """Writes scalars, panels, texts and hyperparameters into `tensorboard/` of the run directory, on rank 0 alone.
+    """Writes scalars, panels, texts and hyperparameters to `tensorboard/` of the run directory, only on rank 0.
 
-    One event holds all values of a step. Events wait as plain values, and are encoded and written together: when 200
-    wait, when a value comes `flush_seconds` after the last write, and in `save`, `finalize` and `end`. The file is
-    made by the first write, and `finalize` may be followed by further values, as the test stage follows the fit.
+    An event holds all values of a step. Events wait as plain values. They are encoded and written together when 200
+    wait, when a value arrives `flush_seconds` after the last write, and in `save`, `finalize` and `end`. The first
+    write creates the file. Values may follow `finalize`, because the test stage follows the fit.
 
-    directory: the run directory; build.py gives it.
-    flush_seconds: at most this long until a value can be seen, while values come.
+    Calls that write raise RunError if the folder cannot be written, or the disk is full. Later values are dropped.
 
-    Raises RunError, from whichever call writes: the folder cannot be written, or the disk is full. What comes after
-    that is dropped.
+    Args:
+        directory: Run directory, set by build.py.
+        flush_seconds: Longest time until a value is visible, in seconds.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
-        # As of Lightning's own: save_dir/name/version is where the events are.
+        # Lightning's logger writes events to save_dir/name/version.
         super().__init__(save_dir=str(directory), name="tensorboard", version="")
         self._writer: Experiment | None = None
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
-        # Another process has begun this run, and has described it.
+        # Another process has started and described this run.
         self._is_continued = has_begun(self.directory)
-        # What an earlier process wrote of steps before this one stays.
+        # Values that an earlier process wrote for steps before this one are kept.
         self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Values]] = []
         self._last_write = time.time()
-        # Whether the job of a search may be pruned.
-        self._tells_pruned = False
+        # Whether a search may prune this job.
+        self._may_be_pruned = False
 
     @property
     def log_dir(self) -> str:
@@ -69,7 +71,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Experiment:
-        """A SummaryWriter on the same event file, for what callbacks and modules add, such as figures."""
+        """A SummaryWriter on the same event file, with which callbacks and modules add figures."""
         if self._writer is None:
             self._writer = Experiment(self)
         return self._writer
@@ -84,7 +86,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Scalars by tag. step: the optimizer steps done."""
+        """Add scalars by tag. step: Finished optimizer steps."""
         self._add(self._step_of(step), metrics)
 
     def _add(self, step: int, values: Values, wall_time: float | None = None) -> None:
@@ -92,19 +94,19 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
             known = written_at(self.directory, step)
             values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
-        # A copy: whoever gave them may go on with the mapping before it is written.
+        # A copy, because the caller may change the mapping before it is written.
         self._waiting.append((wall_time or now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Histograms, images, texts and curves by tag, their tensors on the host. step: the optimizer steps done."""
+        """Add histograms, images, texts and curves by tag, with tensors on the CPU. step: Finished optimizer steps."""
         self._add(step, panels)
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Write the row of the HParams tab; once a run the texts."""
+        """Write the row of the HParams tab, and once per run the texts."""
         self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
         if not self._is_continued:
             texts = [text_value(name, text) for name, text in description.texts.items()]
@@ -114,27 +116,26 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, metrics: Iterable[str] | None = None, step: int | None = None
     ) -> None:
-        """The run's row in the HParams tab. params: by dotted key; metrics: the tags that are its other columns."""
+        """Write the run's row in the HParams tab. params: Values by dotted key. metrics: Tags of the other columns."""
         plain = vars(params) if isinstance(params, Namespace) else params
         metrics = [] if metrics is None else list(metrics)
-        # The run was started again: TensorBoard would believe the first end that it reads.
+        # The run was started again: TensorBoard would use the first end that it reads.
         for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
-        self._tells_pruned = self._tells_pruned or PRUNED_TAG in metrics
+        self._may_be_pruned = self._may_be_pruned or PRUNED_TAG in metrics
         summaries = start_summaries(plain, metrics, declared=declared_above(self.directory.parent))
         self._write(Event(wall_time=time.time(), summary=one) for one in summaries)
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int = 0) -> None:
-        """A Markdown text in the Text tab."""
+        """Write a Markdown text to the Text tab."""
         self._write([Event(wall_time=time.time(), step=step, summary=Summary(value=[text_value(tag, text)]))])
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Void what earlier files hold from `step` on: a resumed run, `step` its first, draws these curves anew.
+        """Mark values of earlier files from `step` on as invalid: a resumed run starts at `step`.
 
-        Said twice, because the reader behind TensorBoard's pages takes a folder's first start for its beginning, and
-        voids nothing (seen in tensorboard 2.21).
+        The start is written twice, because TensorBoard's reader ignores the first one in a folder (2.21).
         """
         if not self._is_continued:
             return
@@ -144,27 +145,27 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what waits."""
+        """Write waiting events."""
         self._write(())
         if self._writer is not None:
             self._writer.flush_others()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what waits and close the file: Lightning calls this behind each stage. Safe to call twice."""
+        """Write waiting events and close the file. Lightning calls it after each stage. Safe to call twice."""
         if self._waiting:
             self.save()
         self._file.close()
 
     @rank_zero_only
     def end(self, status: str) -> None:
-        """Say in the HParams tab how the run ended. status: completed, pruned, failed or interrupted.
+        """Write the end of the run to the HParams tab. status: completed, pruned, failed or interrupted.
 
-        An end that a restart may yet undo stands in a file of its own, which the next start removes.
+        An end that a restart may undo is in a separate file, which the next start removes.
         """
         if self._writer is not None:
             self._writer.close()
-        if self._tells_pruned and status in ("completed", "pruned"):
+        if self._may_be_pruned and status in ("completed", "pruned"):
             self._add(self._step_of(None), {PRUNED_TAG: float(status == "pruned")})
         event = Event(wall_time=time.time(), summary=end_summary(status))
         self._write([event] if status == "completed" else [])
@@ -178,7 +179,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         waiting, self._waiting = self._waiting, []
         self._last_write = time.time()
         written = [_event(*one) for one in waiting]
-        if layout := self._layout.grown({tag for *_, values in waiting for tag in values}):
+        if layout := self._layout.extend({tag for *_, values in waiting for tag in values}):
             written.append(Event(wall_time=time.time(), summary=layout))
         self._file.write([*written, *events])
 
@@ -189,7 +190,7 @@ class Experiment(SummaryWriter):
     Private of torch (2.13), and tested: SummaryWriter asks `_get_file_writer` for the writer of its file.
     """
 
-    # Of torch, with a type.
+    # Attributes of torch's class, which have no types there.
     file_writer: Any
     all_writers: Any
 
@@ -211,7 +212,7 @@ class Experiment(SummaryWriter):
 
 
 class FileOfLogger(FileWriter):
-    """The event file of a logger, as a SummaryWriter writes to it."""
+    """The event file of a logger, in the form that a SummaryWriter uses."""
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
@@ -233,16 +234,15 @@ class FileOfLogger(FileWriter):
 
 
 def written_at(directory: Path, step: int) -> set[str]:
-    """The tags that have a point at this step: an earlier process of the run may have made its test already."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
+    """Return the tags with a value at a step: an earlier process of the run may have finished the test."""
     found: set[str] = set()
-    for path in sorted(directory.glob("events.out.tfevents.*")):
-        for event in LegacyEventFileLoader(str(path)).Load():
-            if event.HasField("session_log") and event.step <= step:
-                found.clear()
-            elif event.step == step:
-                found.update(value.tag for value in event.summary.value)
+    for path in sorted(directory.glob(EVENTS)):
+        with path.open("rb") as file, suppress(EOFError):
+            for event in map(Event.FromString, read_records(file)):
+                if event.HasField("session_log") and event.step <= step:
+                    found.clear()
+                elif event.step == step:
+                    found.update(value.tag for value in event.summary.value)
     return found
 
 

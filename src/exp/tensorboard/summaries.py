@@ -1,4 +1,4 @@
-"""Panels and the layout of custom scalars as TensorBoard reads them."""
+"""Panels and the layout of custom scalars in TensorBoard's format."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text
 
 
 def summary_value(tag: str, panel: Panel) -> Summary.Value:
-    """panel: one whose tensors are on the host."""
+    """Return a panel whose tensors are on the CPU as a summary value."""
     return _KINDS[type(panel)](tag, panel)
 
 
 def text_value(tag: str, text: str) -> Summary.Value:
-    """A Markdown text."""
+    """Return a Markdown text as a summary value."""
     metadata = text_metadata(display_name="", description="")
     return Summary.Value(tag=tag, metadata=metadata, tensor=_bytes(text.encode()))
 
 
 def _bytes(content: bytes) -> TensorProto:
-    """0-d."""
+    """Return bytes as a 0-d tensor."""
     tensor = TensorProto(dtype=DT_STRING, string_val=[content])
     tensor.tensor_shape.SetInParent()
     return tensor
@@ -40,9 +40,9 @@ def _histogram(tag: str, panel: Histogram) -> Summary.Value:
     counts = panel.counts.double().numpy()
     low, high = float(panel.low), float(panel.high)
     if not counts.sum():
-        low = high = 0.0  # no value was finite: an empty histogram, for nan has no place on the axis
+        low = high = 0.0  # no value was finite: an empty histogram, because nan is not on the axis
     elif low == high:
-        # As tensorboard's own summary does: one bin around the value.
+        # One bin around the value, like tensorboard's summary.
         counts, low, high = counts.sum(keepdims=True), low - 0.5, high + 0.5
     limits = np.linspace(low, high, len(counts) + 1)
     middles = (limits[:-1] + limits[1:]) / 2
@@ -74,7 +74,7 @@ def _text(tag: str, panel: Text) -> Summary.Value:
 def _curve(tag: str, panel: PrecisionRecallCurve) -> Summary.Value:
     counts = panel.counts.double().numpy()
     true_positives, false_positives, _, false_negatives = counts
-    # Where nothing is predicted, or nothing is positive: 1 and 0, as tensorboard's own summary has them.
+    # Without predictions the precision is 1; without positives the recall is 0, like in tensorboard's summary.
     predicted, positive = true_positives + false_positives, true_positives + false_negatives
     precision = np.where(predicted > 0, true_positives / np.maximum(predicted, 1), 1.0)
     recall = true_positives / np.maximum(positive, 1)
@@ -91,7 +91,7 @@ _KINDS: dict[type[Panel], Callable[..., Summary.Value]] = {
 }
 
 
-# Nothing of a run's own config: TensorBoard joins the charts of all runs, and draws one that differs twice.
+# Independent of the run's config: TensorBoard merges the charts of all runs, and shows different ones twice.
 CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
         "loss": r"^loss/(train|train_epoch|val|test)$",
@@ -141,14 +141,14 @@ CHARTS: dict[str, dict[str, str]] = {
 
 
 class Layout:
-    """The charts that a run has values for: none is empty, and TensorBoard shows those of all runs together."""
+    """The charts for which a run has values. TensorBoard shows the charts of all runs together."""
 
     def __init__(self) -> None:
         self._tags: set[str] = set()
         self._shown: set[tuple[str, str]] = set()
 
-    def grown(self, tags: Collection[str]) -> Summary | None:
-        """The whole layout where `tags` bring a chart that it did not have; TensorBoard takes the last one of a run."""
+    def extend(self, tags: Collection[str]) -> Summary | None:
+        """Return the whole layout if `tags` add a chart, or None. TensorBoard uses the last layout of a run."""
         new = set(tags) - self._tags
         if not new:
             return None

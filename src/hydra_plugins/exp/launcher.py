@@ -32,13 +32,13 @@ for name, node in nodes.items():
 
 
 class ExpLauncher(Launcher):
-    """Hands each batch of jobs to the sweep that `python -m exp.train -m` started."""
+    """Passes each batch of jobs to the sweep of `python -m exp.train -m`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep
 
         if not isinstance(task_function, Sweep):
-            raise TypeError("hydra/launcher=exp runs the jobs of `python -m exp.train -m` alone")
+            raise TypeError("hydra/launcher=exp works only with `python -m exp.train -m`")
         self.sweep = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

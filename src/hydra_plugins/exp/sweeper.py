@@ -1,4 +1,4 @@
-"""hydra/sweeper=exp: a grid of lists, or a search of intervals, as the node sweep says. All of it is in exp.sweeps."""
+"""hydra/sweeper=exp: a grid of lists, or a search of intervals. exp.sweeps implements it."""
 
 # No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
 # dataclasses cannot look names up.
@@ -22,16 +22,16 @@ ConfigStore.instance().store(group="hydra/sweeper", name="exp", node=ExpSweeperC
 
 
 class ExpSweeper(Sweeper):
-    """Has the sweep that `python -m exp.train -m` started name its own jobs."""
+    """Lets the sweep of `python -m exp.train -m` create its jobs."""
 
     def __init__(self, params: Any = None) -> None:
-        """params: read where the sweep reads the command line, exp.config.hydra_adapter.swept_texts."""
+        """Ignore `params`, which exp.config.hydra_adapter.swept_texts reads."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep
 
         if not isinstance(task_function, Sweep):
-            raise TypeError("hydra/sweeper=exp names the jobs of `python -m exp.train -m` alone")
+            raise TypeError("hydra/sweeper=exp works only with `python -m exp.train -m`")
         self.sweep_of_exp = task_function
 
     def sweep(self, arguments: List[str]) -> Any:  # noqa: UP006

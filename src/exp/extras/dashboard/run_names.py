@@ -17,7 +17,8 @@ from pathlib import Path
 
 from exp.config.frozen import read_overrides
 from exp.errors import ExpError
-from exp.tensorboard.hparams import EVENTS, OF_SWEEP
+from exp.tensorboard.event_records import EVENTS
+from exp.tensorboard.hparams import OF_SWEEP
 
 TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
 DATE = re.compile(r"\d{4}-(\d\d-\d\d)")

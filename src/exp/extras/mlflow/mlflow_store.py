@@ -104,7 +104,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        for tag, panel in self._left_out.shown(panels).items():
+        for tag, panel in self._left_out.select(panels).items():
             if isinstance(panel, Text):
                 self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
             elif isinstance(panel, Image):

@@ -76,7 +76,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        shown = self._left_out.shown(panels)
+        shown = self._left_out.select(panels)
         if shown:
             self.log_metrics({tag: _media(panel) for tag, panel in shown.items()}, step)
 

@@ -1,11 +1,11 @@
 """Compile a checked forward program to functions, with Python's compiler on its syntax tree, in a closed namespace.
 
-One tree gives two functions. The guarded one bounds what the program computes of constants, and models/trial.py runs it
-on stand-ins. The plain one runs on tensors: it is the program as it is written, after a line for each layer that reads
-it from the `_modules` table. That is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__,
-and finds a layer that was replaced, moved or wrapped later.
+One tree gives two functions. The guarded one bounds what the program computes with constants; models/trial.py runs it
+on stand-ins. The plain one runs on tensors: the program as written, after a line for each layer that reads it from the
+`_modules` table. It is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__, and it finds
+layers that were replaced, moved or wrapped later.
 
-The nodes keep the places of the program, so a traceback shows its lines.
+The nodes keep their places in the program, so that a traceback shows its lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 import builtins
 import hashlib
 import linecache
-import math
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType
 
@@ -32,20 +32,8 @@ FILE_PREFIX = "<forward program "
 # Names that no program can write, for functions that the compiler adds.
 MODE, _LISTED, _TABLE = "network.training", "builtins.list", "network.modules"
 
-# The home of functions that the config lists. It is not a module.
+# The home of functions that the config gives the program. It is not a module.
 GIVEN = "functions"
-
-_HOMES = {
-    "torch": torch,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.fft": torch.fft,
-    "torch.linalg": torch.linalg,
-    "torch.masked": torch.masked,
-    "torch.signal.windows": torch.signal.windows,
-    "torch.sparse": torch.sparse,
-    "torch.special": torch.special,
-    "math": math,
-}
 
 
 def compile_forward(
@@ -64,14 +52,14 @@ def compile_forward(
         held: The network's layers and parameters, by their names in the program and in the state dict.
         layers_as: The value of the name `layers`, unless a layer has that name: "list", or "dict" by name.
         constants: The values that the config gives the program.
-        functions: The functions that the config lists, by their names in the program.
-        asserts: False leaves out the assertions, for a graph, which cannot hold them.
+        functions: The functions that the config gives the program, by name.
+        asserts: False leaves out the assertions, for a graph, which cannot hold them. Default: true.
 
     Raises:
         ProgramError: With the line and column of the program.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
-    guarded, plain = _Guarded(program, asserts=True), _Plain(program, asserts=asserts)
+    guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
     try_out(
         program,
         _code(program, [*prologue, *guarded.body()]),
@@ -80,7 +68,7 @@ def compile_forward(
         MODE,
     )
     code = _code(program, [*prologue, *plain.body()])
-    # torch.compile asks for Python's builtins. The trial, which had none, read no name that is not here.
+    # torch.compile needs Python's builtins. The trial had none, so that no name can be one of them.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
     namespace |= {name: _resolve(function, functions) for name, function in plain.functions.items()}
     return FunctionType(code, namespace, "forward")
@@ -92,12 +80,12 @@ def mode_of(network: nn.Module) -> bool:
 
 
 def _code(program: Program, body: list[ast.stmt]) -> CodeType:
-    parameters = [ast.arg(name) for name in ("self", *program.inputs)]
+    parameters = [ast.arg(name) for name in ("self", *program.names.inputs)]
     arguments = ast.arguments([], parameters, None, [], [], None, [])
     function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
     try:
         module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
-    except SyntaxError as error:  # Python bounds the depth of nested loops
+    except SyntaxError as error:  # too many nested loops
         raise program.source.error(error.lineno or 1, (error.offset or 1) - 1, error.msg, "Python syntax") from None
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
@@ -122,7 +110,7 @@ def _prologue(
     values.setdefault("layers", every)
     values["training"] = ast.Call(_load(MODE), [_load("self")], [])
     table = ast.Attribute(_load("self"), "_modules", ast.Load())
-    lines = {_TABLE: table} | {name: value for name, value in values.items() if name in program.names}
+    lines = {_TABLE: table} | {name: value for name, value in values.items() if name in program.loaded}
     nodes: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], value) for name, value in lines.items()]
     start = ast.Pass(lineno=1, col_offset=0, end_lineno=1, end_col_offset=0)
     for node in nodes:
@@ -149,11 +137,11 @@ def _load(name: str) -> ast.Name:
     return ast.Name(name, ast.Load())
 
 
-class _Compiled(ast.NodeTransformer):
-    """The base of both forms: listed functions have one name each, and `x += y` is `x = x + y`."""
+class _Plain(ast.NodeTransformer):
+    """The program as written, with one name for each listed function and lists instead of iterators."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, *, asserts: bool = True) -> None:
+        self.program, self.asserts = program, asserts
         self.functions: dict[str, object] = {}
 
     def body(self) -> list[ast.stmt]:
@@ -164,22 +152,25 @@ class _Compiled(ast.NodeTransformer):
 
     def listed(self, name: str, home: str, node: ast.AST) -> ast.expr:
         key = f"{home}.{name}"
-        if home in _HOMES and not hasattr(_HOMES[home], name):
-            raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function that it has")
-        is_value = vocabulary.is_value(name, home)
-        self.functions[key] = getattr(_HOMES[home], name) if is_value else Listed(name, home)
+        value: object = Listed(name, home)
+        if home != GIVEN:
+            module = pkgutil.resolve_name(home)
+            if not hasattr(module, name):
+                raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function that it has")
+            value = getattr(module, name) if vocabulary.is_value(name, home) else value
+        self.functions[key] = value
         return ast.copy_location(_load(key), node)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Store) or node.id in self.program.variables:
             return node
-        if node.id in self.program.function_names:
+        if node.id in self.program.names.functions:
             return self.listed(node.id, GIVEN, node)
         home = "builtins" if node.id in vocabulary.BUILTINS else vocabulary.home_of(node.id)
         return self.listed(node.id, home, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        # An input, or a tensor that another name holds, keeps its values.
+        # `x += y` is `x = x + y`: an input, or a tensor that another name holds, keeps its values.
         assert isinstance(node.target, ast.Name)
         both = ast.BinOp(ast.copy_location(_load(node.target.id), node.target), node.op, node.value)
         whole = ast.Assign([node.target], ast.copy_location(both, node))
@@ -187,42 +178,36 @@ class _Compiled(ast.NodeTransformer):
         assert isinstance(changed, ast.stmt)
         return changed
 
-    def prefixed(self, node: ast.Attribute) -> ast.expr | None:
-        prefix = prefix_of(node, self.program.variables)
-        return None if prefix is None else self.listed(node.attr, vocabulary.PREFIXES[prefix], node)
-
     def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
         # A list may be read more than once.
         return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
-
-
-class _Plain(_Compiled):
-    """The program as it is written, with lists instead of iterators."""
-
-    def __init__(self, program: Program, *, asserts: bool) -> None:
-        super().__init__(program)
-        self.asserts = asserts
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         return self.generic_visit(node) if self.asserts else ast.copy_location(ast.Pass(), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return self.prefixed(node) or self.generic_visit(node)
+        prefix = prefix_of(node, self.program.variables)
+        if prefix is None:
+            return self.generic_visit(node)
+        return self.listed(node.attr, vocabulary.PREFIXES[prefix], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         changed = self.generic_visit(node)
         assert isinstance(changed, ast.Call)
-        is_view = isinstance(changed.func, ast.Attribute) and changed.func.attr in ("items", "keys", "values")
-        if not is_view or changed.args or changed.keywords:
+        function = changed.func
+        is_iterator = isinstance(function, ast.Name) and function.id in _ITERATORS
+        if isinstance(function, ast.Attribute) and function.attr in ("items", "keys", "values"):
+            is_iterator = not changed.args and not changed.keywords
+        if not is_iterator:
             return changed
         return ast.copy_location(ast.Call(ast.copy_location(_load(_LISTED), node), [changed], []), node)
 
 
 class _Guarded(_Plain):
-    """Calls a method of trial.Trial at the place of each operation that could compute without limit."""
+    """The program with a call of a method of trial.Trial for each operation that could compute without limit."""
 
     def guard(self, name: str, node: ast.AST, *operands: ast.expr | str) -> ast.Call:
-        """Return a call of a guard. Its operands are visited here."""
+        """Return a call of a guard with its visited operands."""
         arguments = [
             self.visit(one) if isinstance(one, ast.expr) else ast.copy_location(ast.Constant(one), node)
             for one in operands
@@ -280,38 +265,18 @@ def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> objec
         return found
     if found.home == GIVEN:
         return given[found.name]
-    if found.home != "builtins":
-        return getattr(_HOMES[found.home], found.name)
-    return _LISTS.get(found.name) or _EITHER.get(found.name) or getattr(builtins, found.name)
+    if found.home == "builtins" and found.name in _REPLACED:
+        return _REPLACED[found.name]
+    return getattr(pkgutil.resolve_name(found.home), found.name)
 
 
-def _range(*bounds: int) -> list[int]:
-    return list(range(*bounds))
-
-
-def _enumerate(values: Iterable[object], start: int = 0) -> list[tuple[int, object]]:
-    return list(enumerate(values, start))
-
-
-def _zip(*values: Iterable[object], strict: bool = False) -> list[tuple[object, ...]]:
-    return list(zip(*values, strict=strict))
-
-
-def _reversed(values: Iterable[object]) -> list[object]:
+def _reverse(values: Iterable[object]) -> list[object]:
     return list(values)[::-1]
 
 
-# Python's functions of these names return iterators, which can be read only once.
-_LISTS: dict[str, Callable[..., object]] = {
-    "range": _range,
-    "enumerate": _enumerate,
-    "zip": _zip,
-    "reversed": _reversed,
-}
-
-
-def _either(on_tensors: Callable[..., object], on_numbers: Callable[..., object]) -> Callable[..., object]:
-    """Return torch's function if the first argument is a tensor, else Python's."""
+def _either(name: str) -> Callable[..., object]:
+    """Return a function that is torch's if the first argument is a tensor, and Python's otherwise."""
+    on_tensors, on_numbers = getattr(torch, name), getattr(builtins, name)
 
     def apply(*args: object, **kwargs: object) -> object:
         return (on_tensors if isinstance(args[0], Tensor) else on_numbers)(*args, **kwargs)
@@ -319,10 +284,6 @@ def _either(on_tensors: Callable[..., object], on_numbers: Callable[..., object]
     return apply
 
 
-_EITHER: dict[str, Callable[..., object]] = {
-    "abs": _either(torch.abs, abs),
-    "max": _either(torch.max, max),
-    "min": _either(torch.min, min),
-    "round": _either(torch.round, round),
-    "sum": _either(torch.sum, sum),
-}
+# Functions of Python that return iterators, which can be read only once.
+_ITERATORS = ("builtins.enumerate", "builtins.range", "builtins.zip")
+_REPLACED = {name: _either(name) for name in ("abs", "max", "min", "round", "sum")} | {"reversed": _reverse}

@@ -112,7 +112,7 @@ class ProgramModel(nn.Module):
     @property
     def reads_training(self) -> bool:
         """Whether a program of it asks if the network trains: one forward takes one of its branches."""
-        return any("training" in program.names for program in (self.program, *self.programs.values()))
+        return any("training" in program.loaded for program in (self.program, *self.programs.values()))
 
     @property
     def chain(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""A forward program as data: text in, a checked syntax tree out. Needs no torch and builds nothing.
+"""Forward programs as checked syntax trees. Imports no torch and builds nothing.
 
-The text is Python's syntax for the body of a `forward` method. Python's own parser reads it, models/syntax.py holds it
-against a closed list, and models/compiler.py compiles the tree that is left.
+The text is Python's syntax for the body of a `forward` method. Python's parser reads it, models/syntax.py checks it
+against a closed list, and models/compiler.py compiles the tree.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from exp.models.syntax import Names, ProgramError, check, own_names
+from exp.models.syntax import Names, ProgramError, check
 
 MAX_CHARACTERS = 20_000
-MAX_NODES = 5_000
 MAX_DEPTH = 60
 
 _SIZE_FIX = "a smaller program: put a part of it into a layer of its own"
@@ -25,37 +24,36 @@ _SIZE_FIX = "a smaller program: put a part of it into a layer of its own"
 class Program:
     """A forward program that passed the check.
 
-    text: as written; `line` and `column` of a ProgramError count in it.
-    inputs: names of the network's inputs, in the order of `forward`'s parameters.
-    tree: the syntax tree, all of whose nodes are on the closed list.
+    Args:
+        text: The text as written, in which a ProgramError counts lines and columns.
+        names: The names that it finds when it starts.
+        tree: The syntax tree. All its nodes are on the closed list.
+        source: The lines of the text.
     """
 
     text: str
-    inputs: tuple[str, ...]
-    layer_names: frozenset[str]
-    constant_names: frozenset[str]
-    function_names: frozenset[str]
+    names: Names
     tree: ast.Module = field(repr=False, compare=False)
     source: Source = field(repr=False, compare=False)
 
     @functools.cached_property
-    def names(self) -> frozenset[str]:
+    def loaded(self) -> frozenset[str]:
         """Every name that it reads."""
         nodes = ast.walk(self.tree)
         return frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Every name that it can have a value for; the others are listed functions."""
-        return own_names(self.tree, inputs=self.inputs, layers=self.layer_names, constants=self.constant_names)
+        """Every name that may have a value. Other names are listed functions."""
+        return self.names.variables(self.tree)
 
     def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
-        """The error `message`, placed at `node`."""
-        return self.source.error(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message, expected)
+        """Return an error at the place of a node."""
+        return self.source.error_at(node, message, expected)
 
 
 class Source:
-    """The program's lines, with the indentation that was taken off them."""
+    """The lines of a program, without their common indentation."""
 
     def __init__(self, text: str) -> None:
         written = text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4).split("\n")
@@ -69,7 +67,7 @@ class Source:
         return "\n".join(self.lines)
 
     def error(self, line: int, byte_offset: int, message: str, expected: str) -> ProgramError:
-        """An error at a place in ast's terms: lines from 1, columns in bytes of UTF-8 from 0."""
+        """Return an error at a place of `ast`: the line from 1, the column in bytes of UTF-8 from 0."""
         line = min(max(line, 1), len(self.lines))
         shown = self.lines[line - 1]
         characters = len(shown.encode("utf-8", "replace")[: max(byte_offset, 0)].decode("utf-8", "ignore"))
@@ -80,6 +78,10 @@ class Source:
             expected=expected,
             source_line=self.written[line - 1] if len(shown) <= 200 else None,
         )
+
+    def error_at(self, node: ast.AST, message: str, expected: str) -> ProgramError:
+        """Return an error at the place of a node."""
+        return self.error(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message, expected)
 
 
 def parse(
@@ -94,14 +96,17 @@ def parse(
 ) -> Program:
     """Read and check a forward program.
 
-    layer_names: what the model holds, by the names that the program calls them by.
-    inputs: the names of the network's inputs.
-    constants: names of values that the config gives the program.
-    functions: names of functions that the config lists for the program.
-    used_elsewhere: layers that this program need not use, because another one of the network does.
-    is_bounded: whether to refuse a long one: yes but of a text that exp itself has made, a line for each layer.
+    Args:
+        text: The text.
+        layer_names: The network's layers and parameters.
+        inputs: The names of the network's inputs, default x.
+        constants: Names of values that the config gives the program.
+        functions: Names of functions that the config gives the program.
+        used_elsewhere: Layers that this program need not use, because another program of the network does.
+        is_bounded: Whether a long text is an error. False for a text that exp has made, with a line for each layer.
 
-    Raises ProgramError, and nothing else, for any text.
+    Raises:
+        ProgramError: For any text that is not a program.
     """
     names = Names(
         layers=frozenset(layer_names),
@@ -114,9 +119,9 @@ def parse(
 
 
 def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
-    """Return the layers that programs name: all of them by `layers`, unless a layer has that name.
+    """Return the layers that programs name. `layers` names all of them, unless a layer has that name.
 
-    A program that cannot be read names none; its own check reports the error.
+    A program with a syntax error names no layer; `parse` reports the error.
     """
     names = frozenset(layer_names)
     used: set[str] = set()
@@ -129,25 +134,16 @@ def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[s
     return names if "layers" in used - names else names & used
 
 
-@functools.lru_cache(maxsize=256)  # the copies of a repeated block share one tree, which nobody changes
+@functools.lru_cache(maxsize=256)  # copies of a repeated block share one tree, which never changes
 def _parse(text: str, names: Names, is_bounded: bool) -> Program:
     source = Source(text)
     if is_bounded and len(text) > MAX_CHARACTERS:
         raise source.error(1, 0, f"the program has {len(text)} characters", f"at most {MAX_CHARACTERS}; {_SIZE_FIX}")
     tree = _read(source)
     if is_bounded:
-        _bound(tree, source)
-    program = Program(
-        text=text,
-        inputs=names.inputs,
-        layer_names=names.layers,
-        constant_names=names.constants,
-        function_names=names.functions,
-        tree=tree,
-        source=source,
-    )
-    check(tree, names, program.error)
-    return program
+        _require_shallow(tree, source)
+    check(tree, names, source.error_at)
+    return Program(text=text, names=names, tree=tree, source=source)
 
 
 def _read(source: Source) -> ast.Module:
@@ -166,16 +162,10 @@ def _read(source: Source) -> ast.Module:
         raise source.error(1, 0, f"the program cannot be read ({error})", "Python syntax") from None
 
 
-def _bound(tree: ast.Module, source: Source) -> None:
-    """Refuse a tree so large or so deep that walking it would take long or overflow Python's stack."""
-    count = 0
-    stack: list[tuple[ast.AST, int, int, int]] = [(tree, 0, 1, 0)]
-    while stack:
-        node, depth, line, offset = stack.pop()
-        line, offset = getattr(node, "lineno", line), getattr(node, "col_offset", offset)
-        count += 1
-        if count > MAX_NODES:
-            raise source.error(line, offset, f"the program has over {MAX_NODES} syntax nodes", _SIZE_FIX)
-        if depth > MAX_DEPTH:
-            raise source.error(line, offset, "the program is nested too deeply", f"at most {MAX_DEPTH} levels")
-        stack.extend((child, depth + 1, line, offset) for child in ast.iter_child_nodes(node))
+def _require_shallow(tree: ast.Module, source: Source) -> None:
+    """Raise ProgramError for a tree so deep that walking it would overflow Python's stack."""
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise source.error_at(level[-1], "the program is nested too deeply", f"at most {MAX_DEPTH} levels")

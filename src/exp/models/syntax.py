@@ -1,6 +1,6 @@
-"""The closed list of a forward program's syntax, the check of a tree against it, and its error. Imports no torch.
+"""The closed list of a forward program's syntax, the check of a syntax tree, and its errors. Imports no torch.
 
-Whatever is not named here is refused: there is no rule that forbids, only rules that allow.
+Anything that is not on the list is an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from exp.spelling import find_nearest
 
 
 class ProgramError(ExpError):
-    """An error in a forward program. `line` and `column` count from 1, inside the program's own text.
+    """An error in a forward program.
 
-    place: the key of the program below the model's. key: the whole config key, where whoever built the model knows it.
-    others: the other errors of the program's text.
+    Attributes:
+        line: The line in the program's text, from 1.
+        column: The column, from 1.
+        place: The key of the program below the model's key.
+        key: The whole config key, if known.
+        others: The other errors of the program.
     """
 
     exit_status = 2
@@ -36,24 +40,16 @@ class ProgramError(ExpError):
             text += f"\n    {source_line}\n    {' ' * (column - 1)}^"
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[Callable[..., ProgramError], tuple[int | str | None, ...], dict[str, object]]:
-        given = (self.line, self.column, self.message, self.expected, self.source_line)
-        return _rebuild, given, {"others": self.others}
 
-
-def _rebuild(line: int, column: int, message: str, expected: str, source_line: str | None) -> ProgramError:
-    return ProgramError(line=line, column=column, message=message, expected=expected, source_line=source_line)
-
-
-def joined(errors: Iterable[ProgramError]) -> ProgramError:
-    """Return the first error of a program in the order of its text, with the other errors as `others`."""
+def combine(errors: Iterable[ProgramError]) -> ProgramError:
+    """Return the first error in the order of the text, with the other errors as `others`."""
     first, *others = sorted(errors, key=lambda error: (error.line, error.column))
     first.others = tuple(others)
     return first
 
 
 def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
-    """What to expect instead of `name`: the nearest known spelling, or `otherwise` where none is near."""
+    """Return the nearest known spelling for a message, or `otherwise` if none is near."""
     found = find_nearest(name, known)
     return f"`{found[0]}`" if found else otherwise
 
@@ -82,7 +78,12 @@ _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
 class Names:
     """The names that a program finds when it starts.
 
-    used_elsewhere: layers that other programs of the network use, so that this one need not.
+    Args:
+        layers: The network's layers and parameters.
+        inputs: The network's inputs, in the order of `forward`'s parameters.
+        constants: Values of the config.
+        functions: Functions of the config.
+        used_elsewhere: Layers that other programs of the network use, so that this one need not.
     """
 
     layers: frozenset[str]
@@ -91,12 +92,13 @@ class Names:
     functions: frozenset[str] = frozenset()
     used_elsewhere: frozenset[str] = frozenset()
 
+    def variables(self, tree: ast.Module) -> frozenset[str]:
+        """Return the names with a value: those at the start, and the program's variables."""
+        return frozenset((*self.inputs, *self.layers, *self.constants, *_assigned_names(tree), "layers", "training"))
+
 
 def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
-    """Raise ProgramError for the first node, in the order of the text, that is not on the closed list.
-
-    The error has those of the other nodes as `others`.
-    """
+    """Raise ProgramError for the first node that is not on the closed list, with the other errors as `others`."""
     _check_names(names, error)
     checker = _Checker(tree, names, error)
     checker.visit(tree)
@@ -109,25 +111,22 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
         last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
         checker.refuse(last, "the program returns nothing", "a last line such as `return x`")
     if checker.found:
-        raise joined(checker.found)
+        raise combine(checker.found)
     loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
     unused = sorted(names.layers - loaded - names.used_elsewhere)
     names_all = "layers" in loaded and "layers" not in names.layers
     if unused and not names_all:
         layers = ", ".join(f"`{name}`" for name in unused)
-        expected = "a use of every layer, or the layer taken out of `layers`"
-        raise error(tree.body[0], f"the program never uses {layers}", expected)
+        raise error(tree.body[0], f"the program never uses {layers}", "a use of every layer in `layers`")
 
 
 def _check_names(names: Names, error: ErrorAt) -> None:
     start = ast.Pass(lineno=1, col_offset=0)
-    for name in names.inputs:
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
-            raise error(start, f"an input is called `{name}`", "a plain name, such as x or mask")
-    for name in names.functions:
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
-            raise error(start, f"a function is called `{name}`", "a plain name, such as rearrange")
     taken = [*names.inputs, *names.layers, *names.constants, *names.functions]
+    for kind, example, own in (("an input", "x or mask", names.inputs), ("a function", "rearrange", names.functions)):
+        for name in own:
+            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
+                raise error(start, f"{kind} is called `{name}`", f"a plain name, such as {example}")
     for name in sorted(set(taken)):
         if taken.count(name) > 1:
             expected = "one name for each input, layer, constant and function"
@@ -138,29 +137,30 @@ class _Checker(ast.NodeVisitor):
     def __init__(self, tree: ast.Module, names: Names, error: ErrorAt) -> None:
         self.names, self.error = names, error
         self.found: list[ProgramError] = []
-        self.assigned = assigned_names(tree)
-        self.variables = own_names(tree, inputs=names.inputs, layers=names.layers, constants=names.constants)
+        self.assigned = _assigned_names(tree)
+        self.variables = names.variables(tree)
         self.known = self.variables | names.functions | vocabulary.FUNCTIONS | vocabulary.BUILTINS
         self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
     def refuse(self, node: ast.AST, message: str, expected: str) -> None:
-        """Keep an error, if there is none of its place or with its message: an unknown name is told once."""
+        """Keep an error unless its place or its message has one already."""
         found = self.error(node, message, expected)
         if all((found.line, found.column) != (one.line, one.column) and message != one.message for one in self.found):
             self.found.append(found)
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, _ALLOWED):
-            super().visit(node)
+        if not isinstance(node, _ALLOWED):
+            expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
+            self.refuse(node, f"{type(node).__name__} is not part of a forward program", expected)
             return
-        expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
-        self.refuse(node, f"{type(node).__name__} is not part of a forward program", expected)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if not isinstance(node.value, _CONSTANTS) or node.kind is not None:
-            self.refuse(node, f"a constant of type {type(node.value).__name__}", "a number, string, bool or None")
-        if isinstance(node.value, int) and abs(node.value) >= 2**63:
-            self.refuse(node, "an integer of more than 64 bits", "a smaller one")
+        if (wrong := _wrong_form(node)) is not None:
+            self.refuse(getattr(node, "target", node), *wrong)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self.check_target(target)
+        elif isinstance(node, ast.For | ast.comprehension):
+            self.check_target(node.target)
+        super().visit(node)
 
     def visit_Name(self, node: ast.Name, *, called: bool = False) -> None:
         if isinstance(node.ctx, ast.Store):
@@ -168,9 +168,9 @@ class _Checker(ast.NodeVisitor):
                 expected = "a name that no layer, constant or listed function has"
                 self.refuse(node, f"`{node.id}` would be overwritten", expected)
         elif node.id not in self.known:
-            if called and self.is_left_out(node, f"`{node.id}`", node.id, self.known):
+            if called and self.is_explained(node, f"`{node.id}`", node.id, self.known):
                 return
-            # What is not called is no function, however like one it is written.
+            # A name that is not called is not a misspelled function.
             near = self.known if called else self.variables
             inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
             otherwise = "a layer or a listed function" if called else f"an input ({inputs}), a layer or a variable"
@@ -183,78 +183,31 @@ class _Checker(ast.NodeVisitor):
         prefix = prefix_of(node, self.variables)
         if prefix is not None:
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
-            if node.attr not in known and not self.is_left_out(node, f"`{prefix}.{node.attr}`", node.attr, known):
-                expected = nearest_or(node.attr, known, otherwise="a listed function (docs/models.md)")
-                self.refuse(node, f"`{prefix}.{node.attr}` is not on the list", expected)
+            self.check_listed(node, f"`{prefix}.{node.attr}`", known, kind="function")
             return
-        known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS
-        if not called:
-            known = _ATTRIBUTES
-        owned_by_layer = not node.attr.startswith("_") and _root(node) in self.may_hold_layers
-        if node.attr not in known and not owned_by_layer:
-            written = f"the {'method' if called else 'attribute'} `.{node.attr}`"
-            if not self.is_left_out(node, written, node.attr, known):
-                otherwise = f"a listed {'method' if called else 'attribute'} (docs/models.md)"
-                self.refuse(node, f"{written} is not on the list", nearest_or(node.attr, known, otherwise=otherwise))
+        known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS if called else _ATTRIBUTES
+        kind = "method" if called else "attribute"
+        if node.attr.startswith("_") or _root(node) not in self.may_hold_layers:
+            self.check_listed(node, f"the {kind} `.{node.attr}`", known, kind=kind)
         self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if not isinstance(node.func, _CALLABLE):
-            self.refuse(node, "this cannot be called", "a layer, a listed function or a listed method")
-        elif isinstance(node.func, ast.Attribute):
+        if isinstance(node.func, ast.Attribute):
             self.visit_Attribute(node.func, called=True)
         elif isinstance(node.func, ast.Name):
             self.visit_Name(node.func, called=True)
-        else:
+        elif isinstance(node.func, _CALLABLE):
             self.visit(node.func)
-        for argument in node.keywords:
-            if argument.arg is None:
-                self.refuse(argument, "`**` in a call", "the arguments by name")
-            if argument.arg == "out":
-                self.refuse(argument, "`out=` writes into a tensor", "the function's result")
         for child in (*node.args, *node.keywords):
             self.visit(child)
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            self.check_target(target)
-        self.generic_visit(node)
+    def check_listed(self, node: ast.Attribute, written: str, known: Set[str], *, kind: str) -> None:
+        if node.attr not in known and not self.is_explained(node, written, node.attr, known):
+            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
+            self.refuse(node, f"{written} is not on the list", expected)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if not isinstance(node.target, ast.Name):
-            self.refuse(node.target, "an augmented assignment to a part", "a variable on the left")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        for kind, right in zip(node.ops, node.comparators, strict=True):
-            if isinstance(kind, ast.Is | ast.IsNot) and not (isinstance(right, ast.Constant) and right.value is None):
-                self.refuse(right, "`is` of anything but None", "a comparison by ==")
-        self.generic_visit(node)
-
-    def visit_Dict(self, node: ast.Dict) -> None:
-        if None in node.keys:
-            self.refuse(node, "`**` in a dict", "the entries by name")
-        self.generic_visit(node)
-
-    def visit_For(self, node: ast.For) -> None:
-        if node.orelse:
-            self.refuse(node.orelse[0], "`else` of a loop", "a loop without it")
-        self.check_target(node.target)
-        self.generic_visit(node)
-
-    def visit_comprehension(self, node: ast.comprehension) -> None:
-        if node.is_async:
-            self.refuse(node.target, "an async comprehension", "a plain one")
-        self.check_target(node.target)
-        self.generic_visit(node)
-
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
-        if node.format_spec is not None or node.conversion != -1:
-            self.refuse(node, "a format in an f-string", "a plain {name}")
-        self.generic_visit(node)
-
-    def is_left_out(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
-        """Say why a name of torch is not listed, where it is known: a similar spelling would mislead."""
+    def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
+        """Keep an error with the reason why a name of torch is not listed. Return False if the reason is unknown."""
         found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found
@@ -273,21 +226,43 @@ class _Checker(ast.NodeVisitor):
             self.refuse(target, "an assignment to something that is not a variable", "a name on the left")
 
 
-def assigned_names(tree: ast.Module) -> set[str]:
-    """The program's own variables, whatever the order in which they are set."""
+def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
+    """Return the message and the alternative if an allowed node has a form that is not allowed."""
+    match node:
+        case ast.Constant(value, kind) if type(value) not in _CONSTANTS or kind is not None:
+            return f"a constant of type {type(value).__name__}", "a number, string, bool or None"
+        case ast.Constant(int() as value) if abs(value) >= 2**63:
+            return "an integer of more than 64 bits", "a smaller one"
+        case ast.Call(func) if not isinstance(func, _CALLABLE):
+            return "this cannot be called", "a layer, a listed function or a listed method"
+        case ast.keyword(None):
+            return "`**` in a call", "the arguments by name"
+        case ast.keyword("out"):
+            return "`out=` writes into a tensor", "the function's result"
+        case ast.Dict(keys) if None in keys:
+            return "`**` in a dict", "the entries by name"
+        case ast.Compare(ops=[*kinds], comparators=[*values]):
+            for one, operand in zip(kinds, values, strict=True):
+                if isinstance(one, ast.Is | ast.IsNot) and ast.unparse(operand) != "None":
+                    return "`is` of anything but None", "a comparison by =="
+        case ast.AugAssign(target) if not isinstance(target, ast.Name):
+            return "an augmented assignment to a part", "a variable on the left"
+        case ast.For(orelse=[_, *_]):
+            return "`else` of a loop", "a loop without it"
+        case ast.comprehension(is_async=1):
+            return "an async comprehension", "a plain one"
+        case ast.FormattedValue(_, conversion, format_spec) if conversion != -1 or format_spec is not None:
+            return "a format in an f-string", "a plain {name}"
+    return None
+
+
+def _assigned_names(tree: ast.Module) -> set[str]:
     nodes = ast.walk(tree)
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def own_names(
-    tree: ast.Module, *, inputs: Iterable[str], layers: Iterable[str], constants: Iterable[str]
-) -> frozenset[str]:
-    """The names that a program has a value for: what it finds when it starts, and its own variables."""
-    return frozenset((*inputs, *layers, *constants, *assigned_names(tree), "layers", "training"))
-
-
 def prefix_of(node: ast.Attribute, variables: Set[str]) -> str | None:
-    """`torch.nn.functional` of `torch.nn.functional.gelu`, unless the first name is one of the program's own."""
+    """Return the prefix `torch.nn.functional` of `torch.nn.functional.gelu`. None if it begins with a variable."""
     parts, value = [], node.value
     while isinstance(value, ast.Attribute):
         parts.append(value.attr)
@@ -305,7 +280,7 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) -> set[str]:
-    """Names through which a layer's own sublayers and parameters may be reached; the tracer knows for certain."""
+    """Return the names through which a program may reach sublayers and parameters. The trial decides for certain."""
     found = set(layers) | {"layers"}
     size = -1
     while len(found) != size:
@@ -323,7 +298,7 @@ def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) ->
 
 
 def _may_give_layers(value: ast.expr, found: set[str]) -> bool:
-    """Whether a value may be, or hold, a layer; what a layer or a function gives is a tensor."""
+    """Return whether a value may be, or hold, a layer. Layers and functions return tensors."""
     if isinstance(value, ast.Name):
         return value.id in found
     if isinstance(value, ast.Call):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from exp.models import vocabulary
 from exp.models.program import Program
 from exp.models.stand_ins import COMPUTABLE, Layer, Limits, Listed, Undecided, Unknown, stand_in
-from exp.models.syntax import ProgramError, joined
+from exp.models.syntax import ProgramError, combine
 
 # Instructions of Python, and elements that an operation looks at.
 MAX_STEPS = 400_000
@@ -77,7 +77,7 @@ def try_out(
         ProgramError: With the line and column of the program.
     """
     found: dict[tuple[int, int], ProgramError] = {}
-    for training in (True, False) if "training" in program.names else (True,):
+    for training in (True, False) if "training" in program.loaded else (True,):
         trial = Trial(program, code, found)
         stand_ins = {name: stand_in(name, one, trial) for name, one in held.items()}
         network = SimpleNamespace(_modules=stand_ins, **stand_ins)
@@ -90,7 +90,7 @@ def try_out(
         before = sys.gettrace()
         sys.settrace(trial.trace)
         try:
-            returned = FunctionType(code, namespace)(network, *(trial.unknown for _ in program.inputs))
+            returned = FunctionType(code, namespace)(network, *(trial.unknown for _ in program.names.inputs))
         except Stopped:
             break
         except Exception as error:
@@ -104,7 +104,7 @@ def try_out(
         finally:
             sys.settrace(before)
     if found:
-        raise joined(found.values()) from None
+        raise combine(found.values()) from None
 
 
 class Trial:

@@ -1,4 +1,4 @@
-"""FLOPs counted on the meta device equal formulas and the count of the same operators on the CPU."""
+"""FLOPs count_flops on the meta device equal formulas and the count of the same operators on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exp.check.resolution import resolve
 from exp.check.step_flops import flops_of_a_sample
 from exp.construct import build_data, build_network, build_objective, build_phases
 from exp.hooks.utilisation import arithmetic, listed_peak, measured_peak
-from exp.models.flop_count import counted
+from exp.models.flop_count import count_flops
 from exp.objectives.objective import Objective
 
 
@@ -86,17 +86,17 @@ def test_the_count_equals_one_with_numbers(model):
 def test_attention_counts_two_products_and_four_backward():
     heads, length, size = 3, 10, 8
     q, k, v = (torch.empty(2, heads, length, size, device="meta", requires_grad=True) for _ in range(3))
-    output, forward = counted(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    _, backward = counted(output.sum().backward)
+    output, forward = count_flops(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    _, backward = count_flops(output.sum().backward)
     assert forward.total() == 2 * heads * 2 * (2 * length * length * size)
     assert backward.total() == 2 * forward.total()
 
 
 def test_products_with_vectors_count():
     matrix, vector = torch.empty(3, 5, device="meta"), torch.empty(5, device="meta")
-    assert counted(lambda: matrix @ vector)[1].total() == 2 * 3 * 5
-    assert counted(lambda: vector @ vector)[1].total() == 2 * 5
-    assert counted(lambda: functional.linear(vector, matrix, torch.empty(3, device="meta")))[1].total() == 2 * 3 * 5
+    assert count_flops(lambda: matrix @ vector)[1].total() == 2 * 3 * 5
+    assert count_flops(lambda: vector @ vector)[1].total() == 2 * 5
+    assert count_flops(lambda: functional.linear(vector, matrix, torch.empty(3, device="meta")))[1].total() == 2 * 3 * 5
 
 
 def test_extra_passes_of_terms_count():

@@ -16,7 +16,7 @@ from exp.construct import build_network
 from exp.errors import ConfigError
 from exp.models.freezing import find_frozen
 from exp.models.initialisation import initialise
-from exp.models.matching import parameters_meant
+from exp.models.matching import matching_parameters
 
 NETS = """
 from torch import nn
@@ -86,7 +86,7 @@ def refused(*overrides: str) -> str:
     ],
 )
 def test_a_pattern_names_parameters_layers_or_types(pattern, names):
-    assert parameters_meant(net(), pattern, key="freeze.0") == names.split()
+    assert matching_parameters(net(), pattern, key="freeze.0") == names.split()
 
 
 def test_a_wrong_freeze_is_refused_with_the_closest_name():
@@ -95,9 +95,9 @@ def test_a_wrong_freeze_is_refused_with_the_closest_name():
     message = refused("freeze.parameters=[haed, ReLU]")
     assert "freeze.parameters.0: no parameter matches 'haed'" in message
     assert "Did you mean head?" in message
-    assert "freeze.parameters.1: 'ReLU' means layers without parameters" in message
+    assert "freeze.parameters.1: 'ReLU' matches only layers without parameters" in message
     message = refused("freeze.parameters=[body]", "+freeze.unfreeze={2: [head]}")
-    assert "freeze.unfreeze.2: 'head', of which nothing is frozen" in message
+    assert "freeze.unfreeze.2: 'head', which matches nothing frozen" in message
     assert "freeze.parameters: everything that learns at all, until epoch 3" in refused(
         "freeze.parameters=['*']", "+freeze.unfreeze={3: [head]}"
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from exp.data.randomness import preserve_generators
 from exp.engine.forward import forward_by_name, make_passes, needing
 from exp.models.containers import with_forward
-from exp.models.flop_count import FlopCount, counted
+from exp.models.flop_count import FlopCount, count_flops
 from exp.nested import move_tensors, tensors_in
 from exp.objectives.objective import Objective
 from exp.optim.parameter_groups import trained_parameters
@@ -101,10 +101,10 @@ def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) ->
 
 def _counted_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
     """FLOPs of a forward and of its backward; None for a backward that cannot run without numbers."""
-    loss, forward = counted(loss_of)
+    loss, forward = count_flops(loss_of)
     if not loss.requires_grad:
         return forward, Counter()
     try:
-        return forward, counted(loss.backward)[1]
+        return forward, count_flops(loss.backward)[1]
     except (NotImplementedError, RuntimeError):
         return forward, None

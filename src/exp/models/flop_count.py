@@ -1,8 +1,8 @@
-"""Floating-point operations, counted operator by operator while something runs, on the meta device above all.
+"""Count floating-point operations by operator while a function runs, usually on the meta device.
 
-Relied on, and tested (torch 2.13): `flop_registry` of torch.utils.flop_counter has a formula for each operator's
-packet, called with the operator's arguments and `out_val`. torch's FlopCounterMode follows the modules by
-hooks in the graph, which refuse a gradient with respect to inputs.
+`flop_registry` of torch.utils.flop_counter has a formula for each operator's packet, called with the operator's
+arguments and `out_val` (torch 2.13, tested). torch's FlopCounterMode follows the modules by hooks in the graph, which
+refuse a gradient with respect to inputs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """FLOPs of one sample in one optimizer step: a multiplication and an addition are two.
+    """FLOPs of one sample in one optimizer step. A multiplication and an addition are two.
 
-    Matrix products, convolutions and attention are counted; what is done element by element is not, as in the
-    literature (PaLM, arXiv:2204.02311, appendix B).
+    Matrix products, convolutions and attention are counted. Elementwise operations are not, as in the literature (PaLM,
+    arXiv:2204.02311, appendix B).
 
-    forward, backward: of all passes of the step; the forward has the objective in it.
-    by_operator: of both together, by the operator's name.
-    is_estimated: the backward could not be run, and is taken as twice the forward.
+    Args:
+        forward: FLOPs of all forward passes of the step, with the objective.
+        backward: FLOPs of all backward passes.
+        by_operator: FLOPs of both by the operator's name.
+        is_estimated: The backward could not be run and is estimated as twice the forward.
     """
 
     forward: float
@@ -43,11 +45,11 @@ class FlopCount:
         return self.forward + self.backward
 
 
-def counted(call: Callable[[], T]) -> tuple[T, Counter[str]]:
-    """What a call returns, and the FLOPs of its operators by their names.
+def count_flops(call: Callable[[], T]) -> tuple[T, Counter[str]]:
+    """Return the result of a call, and the FLOPs of its operators by name.
 
-    On the meta device attention runs as plain matrix products, so that a backward has no second forward in it, as that
-    of a fused kernel has, and recurrent layers run as those that they consist of.
+    On the meta device attention runs as plain matrix products, so that its backward does not repeat the forward as that
+    of a fused kernel does. Recurrent layers run as matrix products, too.
     """
     counter = _Counter()
     with counter:
@@ -57,12 +59,12 @@ def counted(call: Callable[[], T]) -> tuple[T, Counter[str]]:
 
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # whatever the operator gives
+    ) -> Any:  # whatever the operator returns
         result = func(*args, **(kwargs or {}))
         if flops := flops_of(func, args, kwargs or {}, result):
             self.found[str(func.overloadpacket).removeprefix("aten.")] += flops
@@ -70,9 +72,9 @@ class _Counter(TorchDispatchMode):
 
 
 def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> int:
-    """FLOPs of one call of an operator as a CPU runs it, fused kernels included; 0 for what is not counted.
+    """Return the FLOPs of one call of an operator, including fused kernels of a CPU. 0 if it is not counted.
 
-    The backward of fused attention counts without the forward that it computes again, as `counted` has it.
+    The backward of fused attention counts without the repeated forward, as in `count_flops`.
     """
     packet = operator.overloadpacket
     if packet in _OWN:
@@ -82,12 +84,12 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object) -> int:
-    """Queries by keys, and weights by values: two products a head."""
+    """Return the FLOPs of two products per head: queries by keys, and weights by values."""
     return 2 * prod(query.shape) * key.shape[-2] + 2 * prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
 def _recurrent(given: Tensor, of_input: Tensor, of_state: Tensor, *_: object) -> int:
-    """One layer in one direction: two products a step. given: `[T, B, C]`."""
+    """Return the FLOPs of one layer in one direction: two products per step. given: `[T, B, C]`."""
     return 2 * prod(given.shape[:-1]) * (of_input.numel() + of_state.numel())
 
 
@@ -95,8 +97,8 @@ def _matrix(matrix: Tensor, *_: object) -> int:
     return 2 * matrix.numel()
 
 
-# What torch 2.13 does not count, and the operators of a CPU that the meta device runs as the products of which they
-# consist. A backward makes two products for each of the forward.
+# Operators that torch 2.13 does not count, and operators of a CPU that the meta device runs as matrix products. A
+# backward has two products for each product of the forward.
 _OWN: dict[object, Callable[..., int]] = {
     torch.ops.aten.mv: _matrix,
     torch.ops.aten.dot: _matrix,

@@ -1,10 +1,10 @@
-"""A network as one torch.fx graph, a node for each operation and each call of a layer, and what each node gives."""
+"""A network as a torch.fx graph with a node for each operation and each call of a layer, and the nodes' values."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -13,23 +13,23 @@ from torch import Tensor, fx, nn
 
 from exp.models.compiler import GIVEN, MODE
 
-# In the place of a tensor of which nothing else is known.
+# A tensor about which nothing else is known.
 TENSOR = torch.empty(0, device="meta")
 
 
 class DependsOnMode(ValueError):
-    """A network whose graph in training is another one than in evaluation; torch.fx writes either down, not both."""
+    """A network whose graphs in training and in evaluation differ, so that torch.fx can record only one of them."""
 
 
 def graph_of_function(network: nn.Module, function: FunctionType) -> fx.Graph:
-    """The graph of a compiled program of `network`, whose nodes read layers, parameters and `training` from it.
+    """Return the graph of a compiled program, whose nodes read layers, parameters and `training` from the network.
 
-    Loops and constants unroll. Raises: DependsOnMode where the program branches on `training`.
+    Loops and constants are unrolled. Raise DependsOnMode if the program branches on `training`.
     """
     tracer = _Tracer()
-    namespace = {name: _recorded(tracer, name, value) for name, value in function.__globals__.items()}
+    namespace = {name: _recorder(tracer, name, value) for name, value in function.__globals__.items()}
     forward = FunctionType(function.__code__, namespace, "forward")
-    # torch.fx traces the forward of a class, and a program's belongs to its instance.
+    # torch.fx traces the forward of a class, and a program is an attribute of its instance.
     kind: type[nn.Module] = type(type(network).__name__, (type(network),), {"forward": forward})
     view: nn.Module = object.__new__(kind)
     view.__dict__.update(vars(network))
@@ -46,40 +46,40 @@ class _Tracer(fx.Tracer):
         raise DependsOnMode("its program branches on `training`")
 
 
-def _recorded(tracer: fx.Tracer, name: str, value: object) -> object:
-    """A function of the program's namespace that becomes a node where it is called with something of the graph."""
+def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
+    """Return a function that records a node when it is called with a part of the graph. Other values do not change."""
     if name == MODE:
         return lambda network: tracer.create_proxy("get_attr", "training", (), {})
     if not callable(value):
         return value
-    return _recorder(tracer, value, always=name.startswith(("torch.", f"{GIVEN}.")))
+    # Always for torch's functions: `arange` and `rand` of plain sizes belong to the run, too.
+    always = name.startswith(("torch.", f"{GIVEN}."))
 
-
-def _recorder(tracer: fx.Tracer, function: Callable[..., object], *, always: bool) -> Callable[..., object]:
-    # Always, because torch's `arange` and `rand` of sizes alone belong to the run, too.
     def call(*args: object, **kwargs: object) -> object:
-        if always or any(isinstance(value, fx.Proxy) for value in args):
-            return tracer.create_proxy("call_function", function, args, kwargs)
-        return function(*args, **kwargs)
+        if always or any(isinstance(argument, fx.Proxy) for argument in args):
+            return tracer.create_proxy("call_function", value, args, kwargs)
+        return value(*args, **kwargs)
 
     return call
 
 
 def graph_of(network: nn.Module) -> fx.Graph:
-    """The graph that torch.fx makes of a module that is no container of exp's; its leaves are torch's layers.
+    """Return the torch.fx graph of a module that is not a container of exp. Its leaves are torch's layers.
 
-    torch.fx follows `self.training` while it traces, and writes down what it was: so a functional dropout would stay
-    on in evaluation. A leaf keeps its flag.
+    torch.fx records the value of `self.training` during the trace, so that a functional dropout would stay on in
+    evaluation. A leaf keeps its flag.
 
-    Raises: ValueError with torch's reason where a module cannot be traced; DependsOnMode.
+    Raises:
+        ValueError: With torch's reason if the module cannot be traced.
+        DependsOnMode: If the graphs in training and in evaluation differ.
     """
     modes = {module: module.training for module in network.modules()}
     try:
-        evaluated, constants = _traced(network, training=False)
-        # Their constants, so that those of the next trace have the same names.
+        evaluated, constants = _trace(network, training=False)
+        # Remove the constants, so that those of the next trace get the same names.
         for name in constants:
             delattr(network, name)
-        trained, others = _traced(network, training=True)
+        trained, others = _trace(network, training=True)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -89,23 +89,22 @@ def graph_of(network: nn.Module) -> fx.Graph:
     return trained
 
 
-def _traced(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, Any]]:
-    """The graph in one mode, and the tensors that torch.fx set as attributes of the network for it."""
-    # Not by `train`, which a user's network may give a meaning of its own.
+def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, Any]]:
+    """Return the graph in one mode, and the constants that torch.fx has set as attributes of the network."""
+    # Not by `train`, which a user's network may override.
     for module in network.modules():
         module.training = training
     before = set(vars(network))
     try:
         graph = fx.symbolic_trace(network).graph
-    except Exception as error:  # a user's own forward may raise anything
-        raise ValueError(
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        ) from error
+    except Exception as error:  # a user's forward may raise anything
+        first = str(error).strip().splitlines()[:1]
+        raise ValueError(": ".join([type(error).__name__, *first])) from error
     return graph, {name: value for name, value in vars(network).items() if name not in before}
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two constants are the same; without numbers, on the meta device, as far as shapes say."""
+    """Return whether two constants are equal. On the meta device only shapes and dtypes are compared."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
     alike = one.shape == other.shape and one.dtype == other.dtype
@@ -113,24 +112,27 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, object]:
-    """What each node of the graph gives, by its name, with tensors on the meta device: no memory, no numbers.
+    """Return the values of the graph's nodes by name, with tensors on the meta device.
 
-    Empty where one forward on that device cannot be done (an operator needs numbers).
+    The result is empty if a forward on the meta device fails because an operator needs numbers.
 
-    inputs: stand-ins for the network's inputs, of any device.
+    Args:
+        network: The network.
+        graph: Its graph.
+        inputs: Stand-ins for the network's inputs, on any device.
     """
     forward = _Kept(fx.GraphModule(on_meta(network), graph))
     try:
         with torch.no_grad():
             forward.run(*(tensor.to("meta") for tensor in inputs))
-    except Exception as error:  # the shape check has told what is wrong, or why nothing can be said
-        logging.getLogger(__name__).debug("the values of the network are taken for tensors: %s", error)
+    except Exception as error:  # the shape check has reported it
+        logging.getLogger(__name__).debug("all values of the network are assumed to be tensors: %s", error)
         return {}
     return forward.found
 
 
 def on_meta(network: nn.Module) -> nn.Module:
-    """A copy of a network without memory: its parameters and buffers are on the meta device."""
+    """Return a copy of a network whose parameters and buffers are on the meta device, without memory."""
     tensors = [*network.parameters(), *network.buffers()]
     memo: dict[int, Any] = {id(tensor): _meta(tensor) for tensor in tensors}
     return copy.deepcopy(network, memo)

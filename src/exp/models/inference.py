@@ -1,4 +1,4 @@
-"""Sizes that a config leaves out: layers built lazily, and given their shapes by one forward of a stand-in batch."""
+"""Infer sizes that a config omits: lazy layers get their shapes from one forward of a stand-in batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exp.errors import ConfigError, RunError
 from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.shared_types import INPUT, DataSpec
 
-# The class, its lazy one, and the parameter that may be left out. torch has no lazy recurrent layers.
+# A class, its lazy class, and the parameter that may be omitted. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Linear: (nn.LazyLinear, "in_features"),
     nn.Conv1d: (nn.LazyConv1d, "in_channels"),
@@ -32,9 +32,8 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 
 
-# What stands for a length that differs from batch to batch, where shapes are looked at.
+# The length in a stand-in batch of an axis whose length differs between batches.
 STAND_IN_LENGTH = 16
-
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -42,23 +41,26 @@ Value = TypeVar("Value")
 
 class NetworkCall(Protocol):
     def __call__(self, run: Callable[..., Result], data: Mapping[str, Value]) -> Result:
-        """What `run`, the network or what stands in its place, gives for a batch's entries."""
+        """Return the output of `run`, the network or a substitute, for a batch's entries."""
 
 
 def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Module] | None:
-    """The class that infers the size which `given`, the parameters that are given, leaves out; None where none does.
+    """Return the class that infers the size that is not among the given parameters. None if there is none.
 
-    positional: how many arguments are given by place. The size comes first, so that it is then among them.
+    Args:
+        cls: The layer's class.
+        given: The names of the given parameters.
+        positional: The number of positional arguments. The size is the first parameter.
     """
     lazy, inferred = LAZY_CLASSES.get(cls, (None, ""))
     return None if inferred in given or positional else lazy
 
 
 def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """A stand-in for the network's inputs: zeros `[batch_size, *shape]` of the declared dtype, by name.
+    """Return stand-ins for the network's inputs by name: zeros `[batch_size, *shape]` of the declared dtype.
 
-    Zeros are valid class and character numbers, too. The batch is of 2, for batch norm refuses one sample in training.
-    A length that differs from batch to batch is STAND_IN_LENGTH.
+    Zeros are valid class and character numbers, too. The batch has 2 samples, because batch norm refuses one sample in
+    training. A length that differs between batches is STAND_IN_LENGTH.
     """
     return {
         name: torch.zeros(
@@ -71,7 +73,7 @@ def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device 
 
 
 def input_names(network: nn.Module) -> tuple[str, ...]:
-    """The parameters of a network's forward that a batch's entries may fill by name."""
+    """Return the parameters of a network's forward that entries of a batch may fill by name."""
     return tuple(
         name
         for name, parameter in inspect.signature(network.forward).parameters.items()
@@ -80,11 +82,13 @@ def input_names(network: nn.Module) -> tuple[str, ...]:
 
 
 def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCall:
-    """How a network is called with a batch's entries: with those that its forward names, in its own order.
+    """Return the call of a network with a batch's entries: those that its forward names, in its order.
 
-    Where it names none of them, with the only input that the data declares; all of them where it takes any name.
+    If its forward names none of them, it gets the only input that the data declares. If it takes any name, it gets all.
 
-    inputs: the names that the data declares, DataSpec.inputs.
+    Args:
+        network: The network.
+        inputs: The names that the data declares, DataSpec.inputs.
     """
     parameters = list(inspect.signature(network.forward).parameters.values())
     names = input_names(network)
@@ -93,7 +97,7 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
     takes_one = bool(by_place) or any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if any(one.kind is one.VAR_KEYWORD for one in parameters) and (len(inputs) > 1 or not takes_one):
         names = tuple(dict.fromkeys((*names, *inputs)))
-    # The first parameters go by position, where hooks and graphs look for them.
+    # The first parameters are passed by position, because hooks and graphs read them there.
     leading = [one.name for one in by_place]
     only = inputs[0] if len(inputs) == 1 else "input"
 
@@ -113,19 +117,24 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
 
 
 def example_arguments(network: nn.Module, spec: DataSpec) -> tuple[Tensor, ...]:
-    """The stand-ins that the network's forward takes by position, on the meta device."""
+    """Return the stand-ins that the network's forward takes by position, on the meta device."""
     inputs = example_inputs(spec, device="meta")
     found: tuple[Tensor, ...] = network_call(network, tuple(inputs))(lambda *given, **_: given, inputs)
     return found
 
 
 def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Give every lazy layer its shape by one forward, then initialise and freeze as the containers were told.
+    """Give every lazy layer its shape by one forward, then initialize and freeze as the containers require.
 
-    inputs: entries of a batch, by name. They are read only where a layer is lazy.
+    The forward runs in evaluation mode without gradients, so it changes no running statistics. Its exceptions are
+    raised unchanged.
 
-    The forward runs in evaluation mode and without gradients, so it changes no running statistics. Raises what the
-    forward raises, and ConfigError, at the key below `model`, for an initialisation or a freeze that fits nothing.
+    Args:
+        network: The network.
+        inputs: The entries of a batch by name. They are used only if a layer is lazy.
+
+    Raises:
+        ConfigError: With the key below `model`, for an initialisation or a freeze that matches nothing.
     """
     lazy = [module for module in network.modules() if isinstance(module, LazyModuleMixin)]
     if lazy or any(map(is_lazy, (*network.parameters(), *network.buffers()))):
@@ -134,15 +143,15 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         try:
             with torch.no_grad():
                 network_call(network, tuple(inputs))(network, inputs)
-                # Layers that only a further program uses.
+                # Some layers are used only by a further program.
                 for name in network.programs if isinstance(network, ProgramModel) else ():
                     view = with_forward(network, name)
                     network_call(view, tuple(inputs))(view, inputs)
         finally:
             for module in network.modules():
-                # A lazy layer changes its class in place, so every module is one of those before.
+                # A lazy layer changes its class in place, so every module is in `modes`.
                 module.training = modes[module]
-    # Innermost first, so that a pattern of the outer model has the last word.
+    # Innermost first, so that a pattern of the outer model takes precedence.
     for path, module in reversed(list(network.named_modules())):
         if isinstance(module, ProgramModel):
             try:

@@ -1,4 +1,4 @@
-"""What parameters start from, chosen by name or by type.
+"""Initial values of parameters, selected by name or by type.
 
 initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import config_error
-from exp.models.matching import parameters_meant
-from exp.spelling import find_nearest
+from exp.models.matching import matching_parameters
+from exp.spelling import did_you_mean
 
 SCHEMES: dict[str, Callable[..., object]] = {
     "constant": nn.init.constant_,
@@ -36,19 +36,22 @@ Scheme = str | Mapping[str, object]
 
 
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
-    """Fill the parameters that a pattern means; of several patterns that mean one, the last one counts.
+    """Fill the parameters that the patterns match. The last matching pattern is used.
 
-    The row of an embedding's padding_idx keeps the values that the layer gave it.
+    The row of an embedding's padding_idx keeps its values.
 
-    patterns: pattern (see `parameters_meant`) to a scheme: a name of SCHEMES, or a mapping with `name` and the scheme's
-        own parameters, those of torch.nn.init.
+    Args:
+        network: The network.
+        patterns: Pattern (see `matching_parameters`) to a scheme: a name of SCHEMES, or a mapping with `name` and the
+            parameters of the function of torch.nn.init.
 
-    Raises ConfigError where a pattern matches nothing or a scheme is unknown; the keys begin with `initialisation`.
+    Raises:
+        ConfigError: If a pattern matches nothing or a scheme is unknown. The keys begin with `initialisation`.
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
-    chosen: dict[Tensor, str] = {}  # of a tied one, by whichever of its names
+    chosen: dict[Tensor, str] = {}  # a tied parameter matches by any of its names
     for pattern in patterns:
-        meant = parameters_meant(network, pattern, key=f"initialisation.{pattern}")
+        meant = matching_parameters(network, pattern, key=f"initialisation.{pattern}")
         chosen.update({parameters[name]: pattern for name in meant})
     tables = [module for module in network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     padding = {table.weight: table.padding_idx for table in tables if table.padding_idx is not None}
@@ -61,13 +64,12 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
 
 
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:
-    """Fill one parameter by a scheme. Raises ConfigError at `key`."""
+    """Fill a parameter by a scheme. Raise ConfigError at `key` if the scheme is unknown or does not fit."""
     name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
     options.pop("name", None)
     if name not in SCHEMES:
-        near = find_nearest(str(name), SCHEMES)
-        expected = near[0] if near else f"one of {', '.join(SCHEMES)}"
-        raise config_error(key, got=f"the scheme {name!r}", expected=expected)
+        fix = did_you_mean(str(name), SCHEMES)
+        raise config_error(key, got=f"the scheme {name!r}", expected=f"one of {', '.join(SCHEMES)}", fix=fix)
     function = SCHEMES[name]
     known = [option for option in inspect.signature(function).parameters if option not in ("tensor", "generator")]
     unknown = [option for option in options if option not in known]

@@ -1,4 +1,4 @@
-"""Finds what a forward changes in a network besides the numbers in its buffers: call counters, caches, parameters."""
+"""Find state of a network, except numbers in buffers, that a forward changes: call counters, caches, parameters."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ LIBRARIES = ("torch", "builtins")
 
 
 class KeptState:
-    """What the modules of a network and their classes hold at one time, in any nesting.
+    """A snapshot of the attributes of a network's modules and their classes, in any nesting.
 
-    A tensor is the same while its object, its memory and its version are.
+    A tensor is unchanged if its object, its memory and its version are unchanged.
 
     Args:
-        with_buffers: Whether the version of a buffer counts, which most changes of its numbers raise.
+        network: The network.
+        with_buffers: Whether the version of a buffer counts, which most changes of its numbers increase.
     """
 
     def __init__(self, network: nn.Module, *, with_buffers: bool = False) -> None:
         self._network, self._with_buffers = network, with_buffers
         self._modules = set(network.modules())
         self._buffers = set() if with_buffers else {id(buffer) for buffer in network.buffers()}
-        self._alive: list[object] = []  # an object that is alive keeps its id
+        self._alive: list[object] = []  # references, so that ids are not reused
         self._prints = dict(self._named())
 
     def changes(self) -> list[str]:
-        """Return the dotted names of what is another object, or holds something else, since this was made."""
+        """Return the dotted names of attributes that have changed since the snapshot."""
         now = KeptState(self._network, with_buffers=self._with_buffers)._prints
         return [name for name in {**self._prints, **now} if self._prints.get(name) != now.get(name)]
 
     def identity(self, value: object) -> object:
-        """Return what stands for a tensor, or for a module of the network; None for any other object."""
+        """Return the identity of a tensor or of a module of the network. None for any other object."""
         if isinstance(value, nn.Module) and value in self._modules:
             return id(value)
         if not isinstance(value, Tensor):
@@ -62,7 +63,7 @@ class KeptState:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values only to compare them: what pickle refuses is its id and its attributes."""
+    """A pickler for comparison only, which writes the id and the attributes of objects that pickle refuses."""
 
     def __init__(self, file: BytesIO, state: KeptState) -> None:
         super().__init__(file)
@@ -80,7 +81,7 @@ class _Pickler(pickle.Pickler):
             return _object, (id(value),), [_content(cell) for cell in value.__closure__ or ()]
         try:
             value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        except Exception as error:  # an object of a user's may raise anything
+        except Exception as error:  # a user's object may raise anything
             logger.debug("%s is compared by its attributes, because pickle refuses it: %s", type(value), error)
             return _object, (id(value),), getattr(value, "__dict__", None)
         return NotImplemented

@@ -1,4 +1,4 @@
-"""What stands below `layers` in a YAML model: what torch lacks, and lists and mappings of layers and parameters."""
+"""Layers of YAML models that torch lacks, and lists and mappings of layers and parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 class Parameter(nn.Module):
     """A parameter among a model's layers, such as a class token, a scale or learned positions.
 
-    In a container of models/containers.py the parameter itself takes this layer's place: its key in the state dict is
-    the layer's name alone, and a program uses the name as a tensor. `repeat` of it makes an nn.ParameterList.
+    A container of models/containers.py replaces this layer by the parameter itself. Its key in the state dict is then
+    the name of the layer, and a program uses the name as a tensor. `repeat` of it makes an nn.ParameterList.
 
-    shape: of the parameter; [] makes a single number.
-    initialisation: a scheme of models/initialisation.py.
-    trainable: false makes a constant that is saved but does not learn.
+    Args:
+        shape: The shape; [] makes a single number.
+        initialisation: A scheme of models/initialisation.py, default zeros.
+        trainable: False makes a constant that is saved but not trained. Default: true.
     """
 
     def __init__(self, *, shape: Shape, initialisation: Scheme = "zeros", trainable: bool = True) -> None:
@@ -34,16 +35,18 @@ class Parameter(nn.Module):
         fill(self.value, initialisation)
 
     def forward(self) -> Tensor:
-        """The parameter, of the shape given."""
+        """Return the parameter."""
         return self.value
 
 
 class Noise(nn.Module):
     """Random numbers for each sample of a batch, such as a generator's input.
 
-    They come from torch's own generator, which is set before each step, so that a resumed run draws the same ones.
+    They come from torch's generator, which is seeded before each step, so that a resumed run draws the same numbers.
 
-    shape: of one sample's numbers. distribution: `normal` has mean 0 and variance 1, `uniform` runs from 0 to 1.
+    Args:
+        shape: The shape of one sample's numbers.
+        distribution: `normal` (default) with mean 0 and variance 1, or `uniform` from 0 to 1.
     """
 
     def __init__(self, *, shape: Shape, distribution: Literal["normal", "uniform"] = "normal") -> None:
@@ -52,14 +55,14 @@ class Noise(nn.Module):
         self.distribution = distribution
 
     def forward(self, like: Tensor) -> Tensor:
-        """Noise `[B, *shape]` for a batch `[B, ...]`, on its device and in its dtype (for integers the default)."""
+        """Return noise `[B, *shape]` for a batch `[B, ...]`, in its dtype or, for integers, the default dtype."""
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         draw = torch.randn if self.distribution == "normal" else torch.rand
         return draw((like.shape[0], *self.shape), dtype=dtype, device=like.device)
 
 
-def built(layer: object, key: str) -> nn.Module | nn.Parameter:
-    """The module or parameter that the network registers for a value of `layers`."""
+def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:
+    """Return the module or parameter that the network registers for a value of `layers`."""
     if isinstance(layer, Parameter):
         return layer.value
     if isinstance(layer, nn.Module) and type(layer) is not nn.ModuleList:
@@ -67,15 +70,15 @@ def built(layer: object, key: str) -> nn.Module | nn.Parameter:
     if isinstance(layer, nn.Parameter):
         return layer
     if isinstance(layer, Mapping):
-        parts = {str(name): built(part, f"{key}.{name}") for name, part in layer.items()}
+        parts = {str(name): build_layer(part, f"{key}.{name}") for name, part in layer.items()}
         only_parameters = parts and all(isinstance(part, nn.Parameter) for part in parts.values())
         return nn.ParameterDict(parts) if only_parameters else nn.ModuleDict(_modules_only(parts, key))
     if isinstance(layer, nn.ModuleList | list | tuple):
-        parts = {str(index): built(part, f"{key}.{index}") for index, part in enumerate(layer)}
+        parts = {str(index): build_layer(part, f"{key}.{index}") for index, part in enumerate(layer)}
         if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
             return nn.ParameterList(parts.values())
         modules = nn.ModuleList(_modules_only(parts, key).values())
-        # `repeat` gives a ModuleList, a list in the config gives a list: their elements have different config keys.
+        # Elements of a `repeat` (a ModuleList) and of a list in the config have different config keys.
         modules.__dict__["repeated"] = isinstance(layer, nn.ModuleList)
         return modules
     expected = "a layer, a parameter, or a list or mapping of them"

@@ -1,10 +1,9 @@
-"""Low-rank adaptation (LoRA): chosen weights stay as they are, and what they learn is a product of two thin matrices.
+"""Low-rank adaptation (LoRA): frozen weights plus a trained product of two thin matrices.
 
-    weight = original + alpha / rank * b a        a [rank, in], b [out, rank], at first 0
+    weight = original + alpha / rank * b a        a [rank, in], b [out, rank], b starts at 0
 
-E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3. The sum is made where a layer reads
-its weight (torch.nn.utils.parametrize), so that it holds for whatever reads it: convolutions, attention, torch's own
-fast paths.
+E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3. The sum is computed when a layer
+reads its weight (torch.nn.utils.parametrize), also in convolutions, attention and torch's fast paths.
 
 lora: {layers: ["*.query", "*.value"], rank: 8, alpha: 16, trained: ["classifier.*"]}
 """
@@ -20,21 +19,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from exp.errors import ConfigError, ErrorDetails, RunError, raise_errors
+from exp.errors import ErrorDetails, RunError, raise_errors
 from exp.models.freezing import Statistics, find_frozen
-from exp.models.matching import parameters_meant
+from exp.models.matching import matching_parameters
 from exp.spelling import among
 
-# What torch.nn.utils.parametrize puts between a layer's name and its weight's.
+# torch.nn.utils.parametrize puts this between the names of a layer and its weight.
 INSIDE = ".parametrizations."
 ORIGINAL, OWN = ".original", (".0.a", ".0.b", ".0.alpha")
 
 
 class LowRank(nn.Module):
-    """What is added to one weight, whose first axis is that of the outputs; the others count as one.
+    """The product that is added to a weight. The first axis of the weight is the outputs, the others are flattened.
 
-    weight: that it is for; its device and dtype are taken.
-    rank: of the product. alpha: it is scaled by alpha / rank.
+    Args:
+        weight: The weight, which determines device and dtype.
+        rank: The rank of the product.
+        alpha: The product is scaled by alpha / rank.
     """
 
     alpha: Tensor
@@ -45,11 +46,11 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.scale = alpha / rank
-        # So that a state dict alone says what the weights are.
+        # In the state dict, so that `merged` needs nothing else.
         self.register_buffer("alpha", torch.tensor(float(alpha), device=weight.device))
 
     def forward(self, original: Tensor) -> Tensor:
-        # Under autocast the product of the two would be rounded to half precision. The meta device knows none.
+        # Autocast would round the product to half precision. The meta device has no autocast.
         device = original.device.type
         with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             return original + self.scale * (self.b @ self.a).view_as(original)
@@ -64,19 +65,24 @@ def adapt(
     trained: Sequence[str] = (),
     batch_norm: Statistics = "train",
 ) -> None:
-    """Let what `layers` means learn by LowRank, in place, and freeze everything else.
+    """Add LowRank to the matched weights, in place, and freeze everything else.
 
-    layers: patterns, see `parameters_meant`; of what they mean, the weights of two axes and more.
-    rank, alpha: see LowRank; None is alpha = rank.
-    trained: patterns of what learns whole, such as a new head, whatever `layers` means.
-    batch_norm: see `find_frozen`.
+    Args:
+        network: The network.
+        layers: Patterns, see `matching_parameters`. Matched weights with two or more axes are adapted.
+        rank: See LowRank.
+        alpha: See LowRank. None: the rank.
+        trained: Patterns of parameters that are trained in full, such as a new head, even if `layers` matches them.
+        batch_norm: See `find_frozen`.
 
-    Raises: ConfigError for a pattern that means nothing, or no weight that this can be done to.
+    Raises:
+        ConfigError: For every pattern that matches nothing, or no weight that can be adapted.
     """
     errors: list[ErrorDetails] = []
     found = [_weights(network, one, key=f"lora.layers.{index}", errors=errors)
              for index, one in enumerate(layers)]  # fmt: skip
-    whole = [_meant(network, one, key=f"lora.trained.{index}", errors=errors) for index, one in enumerate(trained)]
+    whole = [matching_parameters(network, one, key=f"lora.trained.{index}", errors=errors)
+             for index, one in enumerate(trained)]  # fmt: skip
     raise_errors(errors)
     targets = [name for name in dict.fromkeys(itertools.chain(*found)) if name not in set(itertools.chain(*whole))]
     unfreeze = {0: trained} if trained else {}
@@ -90,25 +96,26 @@ def adapt(
 
 
 def is_adapted(network: nn.Module) -> bool:
-    """Whether a part of the network learns by LowRank."""
+    """Return whether the network has a LowRank."""
     return any(isinstance(module, LowRank) for module in network.modules())
 
 
 @torch.no_grad()
 def merge(network: nn.Module) -> None:
-    """Add what was learnt to the weights, in place: the network is one without LowRank again, as before `adapt`.
+    """Add the products to the weights and remove LowRank, in place.
 
-    Relied on, and tested: torch puts a class derived from the layer's own in its place, which copies of a layer share
-    (seen in torch 2.13); remove_parametrizations changes that class, and so spoils the copies.
+    torch derives a class from the layer's class, which copies of the layer share (seen in torch 2.13, and tested).
+    remove_parametrizations would change that class and break the copies.
 
-    Raises: RunError for a layer with parametrizations of another kind beside it.
+    Raises:
+        RunError: If a layer also has other parametrizations.
     """
     for path, module in list(network.named_modules()):
         held = module.parametrizations if parametrize.is_parametrized(module) else None
         if not isinstance(held, nn.ModuleDict) or not is_adapted(held):
             continue
         if not all(isinstance(one, LowRank) for made in held.children() for one in made.children()):
-            raise RunError(f"{path} has other parametrizations beside LoRA's; expected LoRA alone, to merge it")
+            raise RunError(f"{path} also has other parametrizations; expected LoRA alone, to merge it")
         weights = {own: getattr(module, own).detach() for own in held}
         del module.parametrizations
         module.__class__ = type(module).__bases__[0]
@@ -117,7 +124,7 @@ def merge(network: nn.Module) -> None:
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of an adapted network as that of the same network without LowRank; others stay as they are."""
+    """Return the state dict of an adapted network with merged weights. Other state dicts do not change."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         base = name.removesuffix(ORIGINAL)
@@ -131,7 +138,7 @@ def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that they have without LowRank, in a state dict; what it adds is left out."""
+    """Return the tensors of a state dict by their names without LowRank, and without LowRank's own tensors."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         base = next((name.removesuffix(end) for end in (ORIGINAL, *OWN) if name.endswith(end)), name)
@@ -143,27 +150,19 @@ def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _meant(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
-    try:
-        return parameters_meant(network, pattern, key=key)
-    except ConfigError as error:
-        errors += error.errors
-        return []
-
-
 def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
-    """The weights that a pattern means."""
-    meant = _meant(network, pattern, key=key, errors=errors)
+    """Return the names of the weights that a pattern matches."""
+    meant = matching_parameters(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
-        got = f"{pattern!r}, which means {among(meant, count=4)}"
+        got = f"{pattern!r}, which matches {among(meant, count=4)}"
         expected = "layers with a weight of two axes or more, such as Linear, Conv2d and Embedding; no recurrent ones"
-        errors.append(ErrorDetails(key=key, got=got, expected=expected))
+        errors.append(ErrorDetails(key, got, expected))
     return found
 
 
 def _is_weight(network: nn.Module, name: str) -> bool:
     path, _, own = name.rpartition(".")
-    # Recurrent layers keep their weights in a list of their own, past which a parametrization has no say.
+    # Recurrent layers read their weights from a private list, without the parametrization.
     is_recurrent = isinstance(network.get_submodule(path), nn.RNNBase)
     return "weight" in own and network.get_parameter(name).dim() > 1 and not is_recurrent

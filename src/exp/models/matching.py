@@ -1,4 +1,4 @@
-"""Which modules of a network are meant: by a pattern of their names, by the name of their type, or as norms."""
+"""Select modules of a network by name pattern or type, and the parameters in them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from exp.errors import ConfigError, ErrorDetails, raise_errors
+from exp.errors import ErrorDetails, raise_errors
 from exp.spelling import among, did_you_mean
 
-# Which layers normalise: torch keeps the bases of its own private, so they are named one by one.
-# What the three, and a user's own variants, have in common. The same class in torch.nn.modules.batchnorm has no public
-# name; nn.SyncBatchNorm.convert_sync_batchnorm looks for it, too (seen in torch 2.13).
+# The base class of torch's batch norms and of users' variants. It has no public name in torch.nn.modules.batchnorm;
+# nn.SyncBatchNorm.convert_sync_batchnorm uses it, too (seen in torch 2.13).
 ANY_BATCH_NORM = nn.BatchNorm2d.__mro__[1]
+# The bases of torch's other norms are private, so the classes are listed.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-# With num_features: axis 1 of their input.
+# Norms with num_features, the size of axis 1 of their input.
 FEATURE_NORMS = (*BATCH_NORMS, *INSTANCE_NORMS)
 NORMS = (*FEATURE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def matches(name: str, module: nn.Module, pattern: str) -> bool:
-    """Whether `pattern` means this module: `blocks.*.norm1` by name; `LayerNorm` or `torch.nn.Softmax` by type, which
-    names subclasses, too. The network itself has the empty name."""
+    """Return whether a pattern matches a module by name (`blocks.*.norm1`) or type (`LayerNorm`, `torch.nn.Softmax`).
+
+    A type also matches its subclasses. The network itself has the empty name.
+    """
     return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
 
 
@@ -37,10 +39,15 @@ def matching(
 ) -> dict[str, nn.Module]:
     """Return the modules that match one of the patterns, by name, in the network's order.
 
-    key: The patterns' key in the config. modules: The modules to choose from, by name; by default all of the network.
-    got: Text after the pattern in an error.
+    Args:
+        network: The network.
+        patterns: The patterns.
+        key: The config key of the patterns.
+        modules: The modules to choose from, by name. None: all modules of the network.
+        got: Text after the pattern in an error.
 
-    Raises ConfigError: every pattern that means no module, with the names and types that are there.
+    Raises:
+        ConfigError: For every pattern that matches no module, with the known names and types.
     """
     modules = dict(network.named_modules()) if modules is None else modules
     raise_errors(
@@ -54,29 +61,38 @@ def matching(
 
 
 def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
-    """The error of a pattern that means no module."""
-    modules = dict(network.named_modules())
-    names = [name for name in modules if name]
-    types = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
-    return ErrorDetails(
-        key=key,
-        got=got,
-        expected=f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
-        f"types {among(types, word=pattern)}",
-        fix=did_you_mean(pattern, [*names, *types]),
+    """Return the error of a pattern that matches no module."""
+    names = [name for name, _ in network.named_modules() if name]
+    types = _type_names(network)
+    expected = (
+        f"a pattern of module names, or the name of a type; there are {among(names, word=pattern, count=20)}; "
+        f"types {among(types, word=pattern)}"
     )
+    return ErrorDetails(key, got, expected, did_you_mean(pattern, [*names, *types]))
 
 
-def parameters_meant(network: nn.Module, pattern: str, *, key: str, known: Iterable[str] | None = None) -> list[str]:
-    """The names that a pattern of parameters means, in the network's order; a tied one goes by all of its names.
+def matching_parameters(
+    network: nn.Module,
+    pattern: str,
+    *,
+    key: str,
+    known: Iterable[str] | None = None,
+    errors: list[ErrorDetails] | None = None,
+) -> list[str]:
+    """Return the names of the parameters that a pattern matches, in the network's order. Tied ones have several names.
 
-    A pattern is one of names in the state dict (`encoder.*`), of modules by name (`encoder`) or by type (`LayerNorm`,
-    `torch.nn.Linear`), of which it means everything, or of a type's own parameters (`Linear.weight`).
+    A pattern matches names in the state dict (`encoder.*`), everything in modules of a name (`encoder`) or a type
+    (`LayerNorm`, `torch.nn.Linear`), or parameters of a type (`Linear.weight`).
 
-    known: the names among which it may choose; None is those of the parameters.
-    key: the pattern's key in the config.
+    Args:
+        network: The network.
+        pattern: The pattern.
+        key: The pattern's config key.
+        known: The names to choose from. None: those of the parameters.
+        errors: Receives the error of a pattern that matches nothing. None: raise it.
 
-    Raises ConfigError where it means nothing, with the nearest name.
+    Raises:
+        ConfigError: If the pattern matches nothing, with the nearest name.
     """
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)] if known is None else list(known)
     kind, _, own = pattern.rpartition(".")
@@ -94,28 +110,28 @@ def parameters_meant(network: nn.Module, pattern: str, *, key: str, known: Itera
         or any(name.startswith(prefix) and fnmatchcase(name.removeprefix(prefix), own) for prefix in of_type)
     ]
     if not found:
-        raise ConfigError([_without_parameters(pattern, network, names, has_modules=bool(inside or of_type), key=key)])
+        types, paths = _type_names(network), [path for path, _ in network.named_modules() if path]
+        got, fix = f"no parameter matches {pattern!r}", did_you_mean(pattern, [*names, *paths, *types])
+        if inside or of_type:
+            got, fix = f"{pattern!r} matches only layers without parameters", None
+        shown = among(names, word=pattern, count=6)
+        expected = f"a pattern of parameters, such as {shown}; of layers; or a type, such as {among(types, count=6)}"
+        error = ErrorDetails(key, got, expected, fix)
+        if errors is None:
+            raise_errors([error])
+        else:
+            errors.append(error)
     return found
 
 
-def _without_parameters(
-    pattern: str, network: nn.Module, names: Sequence[str], *, has_modules: bool, key: str
-) -> ErrorDetails:
-    types = list(dict.fromkeys(type(module).__name__ for module in network.modules()))
-    paths = [path for path, _ in network.named_modules() if path]
-    return ErrorDetails(
-        key=key,
-        got=f"{pattern!r} means layers without parameters" if has_modules else f"no parameter matches {pattern!r}",
-        expected=f"a pattern of parameters, such as {among(names, word=pattern, count=6)}; of layers; or the name of a "
-        f"type, such as {among(types, word=pattern, count=6)}",
-        fix=None if has_modules else did_you_mean(pattern, [*names, *paths, *types]),
-    )
+def _type_names(network: nn.Module) -> list[str]:
+    return list(dict.fromkeys(type(module).__name__ for module in network.modules()))
 
 
 def _is_named(kind: type, pattern: str) -> bool:
     if kind in (nn.Module, object):
         return False
     full = f"{kind.__module__}.{kind.__qualname__}"
-    # torch's classes live one module deeper than the name by which everybody knows them.
-    known = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
-    return pattern in (kind.__name__, full, known)
+    # torch's classes are defined one module below their usual name.
+    public = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
+    return pattern in (kind.__name__, full, public)

@@ -1,7 +1,7 @@
-"""Start a network from weights that were trained before: which of them fit it under which names, and which do not.
+"""Load pretrained weights into a network, by the names and shapes that match.
 
-keys: {"backbone.*": "body.*", "head.*": null} renames the weights' names into the network's; the first pattern that a
-name matches counts, what `*` stands for is carried over, and null leaves out. A name that none matches stays.
+keys: {"backbone.*": "body.*", "head.*": null} renames the weights. The first matching pattern is used, `*` keeps its
+text, and null skips a tensor. A name that matches no pattern stays.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
 Keys = Mapping[str, str | None]
-# Of BatchNorm, for a momentum that is null; weights older than torch 0.4.1 have none.
+# A buffer of BatchNorm for a momentum of null. Weights older than torch 0.4.1 do not have it.
 COUNTER = ".num_batches_tracked"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matching:
-    """What of a network starts from what of the weights.
+    """The match between a network and weights.
 
-    taken: names in the network to names in the weights, of the same shape.
-    shapes: the same of those whose shapes differ: name there, shape there, shape here.
-    missing: names in the network that the weights do not have. unused: names of the weights that the network does not
-    have. left_out: those that a null left out. count: of the network's tensors.
-    unmatched: patterns that matched no name of the weights, with all of these.
+    Args:
+        taken: Names in the network to names in the weights, with the same shape.
+        shapes: Names in the network to name there, shape there and shape here, for tensors whose shapes differ.
+        missing: Names in the network that the weights do not have.
+        unused: Names of the weights that the network does not have.
+        left_out: Names that a null skips.
+        count: The number of the network's tensors.
+        unmatched: Patterns that match no name of the weights, with all these names.
     """
 
     taken: Mapping[str, str]
@@ -45,17 +48,17 @@ class Matching:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor of the network starts from the weights, and none of these is left over."""
+        """True if all tensors of the network and all weights match."""
         return not (self.shapes or self.missing or self.unused)
 
     def summary(self, source: str) -> str:
-        """Return a line on what starts from the weights, and what does not."""
+        """Return a line about the tensors that match and those that do not."""
         line = f"weights: {len(self.taken)} of {self.count} tensors start from {source}"
         left_out = f"left out by weights.keys: {among(self.left_out, count=4)}" if self.left_out else ""
         return "; ".join(filter(None, [line, self._words(), left_out]))
 
     def errors(self, source: str, *, is_strict: bool) -> Iterator[ErrorDetails]:
-        """Patterns that match nothing, weights of which nothing fits and, where all have to, those that do not."""
+        """Yield an error for each pattern without a match, for no match at all and, if strict, for a partial match."""
         for pattern, names in self.unmatched.items():
             yield ErrorDetails(
                 key=f"weights.keys.{pattern}",
@@ -83,15 +86,15 @@ class Matching:
 
     def _words(self) -> str:
         differing = [f"{own} is {there} there and {here} here" for own, (_, there, here) in self.shapes.items()]
-        told = [
+        texts = [
             "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else ""),
             f"not there: {among(self.missing, count=4)}" if self.missing else "",
             f"not here: {among(self.unused, count=4)}" if self.unused else "",
         ]
-        return "; ".join(filter(None, told))
+        return "; ".join(filter(None, texts))
 
     def _proposal(self) -> str | None:
-        """The renaming by which most names would match, where one prefix is all that parts them."""
+        """Return the renaming of a prefix by which most names would match. None if there is none."""
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
             there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))
@@ -102,15 +105,16 @@ class Matching:
 
 
 def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
-    """Hold the names and shapes of weights against a network's, which may be on the meta device.
+    """Compare the names and shapes of weights with those of a network, which may be on the meta device.
 
-    Raises: ConfigError where two of the weights get one name, and where a pattern carries over more than it finds.
+    Raises:
+        ConfigError: If two weights get the same name, or a new name has more stars than its pattern.
     """
     renamed: dict[str, str] = {}
     left_out: list[str] = []
     unmatched = {pattern: list(weights) for pattern in keys}
     for theirs in weights:
-        pattern, found = _renamed(theirs, keys)
+        pattern, found = _rename(theirs, keys)
         unmatched.pop(pattern, None)
         if found is None:
             left_out.append(theirs)
@@ -122,7 +126,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
     own = tensors_of(network)
     both = {name: renamed[name] for name in own if name in renamed}
     taken = {name: theirs for name, theirs in both.items() if weights[theirs].shape == own[name].shape}
-    # A tied weight may be there under one of its names.
+    # The weights may have a tied tensor under one of its names.
     given = {id(own[name]) for name in taken}
     missing = [name for name in own if name not in both and id(own[name]) not in given and COUNTER not in f".{name}"]
     return Matching(
@@ -142,16 +146,16 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
 
 @torch.no_grad()
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Matching) -> None:
-    """Copy what matched into the network, in its own dtypes."""
+    """Copy the matching weights into the network, in the network's dtypes."""
     own = tensors_of(network)
     for name, theirs in matching.taken.items():
         own[name].copy_(weights[theirs])
 
 
 def follow_saved_shapes(network: nn.Module) -> None:
-    """Let load_state_dict give the buffers of users' modules the shapes that the state dict has.
+    """Make load_state_dict resize the buffers of users' modules to the shapes in the state dict.
 
-    A forward may give a buffer the size of its batch, which a new network does not have.
+    A forward may give a buffer the size of the batch, which a new network does not know.
     """
     for module in network.modules():
         if any(True for _ in _reshaped_buffers(module)):
@@ -159,7 +163,7 @@ def follow_saved_shapes(network: nn.Module) -> None:
 
 
 def _reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own buffers that a forward may reshape: none of torch's modules does so."""
+    """Yield the module's own buffers that a forward may reshape. torch's modules never do."""
     if type(module).__module__.partition(".")[0] != "torch":
         yield from module.named_buffers(recurse=False)
 
@@ -172,13 +176,13 @@ def _take_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: o
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """The network's parameters and persistent buffers themselves, by their names in its state dict, without LoRA's."""
+    """Return the network's parameters and persistent buffers by their names in the state dict, without LoRA's."""
     named = network.state_dict(keep_vars=True).items()
     return originals({name: one for name, one in named if isinstance(one, Tensor)})
 
 
-def _renamed(name: str, keys: Keys) -> tuple[str, str | None]:
-    """The pattern that a name matches, and what it becomes; "" and the name itself where none does."""
+def _rename(name: str, keys: Keys) -> tuple[str, str | None]:
+    """Return the pattern that a name matches, and the new name; "" and the name itself without a match."""
     for pattern, new in keys.items():
         found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name)
         if found is None:

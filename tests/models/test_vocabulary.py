@@ -80,7 +80,7 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
     ("text", "words"),
     [
         ("y = x.relu_()\nreturn y", "`.relu_` is not on the list: it writes into its tensor"),
-        ("y = x.relu_()\nreturn y", "expected `relu`, whose result is a new tensor"),
+        ("y = x.relu_()\nreturn y", "expected `relu`, which returns a new tensor"),
         ("x.fill_(0.0)\nreturn x", "expected `full_like(x, value)`"),
         ("x.copy_(x)\nreturn x", "expected the other tensor itself"),
         ("return F.relu(x, inplace=True)", "`inplace` of `relu` writes into a tensor"),

@@ -1,4 +1,4 @@
-"""The dtypes in which sums and norms are taken, so that half precision loses no digits and float64 keeps its own."""
+"""Dtypes of sums and norms, so that half precision loses no digits and float64 stays float64."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for every other."""
+    """Return float64 for float64, and float32 for any other dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def summing_dtype(device: torch.device) -> torch.dtype:
-    """For sums over many batches, which lose digits in float32; some devices have nothing else."""
+    """Return the dtype of sums over many batches: float64, or float32 on a device without float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -11,9 +11,11 @@ from exp.functions.identities import gradient_reversal
 
 
 class GradientReversal(nn.Module):
-    """The gradient reversal of functions/identities.py as a layer: layers before it unlearn what layers after it learn.
+    """The gradient reversal of functions/identities.py as a layer: layers before it maximize the loss after it.
 
-    weight: the factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495; 0 or more.
+    Args:
+        weight: The factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495. 0 or more,
+            default 1.
     """
 
     def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:
@@ -21,5 +23,5 @@ class GradientReversal(nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x itself, `[...]`."""
+        """Return a copy of x, `[...]`."""
         return gradient_reversal(x, self.weight)

@@ -1,6 +1,6 @@
-"""Identities whose gradient goes back changed: scaled, reversed, or clipped by its norm or number by number.
+"""Identities that change the gradient: scale it, reverse it, or clip it by norm or by value.
 
-The number that a gradient is changed by is plain, or a 0-d tensor that may change between steps.
+The factor or limit is a number, or a 0-d tensor that may change between steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Total = Callable[[Tensor], Tensor]
 
 
 class Context(Protocol):
-    """What a Function of these keeps for its backward: torch's context, and what it may hold."""
+    """The context of a Function, with the values for its backward."""
 
     number: float | None
     total: Total | None
@@ -28,7 +28,7 @@ class Context(Protocol):
 
 
 def keep_number(ctx: Context, number: float | Tensor) -> None:
-    """In `setup_context`. A tensor goes the way of saved tensors: one that changes before the backward is an error."""
+    """Keep the number for the backward. A tensor is saved, so that changing it before the backward is an error."""
     if isinstance(number, Tensor):
         ctx.save_for_backward(number)
         ctx.number = None
@@ -37,14 +37,14 @@ def keep_number(ctx: Context, number: float | Tensor) -> None:
 
 
 def kept_number(ctx: Context, gradient: Tensor) -> float | Tensor:
-    """In `backward`: the number, where the gradient is. Layers may lie on several devices, and it on one."""
+    """Return the kept number, on the device of the gradient: layers may be on several devices."""
     return ctx.saved_tensors[0].to(gradient.device) if ctx.number is None else ctx.number
 
 
 class CopyWithNumber(torch.autograd.Function):
-    """Forward a copy of x, with a number for the backward that a subclass gives.
+    """Base of Functions that return a copy of x and use a number in the backward.
 
-    A copy, because what stands behind it may work in place, which autograd refuses on a view that a Function made.
+    It is a copy because a later operation may work in place, which autograd refuses on a view made by a Function.
     """
 
     generate_vmap_rule = True
@@ -59,9 +59,9 @@ class CopyWithNumber(torch.autograd.Function):
 
 
 class ScaleGradient(CopyWithNumber):
-    """Forward a copy of x, backward factor times the gradient.
+    """Function that returns a copy of x, and factor times the gradient in the backward.
 
-    It can be differentiated again, torch.func may transform it, and torch.compile traces it.
+    It supports double backward, torch.func and torch.compile.
     """
 
     @staticmethod
@@ -70,19 +70,21 @@ class ScaleGradient(CopyWithNumber):
 
 
 def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
-    """x, `[...]`, with a gradient that is multiplied by factor on its way back.
+    """Return x, `[...]`, with a gradient that is multiplied by factor.
 
-    factor: a number, or one in a tensor, 0-d, which a compiled network reads anew at every call. It may not change
-        between a forward and its backward.
+    Args:
+        x: The tensor.
+        factor: A number or a 0-d tensor, which a compiled network reads at every call. It must not change between a
+            forward and its backward.
     """
-    return applied(ScaleGradient, x, factor)
+    return apply_function(ScaleGradient, x, factor)
 
 
 class GradientReversal(CopyWithNumber):
-    """Forward a copy of x, backward -weight times the gradient.
+    """Function that returns a copy of x, and -weight times the gradient in the backward.
 
     Ganin and Lempitsky 2015, "Unsupervised Domain Adaptation by Backpropagation", arXiv:1409.7495, equations 15 and 16.
-    It can be differentiated again, torch.func may transform it, and torch.compile traces it.
+    It supports double backward, torch.func and torch.compile.
     """
 
     @staticmethod
@@ -91,46 +93,45 @@ class GradientReversal(CopyWithNumber):
 
 
 def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
-    """x, `[...]`, with a gradient that is reversed and multiplied by weight on its way back.
+    """Return x, `[...]`, with a gradient that is multiplied by -weight.
 
-    weight: a number, or one in a tensor, 0-d, which a compiled network reads anew at every call. It may not change
-        between a forward and its backward.
+    Args:
+        x: The tensor.
+        weight: A number or a 0-d tensor, see `scale_gradient`. Default 1.
     """
-    return applied(GradientReversal, x, weight)
+    return apply_function(GradientReversal, x, weight)
 
 
 def progressive_weight(progress: float) -> float:
-    """The weight that grows with training from 0 to almost 1: 2 / (1 + exp(-10 * progress)) - 1.
+    """Return a weight that grows during training from 0 to almost 1: 2 / (1 + exp(-10 * progress)) - 1.
 
     Ganin and Lempitsky 2015, section 4, lambda_p. progress: p, from 0 to 1.
     """
-    # tanh(x / 2) is the same number, and overflows nowhere.
+    # tanh(x / 2) is the same number and never overflows.
     return math.tanh(5 * progress)
 
 
-def clipped_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
-    """Each number between -limit and limit, `[...]`.
+def clip_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
+    """Return the gradient, `[...]`, with each finite number clipped between -limit and limit.
 
-    What is not finite stays so: clipped, an overflow would pass for a gradient, and no loss scale would see it.
+    Other numbers stay, so that the loss scale sees an overflow.
     """
     if isinstance(limit, Tensor):
         limit = limit.to(gradient.dtype)
-        clipped = gradient.clamp(-limit, limit)
-    else:
-        clipped = gradient.clamp(-limit, limit)
+    clipped = gradient.clamp(-limit, limit)  # type: ignore[arg-type]  # both tensors, or both numbers
     return torch.where(gradient.isfinite(), clipped, gradient)
 
 
 def norm_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """By what a gradient of this 2-norm, 0-d, is multiplied so that its norm is at most limit."""
+    """Return the factor, 0-d, by which a gradient of this 2-norm gets a norm of at most limit."""
     return (limit / norm).clamp(max=1.0)
 
 
 class ClipGradientByNorm(torch.autograd.Function):
-    """Forward a copy of x, backward the gradient times min(1, limit / its 2-norm); the norm in float32 at least.
+    """Function that returns a copy of x, and the gradient times min(1, limit / its 2-norm) in the backward.
 
-    A copy, because what stands behind it may work in place, which autograd refuses on a view that a Function made. It
-    can be differentiated again, torch.func may transform it, and torch.compile traces it where `total` is None.
+    The norm is computed in float32 or float64. It supports double backward, torch.func and, if `total` is None,
+    torch.compile. It returns a copy for the reason given in CopyWithNumber.
     """
 
     generate_vmap_rule = True
@@ -153,31 +154,36 @@ class ClipGradientByNorm(torch.autograd.Function):
 
 
 class ClipGradientByValue(CopyWithNumber):
-    """Forward a copy of x, backward the gradient with each number clipped between -limit and limit."""
+    """Function that returns a copy of x, and the gradient clipped by value in the backward."""
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return clipped_by_value(gradient, kept_number(ctx, gradient)), None
+        return clip_by_value(gradient, kept_number(ctx, gradient)), None
 
 
 def clip_gradient_by_norm(x: Tensor, limit: float | Tensor, *, total: Total | None = None) -> Tensor:
-    """x, `[...]`, with a gradient whose 2-norm, over all of x, is at most limit on its way back.
+    """Return x, `[...]`, with a gradient whose 2-norm over all of x is at most limit.
 
-    limit: above 0; a number, or one in a tensor, 0-d. total: makes of the square of this process's norm, 0-d, the sum
-        over all processes that hold a share of the batch; None where there are no others.
+    Args:
+        x: The tensor.
+        limit: A number or a 0-d tensor, above 0.
+        total: Returns the sum over all processes that share the batch, given the square of this process's norm, 0-d.
+            None: a single process.
     """
-    return applied(ClipGradientByNorm, x, limit, total)
+    return apply_function(ClipGradientByNorm, x, limit, total)
 
 
 def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
-    """x, `[...]`, with a gradient each number of which is between -limit and limit on its way back.
+    """Return x, `[...]`, with a gradient that is clipped between -limit and limit.
 
-    limit: above 0; a number, or one in a tensor, 0-d.
+    Args:
+        x: The tensor.
+        limit: A number or a 0-d tensor, above 0.
     """
-    return applied(ClipGradientByValue, x, limit)
+    return apply_function(ClipGradientByValue, x, limit)
 
 
-def applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    """What a Function of one output gives; torch says nothing of its type."""
+def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """Return the output of a Function with one output, which is untyped in torch."""
     result: Tensor = function.apply(*arguments)
     return result

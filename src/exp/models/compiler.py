@@ -238,7 +238,7 @@ class _Guarded(_Plain):
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         is_read = isinstance(node.ctx, ast.Load)
         node.value = self.visit(node.value)
-        node.slice = self.guard("index" if is_read else "key", node.slice, node.slice)
+        node.slice = self.guard("operand" if is_read else "key", node.slice, node.slice)
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.expr:

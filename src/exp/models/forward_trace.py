@@ -37,7 +37,7 @@ MOST_NUMBERS = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module: its positional inputs and, after it returned, its output."""
+    """A call of a module: its positional inputs and, after it returned, its output."""
 
     module: nn.Module
     inputs: tuple[object, ...]
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One call of a torch function that took a tensor and returned one.
+    """A call of a torch function that took a tensor and returned one.
 
     Args:
         function: The function.
@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardTrace:
-    """One forward of a network on stand-in inputs, usually on the meta device: shapes and dtypes without numbers.
+    """A forward of a network on stand-in inputs, usually on the meta device: shapes and dtypes without numbers.
 
     Args:
         network: The network.
@@ -146,9 +146,9 @@ class Recorder(TorchFunctionMode):
     accepts some calls that no other device does.
 
     Attributes:
-        calls: The calls that returned, in that order.
+        calls: The finished calls, in that order.
         operations: The functions that took and returned tensors.
-        inside: The innermost call that has not returned: after an exception, the one that failed.
+        inside: The innermost unfinished call: after an exception, the failed one.
         refused: The last function that raised.
 
     Args:

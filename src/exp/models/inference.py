@@ -45,7 +45,7 @@ class NetworkCall(Protocol):
 
 
 def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Module] | None:
-    """Return the class that infers the size that is not among the given parameters. None if there is none.
+    """Return the class that infers the size that is not among the given parameters, or None.
 
     Args:
         cls: The layer's class.

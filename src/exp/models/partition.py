@@ -37,7 +37,7 @@ STRATEGY_KEY = "strategy.name"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of the parts.
+    """A part of a network.
 
     Args:
         layers: The layers that it calls, in order.

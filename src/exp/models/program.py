@@ -17,7 +17,7 @@ from exp.models.syntax import Names, ProgramError, check
 MAX_CHARACTERS = 20_000
 MAX_DEPTH = 60
 
-_SIZE_FIX = "a smaller program: put a part of it into a layer of its own"
+_SIZE_FIX = "a smaller program: move a part of it into a separate layer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Stand-ins for what a forward program works on: its layers, its functions, and the values that only a run knows.
+"""Stand-ins for the layers, functions and run-time values of a forward program.
 
-They do what the program asks of them by Python's own protocols, and report to a trial what no run may do. A program can
-write no name that begins with an underscore, so their own attributes begin with one.
+They support the operations of a program by Python's protocols, and report forbidden operations to a trial. Their own
+attributes begin with an underscore, because a program cannot contain such names.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
 
 class Undecided(Exception):
-    """A condition of an assertion that only a run knows."""
+    """A condition of an assertion that is known only in a run."""
 
 
 class Reporter(Protocol):
-    """What stand-ins report to."""
+    """The receiver of a stand-in's reports."""
 
     is_asserting: bool
 
     def refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
-        """Keep an error at the place of the program that runs. Returns what the operation gives instead."""
+        """Keep an error at the running place of the program, and return a substitute for the result."""
 
     def computed(self, *operands: object, **named: object) -> Unknown:
-        """Return the result of an operation on tensors or of a layer, after a look at its operands."""
+        """Check the operands of an operation on tensors or of a layer, and return its result."""
 
 
 class Unknown:
-    """A value that only a run knows: a tensor, a size of one, or the output of a layer."""
+    """A value that is known only in a run: a tensor, a size, or the output of a layer."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -53,7 +53,7 @@ class Unknown:
             return self._reporter.computed
         if name in ATTRIBUTES | RESULTS:
             return self
-        if name.startswith("_"):  # Python's own
+        if name.startswith("_"):  # of Python
             raise AttributeError(name)
         return self._reporter.refuse(f"this value has no attribute `.{name}`", "a tensor or a layer before it")
 
@@ -69,7 +69,7 @@ class Unknown:
         assert frame is not None
         assert frame.f_back is not None
         code, place = frame.f_back.f_code.co_code, frame.f_back.f_lasti
-        if code[place] == _UNPACK:  # `a, b = x`: only a run knows how many there are
+        if code[place] == _UNPACK:  # `a, b = x`: the number of elements is known only in a run
             return iter([self] * code[place + 1])
         message = "a loop over a tensor, whose length is known only while the network runs"
         self._reporter.refuse(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
@@ -94,13 +94,13 @@ class Unknown:
 
     __neg__ = __pos__ = __invert__ = _same
     __lt__ = __le__ = __gt__ = __ge__ = _same
-    __eq__ = __ne__ = _same  # type: ignore[assignment]  # of tensors the result is a tensor
+    __eq__ = __ne__ = _same  # type: ignore[assignment]  # tensors return a tensor
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """The result of finfo and iinfo: numbers by name, which no operation takes as a whole."""
+    """The result of finfo and iinfo: numbers by name."""
 
     _reporter: Reporter
 
@@ -112,7 +112,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """A listed function: its name in the program, and the module that it is taken from."""
+    """A listed function: its name in the program, and its module."""
 
     name: str
     home: str
@@ -133,7 +133,7 @@ class Layer:
 
     def __getattr__(self, name: str) -> object:
         """Return the stand-in of a sublayer or tensor, or a method of a dict of layers."""
-        if name.startswith("_"):  # Python's own
+        if name.startswith("_"):  # of Python
             raise AttributeError(name)
         if isinstance(self._module, _MAPPINGS) and name in ("items", "keys", "values"):
             method: Callable[..., object] = getattr(self._entries, name)
@@ -172,9 +172,9 @@ class Layer:
     def _refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
         return self._reporter.refuse(f"`{self._path}` ({type(self._module).__name__}) {message}", expected)
 
-    @cached_property  # a program with a line for each of a thousand layers asks as often
+    @cached_property  # a program may read it in each of a thousand lines
     def _elements(self) -> list[object]:
-        """The stand-ins of the layers or parameters of a list."""
+        """The stand-ins of the elements of a list."""
         if not isinstance(self._module, _SEQUENCES):
             return []
         held = enumerate(self._module)
@@ -182,7 +182,7 @@ class Layer:
 
     @cached_property
     def _entries(self) -> dict[str, object]:
-        """The stand-ins of the layers or parameters of a dict, by name."""
+        """The stand-ins of the entries of a dict, by name."""
         held = self._module.items() if isinstance(self._module, _MAPPINGS) else ()
         return {name: stand_in(f"{self._path}.{name}", one, self._reporter) for name, one in held}
 

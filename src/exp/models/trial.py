@@ -1,8 +1,8 @@
-"""The trial of a forward program: it runs once on stand-ins before it may run on tensors.
+"""Run a forward program on stand-ins before it may run on tensors.
 
-The stand-ins refuse what no run may do: conditions on tensors, writing into tensors, and attributes of layers other
-than sublayers and parameters. Guards bound what the program computes of constants, and the trial bounds its steps.
-Conditions depend on constants and on `training` alone, so one trial in each mode takes every path of a run.
+The stand-ins refuse conditions on tensors, writes into tensors, and attributes of layers except sublayers and
+parameters. Guards bound what the program computes with constants, and the trial bounds its steps. Conditions depend
+only on constants and on `training`, so one trial in each mode takes every path of a run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from exp.models.program import Program
 from exp.models.stand_ins import COMPUTABLE, Layer, Limits, Listed, Undecided, Unknown, stand_in
 from exp.models.syntax import ProgramError, combine
 
-# Instructions of Python, and elements that an operation looks at.
+# The bound of Python instructions plus elements that operations visit.
 MAX_STEPS = 400_000
 # A refusal takes 0.2 ms, and a loop may repeat it.
 STEPS_OF_A_REFUSAL = 2_000
 MAX_ARGUMENT_DEPTH = 20
 MAX_LENGTH = 10_000
 MAX_INTEGER = 2**63
-# Of a number: a float has 17 digits.
+# The most digits of `round`. A float has 17.
 MAX_DIGITS = 400
 
-# The names of the guards begin with this, which no program can write.
+# The prefix of the guards' names, which no program can contain.
 GUARDS = "guards"
 
 Scalar = int | float | str | None
-# The operators of two values, by the names of Python's syntax trees.
+# Binary operators by their names in `ast`.
 OPERATORS: dict[str, Callable[..., object]] = {
     "Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Div": operator.truediv,
     "FloorDiv": operator.floordiv, "Mod": operator.mod, "Pow": operator.pow, "BitAnd": operator.and_,
@@ -50,11 +50,11 @@ _OF_NUMBERS = frozenset({"abs", "max", "min", "range", "round"})
 
 
 class Refusal(ValueError):
-    """An operation on constants that no program may do."""
+    """A forbidden operation on constants."""
 
 
 class Stopped(Exception):
-    """A trial took too many steps."""
+    """The end of a trial that took too many steps."""
 
 
 def try_out(
@@ -69,7 +69,7 @@ def try_out(
     Args:
         program: The program.
         code: Its guarded form, with the parameters `self` and the inputs.
-        functions: The other names of its namespace: functions that it lists, and values.
+        functions: The other names of its namespace: listed functions, and values.
         held: The layers and parameters of the network, by name.
         mode: The name of the function that returns `training`.
 
@@ -85,7 +85,7 @@ def try_out(
             name: partial(trial.called, one) if isinstance(one, Listed) else one for name, one in functions.items()
         }
         guards = {f"{GUARDS}.{name}": getattr(trial, name) for name in Trial.GUARDS}
-        # Without Python's builtins: a name that has no value must not become one of them.
+        # Without Python's builtins: a name without a value must not become one of them.
         namespace = {"__builtins__": {}, **listed, **guards, mode: lambda _, training=training: training}
         before = sys.gettrace()
         sys.settrace(trial.trace)
@@ -96,7 +96,7 @@ def try_out(
         except Exception as error:
             if not found:  # else a consequence of a refusal
                 place = _place(code, error.__traceback__)
-                found[place[:2]] = _placed(program, error, place)
+                found[place[:2]] = _error_at(program, error, place)
         else:
             if returned is None and not found:
                 last = program.tree.body[-1]
@@ -108,10 +108,10 @@ def try_out(
 
 
 class Trial:
-    """One run of a program on stand-ins, which report to it. It counts steps and keeps errors by their place."""
+    """A run of a program on stand-ins, which counts its steps and keeps its errors by their place."""
 
     # The methods that the compiled program calls.
-    GUARDS = ("asserted", "binary", "index", "key", "operand", "result", "text")
+    GUARDS = ("asserted", "binary", "key", "operand", "result", "text")
 
     def __init__(self, program: Program, code: CodeType, found: dict[tuple[int, int], ProgramError]) -> None:
         self.program, self.code, self.found = program, code, found
@@ -128,7 +128,7 @@ class Trial:
             raise Stopped
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Count the instructions of the program, as a function for sys.settrace."""
+        """Count the instructions of the program. A trace function of sys.settrace."""
         if frame.f_code.co_filename != self.code.co_filename:
             return None
         frame.f_trace_opcodes = True
@@ -151,7 +151,7 @@ class Trial:
     # -- guards --
 
     def operand(self, value: object, depth: int = 0) -> object:
-        """Return a value that may be given to an operation on tensors or to a layer."""
+        """Return a value after checking that operations on tensors and layers can take it."""
         self.count()
         if depth > MAX_ARGUMENT_DEPTH:
             return self.refuse("a value that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
@@ -165,11 +165,8 @@ class Trial:
             self.operand(part, depth + 1)
         return value
 
-    def index(self, value: object) -> object:
-        return self.operand(value)
-
     def key(self, value: object) -> object:
-        """Return the key of a dict."""
+        """Return a key of a dict after checking that it is a constant."""
         return value if isinstance(value, Scalar) else self.refuse("a key that is not a constant", "a string")
 
     def binary(self, kind: str, left: object, right: object) -> object:
@@ -179,7 +176,7 @@ class Trial:
         return _bounded(kind, left, right)
 
     def text(self, *parts: object) -> str:
-        """Return an f-string."""
+        """Return the text of an f-string."""
         if not all(isinstance(part, Scalar) for part in parts):
             self.refuse("an f-string of something that is not a constant")
             return ""
@@ -187,7 +184,7 @@ class Trial:
         return "".join(map(str, parts))
 
     def asserted(self, holds: Callable[[], object], text: Callable[[], object]) -> None:
-        """Judge an assertion about constants. One about tensors is judged when the network runs."""
+        """Check an assertion about constants. Assertions about tensors are checked when the network runs."""
         self.is_asserting = True
         try:
             is_true = bool(holds())
@@ -200,7 +197,7 @@ class Trial:
             self.refuse("this assertion is false" + (f": {message}" if message else ""), "a true assertion")
 
     def result(self, value: object = None) -> object:
-        """Return the output of the program."""
+        """Return the output of the program after checking that it has a tensor."""
         self.operand(value)
         if not _holds_unknown(value):
             self.refuse("a return without a tensor", "a tensor, or several in a tuple or dict")
@@ -226,13 +223,13 @@ class Trial:
             message = f"`{written}` of `{name}` writes into a tensor that other names may hold"
             return self.refuse(message, "the function's result, or a layer for it")
         if home == "torch.nn.functional" and name in vocabulary.NEEDS_TRAINING and "training" not in given:
-            message = f"`{name}` is not told whether the network trains, and would drop values in evaluation, too"
+            message = f"`{name}` without `training` would drop values in evaluation, too"
             return self.refuse(message, f"`{name}(x, p, training=training)`, or a layer for it")
         found = self.computed(*arguments, **named)
         return Limits(self) if home == "torch" and name in vocabulary.LIMITS else found
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-        """Return the result of a function of Python, in a list if Python gives an iterator."""
+        """Return the result of a function of Python, as a list instead of an iterator."""
         self.count(1 + sum(map(_size, args)) // 10)
         if name == "sum":
             start, values = (args[1] if len(args) > 1 else 0), args[0]
@@ -261,9 +258,9 @@ class Trial:
 
 
 def _bounded(kind: str, left: object, right: object) -> object:
-    """Return `left kind right` of two constants.
+    """Return `left kind right` of two constants, or raise Refusal if it is too large.
 
-    Integers of Python grow without limit (`9 ** 9 ** 9`), as do sequences (`[0] * 10 ** 10`).
+    Python's integers grow without limit (`9 ** 9 ** 9`), as do sequences (`[0] * 10 ** 10`).
     """
     if isinstance(left, int | float) and isinstance(right, int | float) and kind != "MatMult":
         if kind == "Pow" and isinstance(left, int) and right > 1 and abs(left).bit_length() * right > 64 * 2:
@@ -289,18 +286,18 @@ def _bound_length(length: int) -> None:
 
 
 def _named(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the arguments of a function of torch.nn.functional by name, if it is written in Python and takes them."""
+    """Return the arguments of a function of torch.nn.functional by name, if it is written in Python."""
     function = getattr(torch.nn.functional, called.name) if called.home == "torch.nn.functional" else None
     if not isinstance(function, FunctionType):
         return kwargs
     try:
         return dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
     except TypeError:
-        return kwargs  # torch refuses them with its own message when the shapes are checked
+        return kwargs  # torch's error is reported when the shapes are checked
 
 
 def _written(name: str, given: Mapping[str, object]) -> str | None:
-    """Return the argument by which a call of a function of torch.nn.functional writes into a tensor; None if none."""
+    """Return the argument that makes a function of torch.nn.functional write into a tensor. None without one."""
     if given.get("inplace", False) is not False:
         return "inplace"
     if name not in vocabulary.WRITES:
@@ -326,8 +323,8 @@ def _size(value: object) -> int:
     return len(value) if isinstance(value, str | list | tuple | dict) else 0
 
 
-def _placed(program: Program, error: Exception, place: tuple[int, int, int]) -> ProgramError:
-    """Return an error of a trial, at the place in the program that was being run."""
+def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -> ProgramError:
+    """Return an exception of a trial as an error at the running place of the program."""
     line, column, end = place
     message, expected = str(error), COMPUTABLE
     if isinstance(error, NameError):

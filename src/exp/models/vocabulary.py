@@ -1,10 +1,10 @@
-"""What a forward program may name: the closed lists of functions, methods, attributes and dtypes. Imports no torch.
+"""The closed lists of functions, methods, attributes and dtypes of forward programs. Imports no torch.
 
-A name that is not here cannot be reached from a program. The lists are the pure operators of torch's own database
-(torch.testing._internal.opinfo), with their documented aliases: they take tensors and numbers and give new ones.
+A program cannot reach any other name. The lists are the pure operators of torch's own database
+(torch.testing._internal.opinfo) with their documented aliases: they take tensors and numbers and return new ones.
 tests/models/operators.py compares them with torch.
 """
-# ruff: noqa: SIM905  (lists of words are read more easily as words)
+# ruff: noqa: SIM905  (lists of words are easier to read as text)
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Set
 
 from exp.spelling import habits
 
-# Names of torch itself; written `relu(x)` or `torch.relu(x)`.
+# Names of torch, written `relu(x)` or `torch.relu(x)`.
 TORCH_FUNCTIONS = frozenset(
     """
     abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any
@@ -45,7 +45,7 @@ TORCH_FUNCTIONS = frozenset(
     where xlogy zeros zeros_like
     """.split()
 ) | frozenset(
-    # torch documents these of its database no longer, or never did; each is pure.
+    # Pure operators of torch's database that torch does not document.
     """
     alias_copy diagonal_copy expand_copy grid_sampler_2d grid_sampler_3d hash_tensor narrow_copy native_group_norm
     native_layer_norm permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
@@ -53,7 +53,7 @@ TORCH_FUNCTIONS = frozenset(
     """.split()
 )
 
-# Names of torch.nn.functional; written `gelu(x)`, `F.gelu(x)` or `torch.nn.functional.gelu(x)`.
+# Names of torch.nn.functional, written `gelu(x)`, `F.gelu(x)` or `torch.nn.functional.gelu(x)`.
 FUNCTIONAL_FUNCTIONS = frozenset(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
@@ -72,7 +72,7 @@ FUNCTIONAL_FUNCTIONS = frozenset(
     triplet_margin_with_distance_loss unfold upsample upsample_bilinear upsample_nearest
     """.split()
 )
-# torch's own forms of these, `torch.conv2d`; a bare name is torch.nn.functional's.
+# Names of torch.nn.functional that torch has, too: `torch.conv2d`. A bare name is torch.nn.functional's.
 TORCH_FORMS = frozenset(
     """
     adaptive_avg_pool1d avg_pool1d bilinear celu channel_shuffle conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -118,11 +118,11 @@ WINDOWS = frozenset(
     "bartlett blackman cosine exponential gaussian general_cosine general_hamming hamming hann kaiser nuttall".split()
 )
 
-# They drop in evaluation, too, unless they are told: a program has to say `training=training`.
+# Functions that drop values in evaluation, too, unless a program writes `training=training`.
 NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
 
-# They write into what they are given, where the first of these is given and the second is true or left out, or, with
-# None, whenever the first is given.
+# Functions that write into an argument: the argument, the switch and the default of the switch. They write if the
+# argument is given and the switch is true. None: there is no switch.
 WRITES = {
     "batch_norm": ("running_mean", "training", False),
     "instance_norm": ("running_mean", "use_input_stats", True),
@@ -130,7 +130,7 @@ WRITES = {
     "embedding_bag": ("max_norm", None, True),
 }
 
-# Python's own functions, on what is known before the run; with a tensor, `max`, `sum` and the like are torch's.
+# Python's functions, for values known before the run. With a tensor, `max`, `sum` and the like are torch's.
 BUILTINS = frozenset(
     "abs bool dict enumerate float int len list max min range reversed round str sum tuple zip".split()
 )
@@ -140,11 +140,11 @@ MATHEMATICS = frozenset(
     pow radians sin sinh sqrt tan tanh tau trunc
     """.split()
 )
-# Names of math and of torch that stand for a number.
+# Names of math and of torch that are numbers.
 NUMBERS = frozenset({"e", "inf", "nan", "pi", "tau"})
 TORCH_NUMBERS = NUMBERS - {"tau"}
 
-# Functions of torch that are no methods of a tensor; the others are both.
+# Functions of torch that are not methods of a tensor. The others are both.
 _NO_METHODS = frozenset(
     """
     alias_copy arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window
@@ -169,7 +169,7 @@ METHODS = (TORCH_FUNCTIONS - _NO_METHODS) | frozenset(
 CONTAINER_METHODS = frozenset({"append", "items", "keys", "values"})
 
 ATTRIBUTES = frozenset({"H", "T", "device", "dtype", "imag", "mH", "mT", "ndim", "real", "shape"})
-# Of the named tuples that functions such as max, sort, topk and those of torch.linalg give.
+# Fields of the named tuples that max, sort, topk and functions of torch.linalg return.
 RESULTS = frozenset(
     """
     L LD LU Q R S U V Vh bin_edges eigenvalues eigenvectors exponent hist indices info inverse logabsdet mantissa
@@ -177,7 +177,7 @@ RESULTS = frozenset(
     """.split()
 )
 PARAMETER_ATTRIBUTES = frozenset({"bias", "weight"})
-# Of what finfo and iinfo give.
+# Functions that return the limits of a dtype, and attributes of the limits.
 LIMITS = frozenset({"finfo", "iinfo"})
 LIMIT_ATTRIBUTES = frozenset({"bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny"})
 
@@ -189,7 +189,7 @@ DTYPES = frozenset(
 )
 MEMORY_FORMATS = frozenset("channels_last channels_last_3d contiguous_format preserve_format".split())
 
-# Spelled-out module prefixes, and where they lead.
+# Module prefixes and their modules.
 PREFIXES = {
     "torch": "torch",
     "F": "torch.nn.functional",
@@ -219,32 +219,34 @@ FUNCTIONS = TORCH_FUNCTIONS | FUNCTIONAL_FUNCTIONS
 
 
 def members(prefix: str) -> frozenset[str]:
-    """The names that may follow a prefix of PREFIXES."""
+    """Return the names that may follow a prefix of PREFIXES."""
     return _MEMBERS[PREFIXES[prefix]]
 
 
 def is_value(name: str, home: str) -> bool:
-    """Whether a listed name of a module is a value rather than a function: a number, a dtype, a memory format."""
+    """Return whether a listed name of a module is a value: a number, a dtype or a memory format."""
     if home == "torch":
         return name in DTYPES | MEMORY_FORMATS | TORCH_NUMBERS
     return home == "math" and name in NUMBERS
 
 
 def home_of(name: str) -> str:
-    """The module that a bare function name is taken from; torch's before torch.nn.functional's."""
+    """Return the module of a bare function name: torch, or torch.nn.functional if torch does not have it."""
     return "torch" if name in TORCH_FUNCTIONS else "torch.nn.functional"
 
 
 def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
-    """Return why a name is not listed and what to write, for a message; None if it may be a misspelling.
+    """Return why a name is not listed and what to write instead. None if it may be a misspelling.
 
-    known: the names that are listed at its place.
+    Args:
+        name: The name.
+        known: The names that are listed at its place.
     """
     pure, instead = name.rstrip("_"), habits()["torch"]
     if name in instead:
-        return "has no place in a program", instead[name]
+        return "is not supported in a program", instead[name]
     if name != pure and not name.startswith("_") and pure in known:
-        return "writes into its tensor, which other names may hold", f"`{pure}`, whose result is a new tensor"
+        return "writes into its tensor, which other names may hold", f"`{pure}`, which returns a new tensor"
     if name in ATTRIBUTES and name not in known:
         return "is an attribute of a tensor", f"`x.{name}`"
     if name in FUNCTIONS and name not in known:

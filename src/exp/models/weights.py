@@ -76,7 +76,7 @@ class Matching:
                 fix=self._proposal() or 'Rename them: weights.keys: {"PATTERN THERE": "PATTERN HERE"}',
             )
         elif is_strict and not self.is_whole:
-            fix = "weights.strict=false leaves those as they are initialised; weights.keys renames them"
+            fix = "weights.strict=false keeps their initial values; weights.keys renames them"
             yield ErrorDetails(
                 key="weights.strict",
                 got=f"true, and {source} is not this network's: {self._words()}",
@@ -94,7 +94,7 @@ class Matching:
         return "; ".join(filter(None, texts))
 
     def _proposal(self) -> str | None:
-        """Return the renaming of a prefix by which most names would match. None if there is none."""
+        """Return the renaming of a prefix by which most names would match, or None."""
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
             there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))

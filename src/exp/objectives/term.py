@@ -28,7 +28,7 @@ TWICE = frozenset({"input_gradients", "parameter_gradients"})
 
 
 class AbstractTerm(nn.Module, ABC):
-    """One part of the objective: a mean over samples, of values that it selects by name.
+    """A part of the objective: a mean over samples, of values that it selects by name.
 
     Attributes:
         needs: Words of NEEDS, of the class or the instance. With any of them `forward` is given `passes`.

@@ -21,7 +21,7 @@ ClipAlgorithm = Literal["norm", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One backward and one optimizer of a step that has several.
+    """A phase of a step: a backward and an optimizer.
 
     Args:
         name: The name.

@@ -183,7 +183,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
         fresh: Its state before that, from which its steps are repeated.
 
     Returns:
-        Whether the length has changed. A length that shows neither in the state nor in the rates has not.
+        Whether the length has changed. A length that shows neither in the state nor in the rates is unchanged.
 
     Raises:
         ConfigError: If something else than the schedule has set the rates, which repeated steps would lose.

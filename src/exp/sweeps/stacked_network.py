@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exp.data.randomness import step_seed
 from exp.engine.forward import Forward, Values
-from exp.functions.identities import applied
+from exp.functions.identities import apply_function
 from exp.models.kept_state import KeptState
 from exp.nested import map_tensors
 from exp.objectives.objective import Objective
@@ -134,7 +134,7 @@ class StackedNetwork:
         def forward(input: Tensor) -> Tensor:
             if not module.training:
                 return input
-            return input * applied(_Mask, input.detach(), self._member, draw)
+            return input * apply_function(_Mask, input.detach(), self._member, draw)
 
         return forward
 

@@ -15,7 +15,7 @@ import torch
 from annotated_types import Gt
 from torch import Tensor, nn
 
-from exp.functions.identities import applied
+from exp.functions.identities import apply_function
 from exp.models.inference import LAZY_CLASSES
 
 Step = Literal["round", "sign", "floor", "ceil"]
@@ -140,22 +140,22 @@ class StraightThrough(torch.autograd.Function):
 
 def exp(x: Tensor) -> Tensor:
     """e to the power of each number, `[...]`."""
-    return applied(Exp, x)
+    return apply_function(Exp, x)
 
 
 def cube(x: Tensor) -> Tensor:
     """The third power of each number, `[...]`."""
-    return applied(Cube, x)
+    return apply_function(Cube, x)
 
 
 def mul_constant(x: Tensor, constant: float) -> Tensor:
     """Each number times a constant, `[...]`."""
-    return applied(MulConstant, x, constant)
+    return apply_function(MulConstant, x, constant)
 
 
 def straight_through(x: Tensor, step: Step = "round", limit: float = math.inf) -> Tensor:
     """A step of each number, `[...]`, whose gradient comes back as it is where the number lies within the limit."""
-    return applied(StraightThrough, x, step, limit)
+    return apply_function(StraightThrough, x, step, limit)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -166,10 +166,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     kind = x.device.type
     # The meta device, of shapes without numbers, has no autocast.
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return applied(Linear, x, weight, bias)
+        return apply_function(Linear, x, weight, bias)
     dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
-        return applied(Linear, x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return apply_function(Linear, x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class ExpLayer(nn.Module):

@@ -21,6 +21,8 @@ from exp.spelling import among, did_you_mean, show
 refuse_a_foreign_init()
 
 INTERRUPTED_BY_KEY = 130
+# The source of an error in the words of a command.
+COMMAND_LINE = "command line"
 LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
 # Exceptions that constructors raise for invalid values.
 REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OSError, ImportError, ArithmeticError)
@@ -87,11 +89,20 @@ def invalid_value(
 
 
 def unknown_word(
-    key: str, word: str, known: Iterable[str], *, fix: str | None = None, source: str | None = None
+    key: str,
+    word: str,
+    known: Iterable[str],
+    *,
+    got: str | None = None,
+    fix: str | None = None,
+    source: str | None = None,
 ) -> ErrorDetails:
-    """Return the error of a word that is not one of the known words, with the closest one as the default fix."""
-    words = list(known)
-    return ErrorDetails(key, word, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
+    """Return the error of a word that is not one of the known words, with the closest one as the default fix.
+
+    got: a text about the word; by default the word.
+    """
+    words, got = list(known), word if got is None else got
+    return ErrorDetails(key, got, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
 
 
 def unknown_key(key: str, known: Iterable[str], *, holder: str, fix: str | None = None) -> ErrorDetails:
@@ -277,6 +288,11 @@ def config_error(
 ) -> ConfigError:
     """Return a ConfigError with one error. The arguments are those of ErrorDetails."""
     return ConfigError([ErrorDetails(key, got, expected, fix, source=source, subject=subject)])
+
+
+def command_line_error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
+    """Return an error in the words of a command."""
+    return ErrorDetails(key, got, expected, fix, source=COMMAND_LINE)
 
 
 def raise_errors(errors: Iterable[ErrorDetails], *, note: str | None = None) -> None:

@@ -13,7 +13,7 @@ from exp.check.examination import examine
 from exp.check.resolution import resolve
 from exp.check.stages import compose
 from exp.config import targets
-from exp.config.found_run import written
+from exp.config.found_run import override_value
 from exp.config.freeze import freeze
 from exp.config.frozen import read_overrides
 from exp.config.grammar import parse_override
@@ -96,8 +96,8 @@ def test_values_of_a_changed_file_are_kept(folder, capsys):
     printed = capsys.readouterr().err.splitlines()
     expected = "optimizer.nesterov=true, optimizer.momentum=0.5, model.layers.head.bias=true"
     assert printed == [
-        f"as in {run}, though the configs say otherwise today: {expected}",
-        f"what {run} did not have, as it is today: optimizer.dampening=0.1",
+        f"as in {run}; the configs differ today: {expected}",
+        f"new since {run}: optimizer.dampening=0.1",
     ]
     # This command changes the values.
     other = config_of(frozen(f"from_run={run}", "optimizer=sgd", "model.layers.head.bias=false"))
@@ -213,7 +213,7 @@ def test_a_run_with_a_removed_option_is_reported(folder, capsys):
     with pytest.raises(ConfigError, match="there is no option 'mine'"):
         frozen(f"from_run={run}")
     assert config_of(frozen(f"from_run={run}", "model=mlp"))["seed"] == 4
-    assert f"{run} is no config today, so what has changed since is not known: model: " in capsys.readouterr().err
+    assert f"{run} cannot be compared with the configs of today: model: " in capsys.readouterr().err
 
 
 def test_resume_and_sweep_of_the_run_are_dropped(folder):
@@ -312,10 +312,10 @@ VALUES = [1e300, True, None, "it's", "back\\slash\\", "true", "3", [1, [2.0, "x,
 
 @pytest.mark.parametrize("value", VALUES)
 def test_hydra_reads_a_written_value_back(value):
-    read = parse_override(f"key={written(value)}").value()
+    read = parse_override(f"key={override_value(value)}").value()
     assert json.dumps(read) == json.dumps(value)
 
 
 def test_a_path_with_special_characters_is_quoted():
     run = frozen("seed=1", "hydra.run.dir='outputs/a b=c,[1]'")
-    assert compose([f"from_run={written(str(run))}"]).seed == 1
+    assert compose([f"from_run={override_value(str(run))}"]).seed == 1

@@ -153,7 +153,7 @@ class TestUserModules:
     def test_without_a_conf_they_are_refused(self, home):
         self.write(home / "stray_layers.py", "raise SystemExit('imported')\n")
         (home / "conf" / "model").rmdir()
-        with pytest.raises(TargetError, match=r"let stray_layers\.py stand beside your own \./conf"):
+        with pytest.raises(TargetError, match=r"put stray_layers\.py next to your \./conf"):
             resolve("stray_layers.Mine")
 
     @pytest.mark.parametrize("name", ["subprocess.Popen", "yaml.YAMLObject"])

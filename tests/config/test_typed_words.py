@@ -1,7 +1,5 @@
-"""Words of Hydra and Lightning that mean something here: directories elsewhere, a mode, a direction, gpu, numbers."""
+"""Words of Hydra and Lightning that exp accepts: directories elsewhere, a mode, gpu, numbers."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -94,58 +92,6 @@ def test_the_mode_of_a_file_is_that_of_the_command(words, jobs, capsys):
     assert capsys.readouterr().out == f"ok: {jobs} jobs\n"
     assert check(["experiment=search", "hydra.mode=RUN", "model=mlp"]) == 0
     assert capsys.readouterr().out.startswith("ok: ")
-
-
-SWEEPER = """
-from hydra.core.config_store import ConfigStore
-from hydra.plugins.sweeper import Sweeper
-from enum import Enum
-
-
-class Direction(Enum):
-    minimize = 1
-    maximize = 2
-
-
-class OptunaSweeper(Sweeper):
-    def setup(self, **values): ...
-    def sweep(self, arguments): ...
-
-
-ConfigStore.instance().store(
-    group="hydra/sweeper", name="like_optuna", provider="like_optuna",
-    node={"_target_": "hydra_plugins.like_optuna.OptunaSweeper", "direction": Direction.minimize},
-)
-"""
-PROGRAM = """
-import sys
-from exp.config.compose import composition_of
-from exp.errors import ConfigError
-
-for words in sys.argv[1:]:
-    try:
-        found = composition_of(["hydra/sweeper=like_optuna", *words.split()], multirun=True)
-        print(found.config.hydra.sweeper.direction)
-    except ConfigError as error:
-        print(error.errors[0].key, error.errors[0].fix)
-"""
-
-
-def test_a_sweeper_with_another_direction_than_the_mode_is_refused(place):
-    plugins = place / "site" / "hydra_plugins"
-    plugins.mkdir(parents=True)
-    (plugins / "like_optuna.py").write_text(SWEEPER)
-    best = "monitor=accuracy/val mode=max"
-    words = ("seed=1,2", best, f"{best} hydra.sweeper.direction=maximize", f"{best} hydra.sweeper.direction=minimize")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(place / "site")])}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=True, env=environment
-    )
-    told = done.stdout.splitlines()
-    assert told == [
-        "Direction.minimize", "hydra.sweeper.direction Write hydra.sweeper.direction=maximize", "maximize",
-        "hydra.sweeper.direction Write hydra.sweeper.direction=maximize",
-    ]  # fmt: skip
 
 
 def test_gpu_is_lightnings_word_for_the_kind_that_a_machine_has():

@@ -33,7 +33,7 @@ def test_ambiguous_scalars_are_refused_with_a_spelling(text, fix):
             parse_yaml(written, name="x.yaml")
         (error,) = refused.value.errors
         assert error.source == "x.yaml, line 2"
-        assert error.got.startswith(f"{text}, which YAML 1.1 reads as ")
+        assert error.got.startswith(f"{text}, which YAML 1.1 and YAML 1.2 read differently")
         assert fix in error.fix
 
 

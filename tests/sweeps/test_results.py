@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from exp.config.found_run import WHOLE, named_run
+from exp.config.found_run import WHOLE, find_run
 from exp.sweeps.results import (
     Row,
     again_command,
@@ -104,7 +104,7 @@ def test_the_command_for_the_best_job_is_quoted(tmp_path, capsys, monkeypatch):
     assert command.split(maxsplit=1)[1] in (directory / "table.md").read_text()
     *words, named = shlex.split(command)[1:]
     assert words == ["python", "-m", "exp.train"]
-    assert named_run([named]) == (Path("it's a sweep/1"), [])
+    assert find_run([named]) == (Path("it's a sweep/1"), [])
     assert again_command(tmp_path, rows[0]) == "python -m exp.train from_run=0"
     monkeypatch.chdir(directory)
     assert again_command(tmp_path, rows[0]) == f"python -m exp.train from_run={tmp_path / '0'}"

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import first_stage, second_stage, touched
-from exp.config.copying import copied
+from exp.config.copying import copy_config
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
@@ -26,7 +26,7 @@ START_KEYS = ("resume", "runtime", "name", "train")
 
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
-    config = copied(config)
+    config = copy_config(config)
     use_resolvers(config, allow=_allowed(config))
     reading = read(config)
     if Values(reading[0])[ACCELERATOR] == GPU:

@@ -12,32 +12,32 @@ from typing import NoReturn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.compose import composition_of, expanded
+from exp.config.compose import composition_of
 from exp.config.found_run import key_of
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
 from exp.config.habits import fix_of_flag
-from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config, show_info
-from exp.config.overrides import SUBCOMMANDS, checked_lines, for_hydra, mended
+from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config
+from exp.config.overrides import SUBCOMMANDS, as_override, checked_lines
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
-from exp.errors import ConfigError, ErrorDetails, raise_errors
+from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, command_line_error, raise_errors, unknown_word
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 110
 TITLES = (("one of", ONE), ("any of", MANY), ("none or one of", AXIS))
-INFO = ("defaults-tree", "defaults", "searchpath", "plugins")
 FLAGS = (
     "--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-name", "--config-dir",
-    "--info", "--samples",
+    "--samples",
 )  # fmt: skip
-# Flags of Hydra's that exp does not have, with what to write instead.
+# Flags that only Hydra has, with the fix.
 HYDRAS_FLAGS = {
     "--config-path": "Write --config-dir {value}",
     "--experimental-rerun": "Write from_run={folder}",
     "--shell-completion": 'Write eval "$(python -m exp completion bash)", or zsh',
     "--hydra-help": "Write --help",
+    "--info": "Write --cfg job; python -m exp.why KEY shows the files that set a key",
 }
-# That exp.data looks at in each part, unless it is told otherwise.
+# The default of --samples: exp.data reads so many of each split.
 MOST_SAMPLES = 100_000
 HELP = """\
 {program} [flags] [overrides]
@@ -61,7 +61,6 @@ Train a network described by YAML. The default is a small network on 1,797 image
 Flags:
   -m, --multirun          a sweep; a value may be a list a,b,c or range(0,5)
   --cfg job|hydra|all     print the config; --package KEY prints a part, --resolve its values
-  --info [WORD]           the source of the config: defaults-tree, defaults, searchpath, plugins
   --config-dir DIR        a directory of configs between ./conf and exp's own
   --config-name NAME      a primary config other than train
   --samples N|all         of exp.data: samples to read of each split, 100,000 by default
@@ -75,7 +74,7 @@ FIRST_GROUPS = ("model", "data", "precision", "strategy", "hooks")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([_error("command line", message, "the flags of --help, and key=value")])
+        raise ConfigError([command_line_error(COMMAND_LINE, message, "the flags of --help, and key=value")])
 
 
 def _parser(program: str) -> _Parser:
@@ -92,7 +91,6 @@ def _parser(program: str) -> _Parser:
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-name", "-cn", default=PRIMARY)
     parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", nargs="?", choices=INFO, const=INFO[0])
     if program.endswith("exp.data"):
         parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES)
     return parser
@@ -108,7 +106,7 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     foreign = list(_foreign_flags(argv, FLAGS))
     if foreign:
         commands = [
-            _error(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
+            command_line_error(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
             for word in argv[:1]
             if word in SUBCOMMANDS
         ]
@@ -120,15 +118,15 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
 
 
 def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag that is none of ours, as argparse and LightningCLI have them, with its value: `--trainer.max_epochs 5`.
+    """Yield each unknown flag with its value, such as LightningCLI's `--trainer.max_epochs 5`.
 
-    flags: ours, which may be cut short.
+    flags: The known flags, which may be abbreviated.
     """
     words = iter(enumerate(argv))
     for index, word in words:
         flag, sign, value = word.partition("=")
-        is_ours = any(own.startswith(flag) for own in flags) and flag != "--config"
-        if not word.startswith("--") or word == "--" or is_ours:
+        is_known = any(own.startswith(flag) for own in flags) and flag != "--config"
+        if not word.startswith("--") or word == "--" or is_known:
             continue
         following = argv[index + 1] if index + 1 < len(argv) else "-"
         if not sign and not following.startswith("-") and "=" not in following:
@@ -138,7 +136,7 @@ def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[
 
 
 def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[ErrorDetails]:
-    """An error for each flag that is none of ours, with the override that says the same here."""
+    """Return an error for each unknown flag, with the override to write instead."""
     vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
     errors = []
     for flag, value in foreign:
@@ -148,13 +146,13 @@ def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list
             fix = HYDRAS_FLAGS[flag].format(value=value, folder=PurePath(value).parent)
         elif fix is None:
             _, wrong = checked_lines([text], vocabulary, multirun=multirun)
-            fix = mended(text, wrong[0].fix, vocabulary) if wrong else f"Write {text}"
-        errors.append(_error(flag, "no flag of this command", "key=value, without dashes", fix))
+            fix = as_override(text, wrong[0].fix, vocabulary) if wrong else f"Write {text}"
+        errors.append(command_line_error(flag, "not a flag of this command", "key=value, without dashes", fix))
     return errors
 
 
 def _read_mode(arguments: argparse.Namespace) -> None:
-    """Take `hydra.mode=MULTIRUN` for -m, and `hydra.mode=RUN` for what a command without it does."""
+    """Treat `hydra.mode=MULTIRUN` as -m, and `hydra.mode=RUN` as --run."""
     for text in list(arguments.overrides):
         key, _, word = text.lstrip("+").partition("=")
         if key == "hydra.mode" and word.lower() in ("run", "multirun"):
@@ -164,11 +162,11 @@ def _read_mode(arguments: argparse.Namespace) -> None:
 
 
 def _how_many(text: str) -> int | None:
-    """A number of samples; None for all of them."""
+    """Return the number of samples; None for all."""
     if text == "all":
         return None
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples, 1 or more, and not all")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of samples, 1 or more, or all")
     return int(text)
 
 
@@ -192,14 +190,7 @@ def answer_question(arguments: argparse.Namespace) -> bool:
         config = composition_of(arguments.overrides, **where).config
         with hydra_config(config):
             print(_config_text(config, arguments), end="")
-    elif arguments.info is not None:
-        overrides = expanded(list(arguments.overrides), **where)
-        vocabulary = open_search_path(**where)
-        lines, errors = checked_lines(overrides, vocabulary, multirun=False)
-        raise_errors(errors)
-        groups = for_hydra(lines, vocabulary)
-        show_info(vocabulary.places, arguments.info, config_name=vocabulary.config_name, overrides=groups)
-    return bool(arguments.help or arguments.cfg is not None or arguments.info is not None)
+    return bool(arguments.help or arguments.cfg is not None)
 
 
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
@@ -211,12 +202,13 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
         else:
             part = OmegaConf.select(config, arguments.package, throw_on_missing=True)
         if not OmegaConf.is_config(part):
-            raise ConfigError([_error("--package", str(arguments.package), "a node of the config")])
+            raise ConfigError([command_line_error("--package", str(arguments.package), "a node of the config")])
         if arguments.resolve:
             OmegaConf.resolve(part)
         text = OmegaConf.to_yaml(part)
     except OmegaConfBaseException as error:
-        raise ConfigError([_error("--cfg", str(error).splitlines()[0], "a config whose values resolve")]) from error
+        detail = command_line_error("--cfg", str(error).splitlines()[0], "a config whose values resolve")
+        raise ConfigError([detail]) from error
     return text if arguments.package is None else f"# @package {arguments.package}\n{text}"
 
 
@@ -230,7 +222,7 @@ def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
     titles |= {group: title for title, of in TITLES for group in of if group in titles}
     unknown = [name for name in groups if name not in titles]
     if unknown:
-        raise ConfigError([_error("--help", name, f"a group: {', '.join(titles)}") for name in unknown])
+        raise ConfigError([unknown_word("--help", name, titles, source=COMMAND_LINE) for name in unknown])
     shown = groups or FIRST_GROUPS
     rows = [line for name in shown for line in _row(name, titles[name], vocabulary.options(name))]
     if groups:
@@ -250,20 +242,14 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
 def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:
     if arguments.package is not None and arguments.cfg is None:
         fix = f"Write --cfg job --package {arguments.package}"
-        yield _error("--package", "without --cfg", "the part of a config to print", fix)
+        yield command_line_error("--package", "without --cfg", "the part of a config to print", fix)
     if arguments.resolve and arguments.cfg is None:
-        yield _error("--resolve", "without --cfg", "the values of a config to print", "Write --cfg job --resolve")
-    modes = {
-        "--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None,
-        "--info": arguments.info is not None,
-    }  # fmt: skip
+        fix = "Write --cfg job --resolve"
+        yield command_line_error("--resolve", "without --cfg", "the values of a config to print", fix)
+    modes = {"--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None}
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:
-        yield _error(" ".join(used), "flags that exclude each other", "one of them")
-
-
-def _error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
-    return ErrorDetails(key=key, got=got, expected=expected, fix=fix, source="command line")
+        yield command_line_error(" ".join(used), "flags that exclude each other", "one of them")
 
 
 def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ EXPORTED = {**OF_A_RUN, "preprocessing": SWITCH, "security.allow": ""}
 # Hydra's, of a command that takes overrides.
 HYDRA_FLAGS = (
     "--multirun", "--cfg=job|hydra|all", "--package=", "--resolve", "--config-name=", "--config-dir=path",
-    "--info=defaults-tree|defaults|searchpath|plugins", "--help", "--version",
+    "--help", "--version",
 )  # fmt: skip
 
 

@@ -58,12 +58,12 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
         from exp.check.continuation import changed_values, examine_resume
         from exp.check.resolution import resolve
         from exp.check.stages import compose
-        from exp.config.found_run import merged
+        from exp.config.found_run import merge_overrides
         from exp.config.versions import with_present_keys
         from exp.engine.checkpointing import CONFIG
         from exp.start import fit
 
-    config = compose(merged(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))
+    config = compose(merge_overrides(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))
     config.resume, config.runtime.autoresume = None, False
     path, state = _chosen(run, step)
     resolved = resolve(config)

@@ -61,7 +61,7 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
     """`python -m exp.train` with the run's overrides, these, and its newest whole checkpoint."""
     from exp.check.starting_point import newest_of
     from exp.cli import train
-    from exp.config.found_run import merged
+    from exp.config.found_run import merge_overrides
     from exp.config.frozen import read_overrides
     from exp.files import is_locked
 
@@ -72,7 +72,7 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
         print(note, file=sys.stderr)
     if found.path is None:
         raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
-    return train.main([*merged(run, overrides), f"resume='{found.path}'"])
+    return train.main([*merge_overrides(run, overrides), f"resume='{found.path}'"])
 
 
 def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from exp.config.found_run import key_of
 from exp.config.grammar import parse_override
-from exp.errors import ErrorDetails, raise_errors
+from exp.errors import command_line_error, raise_errors
 from exp.spelling import among, did_you_mean, find_nearest
 
 ALLOW = "security.allow"
@@ -56,34 +56,34 @@ def read_arguments(
     for text in argv:
         key, sign, given = text.partition("=")
         if key in keys and values[key] is not None:
-            errors.append(_error(key, got=f"{text}, and it is there twice", expected=f"{key}=..., once"))
+            errors.append(command_line_error(key, f"{text}, and it is there twice", f"{key}=..., once"))
         elif key in keys and sign:
             values[key] = _unquoted(given)
         elif text.startswith("-") or (not sign and not text.startswith("~")):
             fix = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
             expected = f"key=value, such as {among(f'{key}=...' for key in keys)}"
-            errors.append(_error(text, got=text, expected=expected, fix=fix))
+            errors.append(command_line_error(text, text, expected, fix))
         else:
             others.append(text)
     for key, known in keys.items():
         value, expected = values[key], known if isinstance(known, str) else among(known)
         if value == "":
-            errors.append(_error(key, got="an empty value", expected=expected))
+            errors.append(command_line_error(key, "an empty value", expected))
         elif value is None and key in needed:
             near = find_nearest(key, [key_of(text) for text in others])
             advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
-            errors.append(_error(key, got="nothing", expected=expected, fix=advice))
+            errors.append(command_line_error(key, "nothing", expected, advice))
         elif value is not None and not isinstance(known, str) and value not in known:
-            errors.append(_error(key, got=value, expected=expected, fix=did_you_mean(value, known)))
+            errors.append(command_line_error(key, value, expected, did_you_mean(value, known)))
     allow: Sequence[str] | None = ()
     for text in others:
         if key_of(text) == ALLOW:
             allow = words_in(text)
             if allow is None:
-                errors.append(_error(ALLOW, got=text, expected=f"a list of packages, {ALLOW}=[mine]"))
+                errors.append(command_line_error(ALLOW, text, f"a list of packages, {ALLOW}=[mine]"))
         elif not takes_overrides:
             key, expected = key_of(text), f"one of {among(keys)}, {ALLOW}"
-            errors.append(_error(key, got=text, expected=expected, fix=did_you_mean(key, keys)))
+            errors.append(command_line_error(key, text, expected, did_you_mean(key, keys)))
     raise_errors(errors)
     return RunArguments(values=values, allow=allow or (), overrides=others)
 
@@ -102,7 +102,3 @@ def _unquoted(value: str) -> str:
     """Return a value without the quotes that Hydra accepts around it."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value
-
-
-def _error(key: str, *, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
-    return ErrorDetails(key=key, got=got, expected=expected, fix=fix, source="command line")

@@ -19,14 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.frozen import COMPOSITION
-from exp.config.groups import COMMAND_LINE
 from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
 from exp.config.search_path import shown as shown_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
-from exp.errors import ConfigError, ExpError, config_error
+from exp.errors import COMMAND_LINE, ConfigError, ExpError, config_error
 from exp.output import command
 from exp.redaction import mask_secrets, redact
 from exp.spelling import among, find_nearest, show

@@ -1,4 +1,4 @@
-"""From overrides to the config of one job: Hydra's composition on our search path, and all errors at once."""
+"""Compose the config of one job from overrides, and report all errors together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.clusters import refuse_cluster
-from exp.config.copying import copied
-from exp.config.found_run import LEFT_OUT, Changes, key_of, merged, named_run
+from exp.config.copying import copy_config
+from exp.config.found_run import LEFT_OUT, changes, find_run, key_of, merge_overrides, override_texts, report_changes
 from exp.config.frozen import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
@@ -23,13 +23,13 @@ from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
-# Overrides that are not the job's own: of Hydra, and of how a sweep starts its jobs.
-BESIDE_THE_JOB = (*HYDRAS, "sweep.")
+# Overrides that do not belong to a job: those of Hydra, and those of the sweep.
+NOT_OF_A_JOB = (*HYDRAS, "sweep.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A composed config with its hydra node, its files in the order of merging, and the words of its command line."""
+    """A composed config with its hydra node, its files in the order of merging, and its command line."""
 
     config: DictConfig
     layers: tuple[Layer, ...]
@@ -40,7 +40,7 @@ class Composition:
 
 
 class SweepAskedError(Exception):
-    """A file of a config says `hydra.mode: MULTIRUN`, and the command has no flag -m."""
+    """A file sets `hydra.mode: MULTIRUN`, and the command has no flag -m."""
 
 
 @secrets_kept()
@@ -53,15 +53,22 @@ def composition_of(
     may_sweep: bool = False,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] | None = None,
 ) -> Composition:
-    """Compose, with the hydra node kept.
+    """Compose a config, with its hydra node.
 
-    multirun: overrides may hold several values, which are then left out.
-    may_sweep: whether a file that says `hydra.mode: MULTIRUN` is heeded.
-    check: where overrides have errors, finds those of the rest of the config, so that all come back at once.
-    Raises: ConfigError with every error of the overrides and of the composition; SweepAskedError.
+    Args:
+        overrides: The overrides of the command.
+        config_dir: The directory of --config-dir.
+        config_name: The name of the primary config.
+        multirun: Overrides may have several values, which are then left out.
+        may_sweep: Raise SweepAskedError if a file sets `hydra.mode: MULTIRUN`.
+        check: If overrides have errors, finds the errors of the rest of the config, so that all are reported together.
+
+    Raises:
+        ConfigError: The overrides or the composition have errors.
+        SweepAskedError: See may_sweep.
     """
-    may_sweep = may_sweep and named_run(overrides)[0] is None  # which is one run
-    overrides = expanded(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
+    may_sweep = may_sweep and find_run(overrides)[0] is None  # from_run is one run
+    overrides = expand_run(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     config_name = vocabulary.config_name
     lines, errors = checked_lines(overrides, vocabulary, multirun=multirun)
@@ -90,42 +97,46 @@ def composition_of(
     return composition
 
 
-def expanded(
+def expand_run(
     overrides: Sequence[str], *, config_dir: str | None, config_name: str, multirun: bool = False
 ) -> Sequence[str]:
-    """The overrides with those that make the config of a run in the place of `from_run=DIR`, where that is among them.
+    """Replace `from_run=DIR`, if it is among the overrides, by overrides that compose the config of the run.
 
-    Says on standard error what is set that no command line said.
+    Report on standard error the values that no command line set.
     """
-    run, now = named_run(overrides)
+    run, now = find_run(overrides)
     if run is None:
         return overrides
 
-    def composed(given: Sequence[str], *, several: bool) -> DictConfig:
+    def compose_run(given: Sequence[str], *, several: bool = False) -> DictConfig:
         found = composition_of(given, config_dir=config_dir, config_name=config_name, multirun=several)
         return _without_hydra(found, directory="")
 
     trust = [text for text in now if key_of(text) == "security.allow"]
-    before, overrides = merged(run, trust, without=LEFT_OUT), merged(run, now, without=LEFT_OUT)
+    before = merge_overrides(run, trust, without=LEFT_OUT)
+    overrides = merge_overrides(run, now, without=LEFT_OUT)
     try:
-        own = composed(before, several=False)
-        changes = Changes.of(run, own)
-        if now and (changes.then or changes.since):
-            changes = changes.beside(now, own, composed(overrides, several=multirun))
+        own = compose_run(before)
+        then, since = changes(run, own, compose_run(overrides, several=multirun) if now else own, now)
     except ConfigError as error:
-        told = f"{run} is no config today, so what has changed since is not known: {error.errors[0]}"
-        print(told, file=sys.stderr)
+        print(f"{run} cannot be compared with the configs of today: {error.errors[0]}", file=sys.stderr)
         return overrides
-    for line in changes.lines(run):
+    for line in report_changes(run, then, since):
         print(line, file=sys.stderr)
-    return [*overrides[: len(overrides) - len(now)], *changes.overrides(), *now]
+    return [*overrides[: len(overrides) - len(now)], *override_texts(then), *now]
 
 
 @secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
-    """The job's config without the hydra node. In a sweep: job is its number, sweep the sweep's directory.
+    """Return the config of a job, without the hydra node.
 
-    Raises: ConfigError where a directory or an interpolation of Hydra's own values leads nowhere.
+    Args:
+        composition: The composition of the job.
+        job: The number of the job in a sweep.
+        sweep: The directory of the sweep.
+
+    Raises:
+        ConfigError: A directory or an interpolation of Hydra's own values cannot be resolved.
     """
     config = composition.config
     if sweep is None:
@@ -135,7 +146,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
         if job is not None:
             config.hydra.job.num = job
             config.hydra.job.id = str(job)
-        # The run directory gets its final name when it is made: values keep the reference to it.
+        # The run directory gets its name when it is made, so values keep the reference.
         config.hydra.runtime.output_dir = OUTPUT_DIR
         config[COMPOSITION] = {"directory": literal(OUTPUT_DIR)}
     with hydra_config(config):
@@ -152,7 +163,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 def shared_config(composition: Composition) -> DictConfig:
     """Return a copy of what the jobs of a sweep share, without the hydra node and what is swept."""
-    return _without_hydra(replace(composition, config=copied(composition.config)), directory="")
+    return _without_hydra(replace(composition, config=copy_config(composition.config)), directory="")
 
 
 def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
@@ -175,15 +186,15 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
 
 
 def own_groups_chosen(composition: Composition) -> list[str]:
-    """Return the folders of the user's own of which an option was merged under their name."""
+    """Return the user's config groups of which an option was merged at the node of their name."""
     tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
     chosen = {group for group, node in tops if group == node}
     return [group for group in composition.vocabulary.own if group in chosen]
 
 
 def recorded(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a job as its config keeps them."""
-    return [literal(text) for text in overrides if not text.lstrip("+~").startswith(BESIDE_THE_JOB)]
+    """Return the overrides of a job as its config records them."""
+    return [literal(text) for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 
 
 def _after_errors(
@@ -196,7 +207,7 @@ def _after_errors(
 
 
 def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Those at other keys, and not in the nodes that the faulty overrides were meant for."""
+    """Return the errors at other keys than the known ones, and outside the nodes of groups with a known error."""
     groups = {error.key for error in known if "." not in error.key}
     keys = {error.key for error in known}
     return [error for error in found if error.key not in keys and error.key.partition(".")[0] not in groups]

@@ -1,18 +1,24 @@
-"""Copies of configs, in an eighth of the time that OmegaConf's own take."""
+"""Copies of configs, as configs and as plain values."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 
-def copied(config: DictConfig) -> DictConfig:
-    """What copy.deepcopy makes of a whole config; of a part of one, slowly.
+def raw_values(config: DictConfig) -> dict[str, Any]:
+    """Return the values of a config as they are written, with interpolations unresolved."""
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
-    Its cache, which may hold what functions of the user's own gave, is not pickled.
+
+def copy_config(config: DictConfig) -> DictConfig:
+    """Return a deep copy of a whole config, by pickle, in an eighth of the time of copy.deepcopy.
+
+    A part of a config is copied by copy.deepcopy. The cache is copied separately: it may have objects of users that
+    cannot be pickled.
     """
     if config._get_parent() is not None:
         return copy.deepcopy(config)

@@ -16,7 +16,6 @@ from exp.config.yaml_files import choices_of, read_yaml
 from exp.errors import ConfigError, config_error
 from exp.files import is_valid_path
 
-COMMAND_LINE = "command line"
 PRIMARY = "train"
 # Hydra's own groups that have a meaning here; the others set up what exp does not use.
 USED_GROUPS = ("hydra/launcher", "hydra/sweeper")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import PurePath
 from typing import Any
 
@@ -17,40 +18,27 @@ TAG = re.compile(r"(train|val|valid|validation|test)[/_](\w+?)(?:_best|_epoch|_s
 MEASURES = {"acc": "accuracy"}
 
 
-def known_keys() -> Mapping[str, str]:
-    """Return the keys of others, each with what is written instead."""
-    found: Mapping[str, str] = habits()["keys"]
-    return found
-
-
 def fix_of_key(key: str, value: str) -> str | None:
     """Return what is written instead of a key that has another name in exp; None for any other key."""
-    keys = known_keys()
-    said = fix_of_value(key, value) if key in keys else None
-    if said is not None:
-        return said
+    keys: Mapping[str, str] = habits()["keys"]
     if key in keys:
+        if (fix := fix_of_value(key, value)) is not None:
+            return fix
         if keys[key].startswith("Write monitor="):
             value = tag_of(value)
-        # A list has brackets already.
+        # A list has brackets.
         template = keys[key].replace("[{value}]", "{value}") if value.startswith("[") else keys[key]
         return template.format(value=value, rest="")
-    parts = key.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        beginning = ".".join(parts[:count]) + "."
-        if beginning in keys:
-            return keys[beginning].format(value=value, rest=key.removeprefix(beginning))
-    return None
+    names = [f"{name}." for name in accumulate(key.split(".")[:-1], "{}.{}".format)]
+    found = [name for name in names if name in keys]
+    return keys[found[-1]].format(value=value, rest=key.removeprefix(found[-1])) if found else None
 
 
 def fix_of_value(key: str, value: object) -> str | None:
     """Return what is written instead of a value that Lightning or torch has for a key; None for any other value."""
-    word, table = str(value).strip("'\"").lower(), habits()
-    if key == "trainer.precision" and word in table["precision"]:
-        return f"Write precision={table['precision'][word]}"
-    if key == "trainer.strategy" and word in table["strategy"]:
-        return f"Write {table['strategy'][word]}"
-    return _entry(table["values"], key, word)
+    word = str(value).strip("'\"").lower()
+    group = {"trainer.precision": "precision", "trainer.strategy": "strategy"}.get(key, "")
+    return _fix_of_choice(group, word) or _entry(habits()["values"], key, word)
 
 
 def fix_of_flag(flag: str, value: str) -> str | None:
@@ -65,12 +53,13 @@ def fix_of_flag(flag: str, value: str) -> str | None:
 
 def fix_of_option(group: str, option: object) -> str | None:
     """Return what is written instead of an option that has another name in exp; None for any other option."""
-    table = habits()
-    if group == "precision" and str(option) in table["precision"]:
-        return f"Write precision={table['precision'][str(option)]}"
-    if group == "strategy" and str(option) in table["strategy"]:
-        return f"Write {table['strategy'][str(option)]}"
-    return _entry(table["options"], group, str(option))
+    return _fix_of_choice(group, str(option)) or _entry(habits()["options"], group, str(option))
+
+
+def _fix_of_choice(group: str, word: str) -> str | None:
+    """Return what is written instead of Lightning's word for a precision or a strategy."""
+    found = _entry(habits(), group, word) if group in ("precision", "strategy") else None
+    return found and (f"Write precision={found}" if group == "precision" else f"Write {found}")
 
 
 def _entry(table: Mapping[str, Any], first: str, second: str) -> str | None:

@@ -1,15 +1,14 @@
 """Composition by Hydra's public API, and the sweepers of Hydra's plug-ins.
 
 Hydra composes the groups. `values` applies the other overrides afterwards, because Hydra's own merging stops at the
-first error. The patterns of messages, `compute_defaults_list` and `repository` of the loader, `show_info` and the name
-of BasicSweeper are those of Hydra 1.3.8.
+first error. The patterns of messages, `compute_defaults_list` and `repository` of the loader, and the name of
+BasicSweeper are those of Hydra 1.3.8.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import pickle
 import re
 import traceback
@@ -39,8 +38,7 @@ from exp.config.reading import secrets_kept
 from exp.config.search_path import OWN_CONF, Place, shown
 from exp.config.slots import ONE, nodes_in, package_of_flat
 from exp.config.yaml_files import read_yaml
-from exp.errors import ConfigError, ErrorDetails, chain_of, config_error, one_line
-from exp.spelling import among, did_you_mean
+from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, chain_of, config_error, one_line, unknown_word
 
 HYDRA_VERSION = hydra.__version__
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -312,7 +310,7 @@ def error_of(error: Exception) -> ErrorDetails:
         if found is not None:
             named = found.groupdict()
             got, expected, fix = (text.format(**named) for text in words)
-            of_command = "command line" if "added" in named else None
+            of_command = COMMAND_LINE if "added" in named else None
             source = f"{named['file']}.yaml" if "file" in named else of_command
             return ErrorDetails(key=named["group"], got=got, expected=expected, fix=fix, source=source)
     causes = list(chain_of(error, explicit=True))
@@ -326,13 +324,10 @@ def error_of(error: Exception) -> ErrorDetails:
 
 def _missing_config_error(error: MissingConfigException, path: str) -> ErrorDetails:
     group, _, option = path.rpartition("/")
-    options = error.options or []
     named_by = re.match(r"In '([^']+)'", str(error))
-    return ErrorDetails(
-        key=group or path, got=f"there is no option {option!r}" if group else "no such config",
-        expected=f"one of {among(options, word=option)}" if options else "a config on the search path",
-        fix=did_you_mean(option, options), source=f"defaults list of {named_by[1]}" if named_by else None,
-    )  # fmt: skip
+    source = f"defaults list of {named_by[1]}" if named_by else None
+    got = f"there is no option {option!r}" if group else "no such config"
+    return unknown_word(group or path, option, error.options or [], got=got, source=source)
 
 
 def _short(error: BaseException) -> str:
@@ -375,20 +370,6 @@ def registered_options(group: str) -> list[str]:
     """Return the options that Hydra and its plug-ins registered for a group."""
     _load_plugins()
     return [name.removesuffix(".yaml") for name in ConfigStore.instance().list(group)]
-
-
-def show_info(places: Sequence[Place], word: str, *, config_name: str, overrides: Sequence[str]) -> None:
-    """Print Hydra's answer to --info about the places and files of a config."""
-    root = logging.getLogger()
-    kept = root.level, list(root.handlers)
-    with open_hydra(places):
-        try:
-            cast(Any, GlobalHydra.instance().hydra).show_info(word, config_name=config_name, overrides=list(overrides))
-        except HYDRA_ERRORS as error:
-            raise ConfigError([error_of(error)]) from error
-        finally:
-            root.setLevel(kept[0])
-            root.handlers[:] = kept[1]
 
 
 class JobConfigs:

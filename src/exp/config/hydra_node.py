@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from exp.config.clusters import cluster_errors
 from exp.config.groups import USED_GROUPS
 from exp.config.habits import fix_of_key
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
-from exp.config.plain_tree import text_values
+from exp.config.plain_tree import leaves, text_values
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import Choice, choices_of, read_yaml, split
 from exp.errors import ErrorDetails, raise_errors
 from exp.files import is_valid_path
 from exp.redaction import INTERPOLATION
-from exp.spelling import among, did_you_mean, show
+from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")
@@ -35,23 +34,15 @@ REFUSED = {
     "hydra.output_subdir": ("Hydra writes no files here", "config.yaml and overrides.yaml of the run directory"),
     "hydra.job_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
     "hydra.hydra_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
-    "hydra.verbose": ("Hydra sets up no logging here", "--info for what Hydra sees"),
+    "hydra.verbose": ("Hydra sets up no logging here", "--cfg hydra for what Hydra sees"),
     "hydra.mode": ("the mode is a flag", "-m for several jobs, nothing for one"),
     "hydra.job.env_set": ("a job changes no environment variables", "NAME=value before the command"),
     "hydra.job.env_copy": ("a job changes no environment variables", "NAME=value before the command"),
 }
 
-
-# Of sweepers of other packages: Optuna's, Nevergrad's, Ax's.
-DIRECTIONS: Mapping[str, Mapping[str, object]] = {
-    "hydra.sweeper.direction": {"min": "minimize", "max": "maximize"},
-    "hydra.sweeper.optim.maximize": {"min": False, "max": True},
-    "hydra.sweeper.ax_config.experiment.minimize": {"min": True, "max": False},
-}
-QUOTES = "'\""
-# Written by whoever types the command, or has set up the machine.
+# Its value comes from the user's shell, so a path may begin with it.
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
-# What exp does anyway.
+# Values that change nothing.
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "hydra.job.chdir": (False, None),
     "hydra.output_subdir": (None,),
@@ -78,13 +69,6 @@ def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
     if key in ALLOWED or key.startswith(ALLOWED_BELOW):
         return None
     return _error(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
-
-
-def swept_error(key: str, text: str) -> ErrorDetails:
-    """The error of several values for one of Hydra's own settings. text: what stands behind the `=`."""
-    word = key.removeprefix("hydra.sweeper.params.")
-    fix = None if word == key else f"Write {word}={text}, which is swept by -m"
-    return _error(key, "several values", "one value: Hydra's own settings cannot be swept", fix)
 
 
 def hydra_node_errors(
@@ -164,8 +148,6 @@ def _node_errors(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]
     known = registered_targets()
     for name in ("sweeper", "launcher"):
         errors += _plugin_errors(config, name, known)
-    if multirun:
-        errors += _direction_errors(config)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     return errors + _directory_errors(config, key, typed=typed.get(key))
 
@@ -174,10 +156,10 @@ def _plugin_errors(config: DictConfig, name: str, known: Container[str]) -> list
     """Return the errors in the settings of a sweeper or launcher. known: the targets that plug-ins registered."""
     key = f"hydra.{name}"
     try:
-        # Resolved, for Hydra resolves them, too: an interpolation may lead to a node with a `_target_`.
+        # As Hydra resolves them: an interpolation may lead to a node with a `_target_`.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        return [_error(key, str(error).splitlines()[0], "values that can be worked out before the sweep")]
+        return [_error(key, str(error).splitlines()[0], "values that are known before the sweep")]
     errors = [
         _error(
             f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
@@ -186,11 +168,9 @@ def _plugin_errors(config: DictConfig, name: str, known: Container[str]) -> list
         for target in (str(node["_target_"]) for _, node in nodes_in(plain))
         if target not in known
     ]  # fmt: skip
-    for word in _keys_in(plain):
-        # A sweeper makes overrides of its parameters, and an override looks like one that was typed.
-        if word.strip().lstrip("+~").partition(".")[0] == "security":
-            fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-            errors.append(_error(f"{key}.params", word, "no key of security: it is not for a sweep to set", fix))
+    if word := next(_security_keys(plain), None):
+        fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+        errors.append(_error(f"{key}.params", word, "no key of security, which a sweep may not set", fix))
     if isinstance(plain, dict) and plain.get("custom_search_space") is not None:
         errors.append(_error(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params"))
     if name == "launcher" and isinstance(plain, dict):
@@ -198,27 +178,15 @@ def _plugin_errors(config: DictConfig, name: str, known: Container[str]) -> list
     return errors
 
 
-def _direction_errors(config: DictConfig) -> Iterator[ErrorDetails]:
-    """Yield an error if the sweeper of another package has a direction of its own that is not the one of `mode`."""
-    plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
-    mode = plain["mode"] if isinstance(plain, dict) and "mode" in plain else None
-    for key, words in DIRECTIONS.items():
-        value = OmegaConf.select(config, key, default=None)
-        word = value.name if isinstance(value, Enum) else value
-        if mode in ("min", "max") and value is not None and not OmegaConf.is_config(value) and word != words[mode]:
-            fix = f"Write {key}={show(words[mode]).strip(QUOTES)}"
-            yield _error(key, f"{show(word)}, with mode={mode}", "the direction of mode", fix)
+def _security_keys(plain: object) -> Iterator[str]:
+    """Yield the names of keys of `security`. A sweeper turns its parameters into overrides, which look like typed ones.
 
-
-def _keys_in(plain: Any) -> Iterator[str]:
-    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
-    for key, value in items:
-        if isinstance(plain, dict):
-            yield str(key)
-        # Sweepers take lists of overrides, too.
-        elif isinstance(value, str) and "=" in value:
-            yield value.partition("=")[0]
-        yield from _keys_in(value)
+    Some sweepers take lists of overrides.
+    """
+    for path, value in leaves(plain):
+        word = f"{path}.{value.partition('=')[0]}" if isinstance(value, str) and "=" in value else path
+        if "security" in [part.strip(" +~") for part in word.split(".")]:
+            yield word
 
 
 def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None) -> list[ErrorDetails]:
@@ -229,7 +197,7 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        return [_error(key, str(error).splitlines()[0], "a path that can be worked out before the run")]
+        return [_error(key, str(error).splitlines()[0], "a path that is known before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [_error(key, repr(directory), "a directory below the working directory")]
     longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
@@ -243,7 +211,7 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
-        return [_error(key, directory, "a directory of its own for the results", f"Write {key}=outputs/elsewhere")]
+        return [_error(key, directory, "a directory below the working directory", f"Write {key}=outputs/elsewhere")]
     fix = f"Write {key}={directory} on the command line, which may lead to another disk"
     return [_error(key, directory, "a directory below the working directory", fix)]
 
@@ -254,9 +222,9 @@ def _name_or(key: str, config: DictConfig, text: str) -> str:
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:
-    """Whether a path lies where its typed text leads, up to the first of its interpolations: `/disk/${name}` in /disk.
+    """Return whether a path is below its typed text up to the first interpolation: `/disk/${name}` below /disk.
 
-    The working directory itself, and what is above it, holds other things than a run.
+    The working directory and its parents are no place for a run.
     """
     text = ENVIRONMENT.sub(lambda found: os.environ.get(found[1].strip()) or found[0], typed)
     fixed = text.partition("${")[0]
@@ -266,7 +234,7 @@ def _is_below_typed(directory: str, typed: str) -> bool:
 
 
 def is_inside(directory: str) -> bool:
-    """Whether a path lies below the working directory, read as text: links may lead out, `..` may not."""
+    """Return whether a path is below the working directory. Links are not followed; `..` is not allowed."""
     path = Path(directory)
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
 

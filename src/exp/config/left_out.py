@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
-from exp.config.groups import COMMAND_LINE
 from exp.config.module_key import REFUSED_KEYS, REPLACED, brings_data, has_module
 from exp.config.search_path import OWN_CONF, shown
 from exp.config.sources import Setting, layers_of, setters_of
 from exp.config.yaml_files import choices_of, read_yaml
+from exp.errors import COMMAND_LINE
 
 REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
 # Groups whose options may choose other nodes: a data set of another task brings an objective along.

@@ -1,20 +1,34 @@
-"""Plain dicts and lists, as YAML gives them: their leaves by dotted key, and what two of them differ in.
+"""Plain dicts and lists, as YAML has them: their leaves by dotted key, and the differences of two trees.
 
-Nothing is imported: a completion reads trees, and has no time for OmegaConf.
+This module imports nothing, because tab completion reads trees and has no time to import OmegaConf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+# The value of a key that a tree or a config does not have.
+ABSENT: Any = object()
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a value is a mapping with a `_target_`."""
     return isinstance(value, dict) and "_target_" in value
 
 
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a plain tree with its value, inner nodes included, the root left out."""
+def value_at(tree: object, key: str) -> Any:
+    """Return the value at a dotted key of nested dicts; ABSENT if there is none."""
+    node = tree
+    for name in key.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return ABSENT
+        node = node[name]
+    return node
+
+
+def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key of a plain tree with its value, inner nodes included, without the root."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in items:
         path = f"{key}.{name}" if key else str(name)
@@ -22,7 +36,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, path)
 
 
-def text_values(plain: Any) -> Iterator[tuple[str, str]]:
+def text_values(plain: object) -> Iterator[tuple[str, str]]:
     """Yield key and text of every text and interpolation of a plain tree."""
     return ((key, value) for key, value in leaves(plain) if isinstance(value, str))
 
@@ -41,12 +55,12 @@ def are_same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-# The names that lead to a value; a name may hold a dot, and be a number.
+# The names that lead to a value. A name may contain a dot, and may be a number.
 KeyPath = tuple[Any, ...]
 
 
-def changes(before: Any, after: Any, path: KeyPath = ()) -> dict[KeyPath, Any] | None:
-    """The values by path that a plain tree has in the place of another's; None where one has other keys."""
+def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, Any] | None:
+    """Return the values of `after` that differ from `before`, by path; None if the keys of a mapping differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
             return None
@@ -62,14 +76,14 @@ def changes(before: Any, after: Any, path: KeyPath = ()) -> dict[KeyPath, Any] |
     return {} if are_same(before, after) else {path: after}
 
 
-def are_referred(paths: Iterable[KeyPath], raw: Any) -> bool:
-    """Whether an interpolation in an unresolved tree may refer to one of some paths: one names its last word."""
-    texts = [value for _, value in leaves(raw) if isinstance(value, str) and "${" in value]
+def are_referred(paths: Iterable[KeyPath], raw: object) -> bool:
+    """Return whether an interpolation of an unresolved tree contains the last name of one of some paths."""
+    texts = [text for _, text in text_values(raw) if "${" in text]
     return any(str(path[-1]) in text for path in paths for text in texts)
 
 
 def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """A plain tree with other values, of paths that are there; what lies beside the paths is shared with the other."""
+    """Return a plain tree with other values at existing paths. The two trees share what did not change."""
     found = dict(plain)
     for (*path, last), value in values.items():
         node = found

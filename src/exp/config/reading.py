@@ -1,6 +1,6 @@
-"""A composed config as plain dicts and lists, every interpolation resolved, and an error for each leaf without a value.
+"""A composed config as plain dicts and lists, with interpolations resolved, and an error for each missing value.
 
-A leaf that cannot be read becomes UNKNOWN, which every later stage lets pass, so that one mistake is one error.
+A value that cannot be read becomes UNKNOWN, which every later stage accepts, so that one mistake is one error.
 """
 
 from __future__ import annotations
@@ -9,53 +9,55 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from exp.config.plain_tree import is_node, leaves
+from exp.config.copying import raw_values
+from exp.config.plain_tree import ABSENT, is_node, leaves, value_at
 from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import ErrorDetails
 from exp.redaction import interpolation, is_secret
-from exp.spelling import among, find_nearest
+from exp.spelling import find_nearest
 
-# References that one value may reach through others; `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
+# References that resolving one value may follow. `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
-# Filled in from the data before a run; null until then, and other keys refer to them.
+# Keys that are null until they are read from the data. Other keys refer to them.
 OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
-# What OmegaConf (2.3) says of a key that an interpolation does not find.
+# Messages of OmegaConf 2.3.
 NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
+NOT_SET = "environment variable"
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
-
-
 ACCELERATOR = "launch.accelerator"
-# Which kind of GPU a machine can have.
+# The kind of GPU of this platform.
 GPU = "mps" if sys.platform == "darwin" else "cuda"
 
 
 class Unknown:
-    """Stands in for a value that could not be read, so that one error is not reported twice."""
+    """A value that could not be read. Its error is reported once."""
 
     def __repr__(self) -> str:
         return "(unknown)"
 
 
 UNKNOWN = Unknown()
+# The plain values of a config, and the errors of values that cannot be read.
+Reading = tuple[dict[str, Any], list[ErrorDetails]]
 
 
 @contextlib.contextmanager
 def secrets_kept() -> Iterator[None]:
-    """Let interpolations give the name of a secret, `${oc.env:HF_TOKEN}`, and not its value; also as a decorator.
+    """Let interpolations return the name of a secret, `${oc.env:HF_TOKEN}`, instead of its value.
 
-    Whatever resolves a config to write or to show it does so in here; construct.py has the value. Blocks may nest.
+    Use it, also as a decorator, wherever a config is resolved to be written or shown. Only construct.py has the value.
+    Contexts may nest.
     """
-    _resolvers.append(_named)
+    _resolvers.append(_name_secret)
     OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
     try:
         yield
@@ -64,62 +66,53 @@ def secrets_kept() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
 
 
-def _named(key: str, *default: Any) -> str | None:
+def _name_secret(key: str, *default: str | None) -> str | None:
     return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
 
 
-# Of the blocks that are open, the innermost last.
+# The resolvers of the open contexts, the innermost last.
 _resolvers: list[Callable[..., str | None]] = [oc.env]
-
-
-# The plain values of a config, and the errors of what could not be read.
-Reading = tuple[dict[str, Any], list[ErrorDetails]]
 
 
 @secrets_kept()
 def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
-    """The plain values, and the errors of missing values, of interpolations to nowhere and of size.
+    """Return the plain values, and the errors of missing values, of interpolations and of size.
 
-    is_data_read: whether the config has what the data knows: what is null then stays null.
+    is_data_read: the config has the values that come from the data; a null there is null.
     """
     reader = _Reader(config, is_data_read=is_data_read)
-    return reader.mapping(config, reader.raw, "", 0), _by_cause(reader.errors)
-
-
-def _by_cause(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors, and one error for all keys of a node with the same interpolation to nowhere."""
-    groups: dict[object, list[ErrorDetails]] = {}
-    for error in errors:
-        told = (error.key.partition(".")[0], error.got, error.expected, error.fix)
-        groups.setdefault(told if "${" in error.got else error, []).append(error)
-    return [
-        replace(first, got=f"{first.got}, also at {among([one.key for one in others])}") if others else first
-        for first, *others in groups.values()
-    ]
+    return reader.mapping(config, reader.raw, "", 0), reader.errors
 
 
 def name_gpu(config: DictConfig) -> None:
     """Replace Lightning's accelerator `gpu` by the GPU of this platform, `cuda` or `mps`.
 
-    An interpolation is left to `read`: it may call a function, whose name has to be checked first.
+    `read` replaces the value of an interpolation: it may call a function, whose name is checked before.
     """
-    raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
-    if Values(cast("dict[str, Any]", raw))[ACCELERATOR] == "gpu":
-        OmegaConf.update(config, ACCELERATOR, GPU)
+    launch = held(config, "launch")
+    if isinstance(launch, DictConfig) and raw_values(launch).get("accelerator") == "gpu":
+        launch.accelerator = GPU
+
+
+def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
+    """Return the mapping or list of a config under a name. None for another value, `???` and interpolations."""
+    if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
+        return None
+    value = config[name]
+    return value if isinstance(value, DictConfig | ListConfig) else None
 
 
 @secrets_kept()
 def plain_values(config: DictConfig) -> dict[str, Any]:
-    """The plain values of a config without errors; an interpolation that waits for the data stays the text it is."""
+    """Return the plain values of a config without errors. An interpolation that depends on the data stays as text."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException:
-        raw = OmegaConf.to_container(config, resolve=False)
-        return cast(dict[str, Any], _with_texts(read(config)[0], raw))
+        return cast(dict[str, Any], _with_texts(read(config)[0], raw_values(config)))
 
 
-def _with_texts(value: Any, raw: Any) -> Any:
-    """The values, and in the place of UNKNOWN what is written there; `raw` says which keys."""
+def _with_texts(value: object, raw: object) -> object:
+    """Return the values of `raw`, each UNKNOWN replaced by its text."""
     if value is UNKNOWN:
         return raw
     if isinstance(value, dict) and isinstance(raw, dict):
@@ -130,27 +123,23 @@ def _with_texts(value: Any, raw: Any) -> Any:
 
 
 def is_open(data: Mapping[str, object]) -> bool:
-    """Whether a data node leaves something to the data: its inputs, by name or alone, or the number of outputs."""
+    """Return whether a data node leaves its inputs or the number of outputs to the data."""
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
 
 
 class Values:
-    """The plain config, asked by dotted key; UNKNOWN where a key is not there."""
+    """The values of a plain config by dotted key; UNKNOWN for a key that it does not have."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
 
     def __getitem__(self, key: str) -> Any:
-        node: Any = self.plain
-        for part in key.split("."):
-            if not isinstance(node, dict) or part not in node:
-                return UNKNOWN
-            node = node[part]
-        return node
+        value = value_at(self.plain, key)
+        return UNKNOWN if value is ABSENT else value
 
     def entries(self, key: str) -> dict[str, Any]:
-        """The named nodes of a group, those that could not be read left out."""
+        """Return the named nodes of a group, except those that could not be read."""
         node = self[key]
         return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
 
@@ -159,108 +148,102 @@ class _Reader:
     def __init__(self, config: DictConfig, *, is_data_read: bool) -> None:
         self.config, self.count, self.is_data_read = config, 0, is_data_read
         self.errors: list[ErrorDetails] = []
-        raw = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
-        self.raw = cast(dict[str, Any], raw)
+        self.raw = raw_values(config)
         self.values = Values(self.raw)
         self.costs: dict[str, int] = {}
 
-    def mapping(self, node: DictConfig, raw: dict[Any, Any], key: str, depth: int) -> dict[str, Any]:
-        return {name: self.child(node, name, raw, f"{key}.{name}" if key else str(name), depth) for name in raw}
+    def mapping(self, node: DictConfig, raw: dict[str, Any], key: str, depth: int) -> dict[str, Any]:
+        return {name: self.child(node, name, raw[name], f"{key}.{name}" if key else str(name), depth) for name in raw}
 
     def sequence(self, node: ListConfig, raw: list[Any], key: str, depth: int) -> list[Any]:
-        return [self.child(node, index, raw, f"{key}.{index}", depth) for index in range(len(raw))]
+        return [self.child(node, index, text, f"{key}.{index}", depth) for index, text in enumerate(raw)]
 
-    def child(self, node: DictConfig | ListConfig, name: Any, raw: Any, key: str, depth: int) -> Any:
+    def child(self, node: DictConfig | ListConfig, name: Any, raw: object, key: str, depth: int) -> object:
         self.count += 1
         if self.count > MAX_NODES or depth > MAX_DEPTH:
             return self.too_large(key)
-        text = raw[name]
-        if isinstance(text, str) and text == "???":
-            self.error(key, got="??? (no value yet)", expected="a value", fix=f"Add {key}=VALUE to the command")
+        if raw == "???":
+            self.error(key, "??? (no value yet)", "a value", f"Add {key}=VALUE to the command")
             return UNKNOWN
-        if not isinstance(text, dict | list):
-            value = self.resolved(node, name, text, key) if isinstance(text, str) and "${" in text else text
-            # An interpolation may lead to a node.
-            holds = isinstance(value, DictConfig | ListConfig)
-            inner: Any = OmegaConf.to_container(value, resolve=False) if holds else None
-        else:
-            value, inner = node[name], text
+        value: object = raw
+        if isinstance(raw, dict | list):
+            value = node[name]
+        elif isinstance(raw, str) and "${" in raw:
+            value = self.resolve(node, name, raw, key)
+            # An interpolation may refer to a node.
+            raw = OmegaConf.to_container(value, resolve=False) if isinstance(value, DictConfig | ListConfig) else raw
         if isinstance(value, DictConfig):
-            return self.mapping(value, inner, key, depth + 1)
+            return self.mapping(value, cast("dict[str, Any]", raw), key, depth + 1)
         if isinstance(value, ListConfig):
-            return self.sequence(value, inner, key, depth + 1)
+            return self.sequence(value, cast("list[Any]", raw), key, depth + 1)
         return value
 
-    def resolved(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> Any:
+    def resolve(self, node: DictConfig | ListConfig, name: Any, text: str, key: str) -> object:
         if self.awaits_data(text) and not key.startswith("data."):
             return UNKNOWN
         if self.cost(text, (key,)) > MAX_REFERENCES:
             return self.too_large(key)
         try:
-            value = node[name]
+            value: object = node[name]
             return GPU if key == ACCELERATOR and value == "gpu" else value
         except InterpolationToMissingValueError:
             return UNKNOWN  # the error is the other key's
         except (OmegaConfBaseException, RecursionError) as error:
-            self.unresolved(key, text, error)
+            # A refused resolver has its own error, and so has the key that is referred to.
+            if not is_of_a_target(error) and not self.refers_to_an_error(text):
+                self.unresolved(key, text, error)
             return UNKNOWN
 
     def awaits_data(self, text: str) -> bool:
-        """Whether it refers to what is read from the data and has not been yet. A known null of num_classes is null."""
+        """Return whether a text refers to a value that is still to be read from the data.
+
+        A null of num_classes next to known values is null.
+        """
         data = self.raw.get("data")
         if self.is_data_read or not isinstance(data, dict):
             return False
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
     def unresolved(self, key: str, text: str, error: Exception) -> None:
-        if is_of_a_target(error) or self.refers_to_a_error(text):
-            return  # told at the key of the resolver, or at the key that is referred to
-        for variable in ENVIRONMENT.findall(text):
-            if "environment variable" in str(error).lower():
-                self.error(
-                    key,
-                    got=f"{text}, and {variable} is not set",
-                    expected="an environment variable that is set",
-                    fix=f"Set it, or give a default: ${{oc.env:{variable},DEFAULT}}",
-                )
-                return
+        variables = ENVIRONMENT.findall(text)
+        if variables and NOT_SET in str(error).lower():
+            fix = f"Set it, or give a default: ${{oc.env:{variables[0]},DEFAULT}}"
+            self.error(key, f"{text}, and {variables[0]} is not set", "an environment variable that is set", fix)
+            return
         fixes = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
         expected = "an interpolation that leads to a value"
-        if REFERENCE.search(text) is None or not fixes:
-            expected += f" ({reason})"
-        self.error(key, got=text, expected=expected, fix=fixes[0] if fixes else None)
+        self.error(key, text, expected if fixes else f"{expected} ({reason})", fixes[0] if fixes else None)
 
-    def refers_to_a_error(self, text: str) -> bool:
-        """Return whether a text refers to another interpolation, to a key or a variable that is not there."""
+    def refers_to_an_error(self, text: str) -> bool:
+        """Return whether a text refers to an interpolation that has an error."""
         values = {name: self.values[name] for name in REFERENCE.findall(text)}
         for name in (name for name, value in values.items() if isinstance(value, str) and "${" in value):
             try:
                 OmegaConf.select(self.config, name)
             except OmegaConfBaseException as error:
-                if NOT_FOUND.match(str(error)) or "environment variable" in str(error).lower():
+                if NOT_FOUND.match(str(error)) or NOT_SET in str(error).lower():
                     return True
         return False
 
     def near(self, reference: str, key: str) -> str | None:
-        """The existing key most like one that leads nowhere: a sibling first, then any key but `key`, which asks."""
+        """Return the existing key that is most similar to a reference, except its parents and `key`."""
         known = [path for path, _ in leaves(self.raw)]
-        if reference.startswith(".") or reference in known:
+        if reference.startswith(".") or reference.partition("[")[0] in known:
             return None
-        if reference.partition("[")[0] in known:
-            return None  # the list is there, and too short
-        parent, _, word = reference.rpartition(".")
-        siblings = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == parent}
-        found = find_nearest(word, siblings)
-        if found:
-            return siblings[found[0]]
-        # A part of the key itself is like it, and no help.
         others = [path for path in known if not reference.startswith(f"{path}.") and path != key]
+        parent, _, word = reference.rpartition(".")
+        siblings = {path.rpartition(".")[2]: path for path in others if path.rpartition(".")[0] == parent}
         alike = [path for path in others if path.rpartition(".")[2] == word]
-        return next(iter([*alike, *find_nearest(reference, others, likeness=0.8)]), None)
+        found = [
+            *map(siblings.get, find_nearest(word, siblings)),
+            *alike,
+            *find_nearest(reference, others, likeness=0.8),
+        ]
+        return found[0] if found else None
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
-        """References that resolving a text follows, at least; a circle ends where it closes."""
+        """Return a lower bound of the number of references that resolving a text follows. A circle ends."""
         total = 0
         for reference in REFERENCE.findall(text):
             if reference in trail or reference.startswith("."):
@@ -271,15 +254,12 @@ class _Reader:
             total += 1 + self.costs[reference]
         return total
 
-    def too_large(self, key: str) -> Any:
+    def too_large(self, key: str) -> Unknown:
         if not any("too large" in error.got for error in self.errors):
-            self.error(
-                key,
-                got="too large: the config grows without end from here",
-                expected=f"at most {MAX_NODES} nodes, {MAX_DEPTH} deep",
-                fix="Look for an anchor or an interpolation that holds itself",
-            )
+            fix = "Look for an anchor or an interpolation that holds itself"
+            got, expected = "too large: the config grows without end", f"at most {MAX_NODES} nodes, {MAX_DEPTH} deep"
+            self.error(key, got, expected, fix)
         return UNKNOWN
 
-    def error(self, key: str, *, got: str, expected: str, fix: str | None = None) -> None:
-        self.errors.append(ErrorDetails(key=key, got=got, expected=expected, fix=fix))
+    def error(self, key: str, got: str, expected: str, fix: str | None = None) -> None:
+        self.errors.append(ErrorDetails(key, got, expected, fix))

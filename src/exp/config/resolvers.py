@@ -1,9 +1,8 @@
-"""Resolvers of the user's own, which the node `resolvers` names: `resolvers: {half: mine.half}`, `${half:64}`.
+"""Resolvers that a config declares in its node `resolvers`: `resolvers: {half: mine.half}` and `${half:64}`.
 
-Each is a function that passes the wall of targets: its name is looked at before anything is imported, and its module
-is imported when an interpolation first asks for it, or when the check looks at it. OmegaConf keeps the names of
-resolvers for the process; the functions are those that the config names which is read, and each is called once for the
-same arguments: a config is read by the check, the plan and whatever writes it down, and all are to see one value.
+The name of a function is checked as a `_target_` is. Its module is imported when an interpolation is first resolved, or
+by the check. OmegaConf keeps the names of resolvers for the process; the function is the one that the config being read
+declares. A function is called once for the same arguments, so that the check, the plan and the frozen config agree.
 """
 
 from __future__ import annotations
@@ -11,29 +10,33 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
+from exp.config.copying import raw_values
+from exp.config.reading import held
 from exp.config.targets import TargetError, resolve_resolver
 from exp.errors import ConfigError, ErrorDetails
 from exp.spelling import show
 
 NODE = "resolvers"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
-EXAMPLE = "the dotted name of a function of yours, such as mine.half of mine.py beside ./conf"
+EXAMPLE = "the dotted name of a function of yours, such as mine.half of mine.py next to ./conf"
 
 _registered: set[str] = set()
 
 
 class _Calls:
-    """What the resolvers of one config gave, and the packages that it trusts.
+    """The results of the resolvers of a config and its copies.
 
-    values: by function and arguments, so that whoever reads the config, or a copy of it, sees the same.
+    Args:
+        allow: The packages that the command line allows.
+        values: Results by function and arguments.
     """
 
-    def __init__(self, allow: Sequence[str], values: dict[tuple[str, str], Any]) -> None:
+    def __init__(self, allow: Sequence[str], values: dict[tuple[str, str], object]) -> None:
         self.allow, self.values = allow, values
 
     def __deepcopy__(self, memo: object) -> _Calls:
@@ -41,85 +44,65 @@ class _Calls:
 
 
 def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
-    """Let interpolations of a config, and of its copies, call the functions that it names as resolvers.
+    """Let interpolations of a config and its copies call the functions that it declares.
 
-    Each is called once with the same arguments. What another config names stays as it is.
-
-    allow: the packages that the command line trusts. A name that OmegaConf or Hydra has stays theirs.
+    Resolvers of OmegaConf and Hydra keep their names. allow: the packages that the command line allows.
     """
     kept = OmegaConf.get_cache(config)
     kept[NODE] = _Calls(allow, kept[NODE].values if NODE in kept else {})
-    for name in _named(config):
+    for name in _declared(config):
         if name in _registered or not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, _late(name), replace=True)
             _registered.add(name)
 
 
 def resolver_errors(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
-    """What is wrong with the names of resolvers, and with the functions that they name."""
-    named = plain[NODE] if isinstance(plain.get(NODE), dict) else {}
-    for name, dotted in named.items():
-        key = f"{NODE}.{name}"
+    """Yield the errors in the names of resolvers and of their functions."""
+    declared = plain[NODE] if isinstance(plain.get(NODE), dict) else {}
+    for name, dotted in declared.items():
+        got, expected, fix = show(dotted), EXAMPLE, None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            yield ErrorDetails(key=key, got=show(name), expected="a name of letters, as ${name:...} has it")
+            got, expected = show(name), "a name of letters, as in ${name:...}"
         elif name not in _registered and OmegaConf.has_resolver(name):
-            yield ErrorDetails(
-                key=key,
-                got=f"{name}, which OmegaConf or Hydra has",
-                expected="a name of your own",
-                fix=f"Write resolvers.my_{name.replace('.', '_')}",
-            )
-        elif not isinstance(dotted, str) or "." not in dotted:
-            yield ErrorDetails(key=key, got=show(dotted), expected=EXAMPLE)
-        else:
+            got, expected = f"{name}, which OmegaConf or Hydra has", "another name"
+            fix = f"Write resolvers.my_{name.replace('.', '_')}"
+        elif isinstance(dotted, str) and "." in dotted:
             try:
                 resolve_resolver(dotted, allow=allow)
+                continue
             except TargetError as error:
-                (detail,) = error.errors
-                yield ErrorDetails(key=key, got=detail.got, expected=EXAMPLE, fix=detail.fix)
+                got, fix = error.errors[0].got, error.errors[0].fix
             except ConfigError as error:
                 yield from error.errors
+                continue
+        yield ErrorDetails(f"{NODE}.{name}", got, expected, fix)
 
 
-def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
-    """Return the mapping or list of a config under a name. None for another value, `???` and interpolations."""
-    if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
-        return None
-    value = config[name]
-    return value if isinstance(value, DictConfig | ListConfig) else None
-
-
-def _named(config: DictConfig) -> dict[str, str]:
-    """Each resolver with the function that it names, where both can be names."""
+def _declared(config: DictConfig) -> dict[str, str]:
+    """Return the functions of resolvers by name, where both can be names."""
     node = held(config, NODE)
-    if not isinstance(node, DictConfig):
-        return {}
-    named = cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=False))
     return {
         name: dotted
-        for name, dotted in named.items()
+        for name, dotted in (raw_values(node) if isinstance(node, DictConfig) else {}).items()
         if isinstance(name, str) and NAME.fullmatch(name) and isinstance(dotted, str) and "${" not in dotted
     }
 
 
-def _late(name: str) -> Callable[..., Any]:
-    """A resolver that calls the function which the config that asks names, when that has passed the wall."""
+def _late(name: str) -> Callable[..., object]:
+    """Return a resolver that calls the function which the resolved config declares."""
 
-    def called(*arguments: Any, _root_: DictConfig) -> Any:
-        named, kept = _named(_root_), OmegaConf.get_cache(_root_)
-        if name not in named or NODE not in kept:
-            # OmegaConf's own words for one that it does not know.
+    def called(*arguments: object, _root_: DictConfig) -> object:
+        declared, kept = _declared(_root_), OmegaConf.get_cache(_root_)
+        if name not in declared or NODE not in kept:
+            # OmegaConf's words for an unknown resolver.
             raise UnsupportedInterpolationType(f"Unsupported interpolation type {name}")
-        dotted, calls = named[name], kept[NODE]
+        dotted, calls = declared[name], kept[NODE]
         function = resolve_resolver(dotted, allow=calls.allow)
-        call = (dotted, repr([_plain(argument) for argument in arguments]))
+        plain = [OmegaConf.to_container(one, resolve=True) if OmegaConf.is_config(one) else one for one in arguments]
+        call = (dotted, repr(plain))
         if call not in calls.values:
             calls.values[call] = function(*arguments)
-        # A container becomes a part of the config that asks.
+        # A container becomes a part of the resolved config.
         return copy.deepcopy(calls.values[call])
 
     return called
-
-
-def _plain(argument: Any) -> Any:
-    return OmegaConf.to_container(argument, resolve=True) if OmegaConf.is_config(argument) else argument

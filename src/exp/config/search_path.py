@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exp.errors import config_error
+from exp.errors import COMMAND_LINE, config_error
 
 ENTRY_POINTS = "exp.conf"
 OWN_CONF = Path(__file__).parent.parent / "conf"
@@ -39,7 +39,7 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
         if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
             raise config_error(
                 "--config-dir", got=f"{config_dir} is not a directory", expected="a directory of config groups",
-                source="command line",
+                source=COMMAND_LINE,
             )  # fmt: skip
         places.append(Place(provider="command-line", directory=directory.absolute()))
     places.append(Place(provider="exp", directory=OWN_CONF))

@@ -14,11 +14,10 @@ from omegaconf import DictConfig
 from exp.config import yaml_files
 from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
-from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import Layer
 from exp.config.search_path import shown
 from exp.config.yaml_files import Position, read_yaml, split
-from exp.errors import ConfigError
+from exp.errors import COMMAND_LINE, ConfigError
 
 TARGET, ARGUMENTS = "_target_", "_args_"
 # The value of a key that an override removes.

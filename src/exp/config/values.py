@@ -12,21 +12,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.habits import fix_of_key
-from exp.config.plain_tree import is_node
+from exp.config.plain_tree import ABSENT, is_node, value_at
 from exp.spelling import is_typo
 
-# `1e3` and `1.5e3`, which Hydra reads as floats. Above the limit a float no longer counts one by one.
+# `1e3` and `1.5e3`, which Hydra reads as floats. Above the limit a float is no longer an exact integer.
 WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
 MOST_EXACT = 2**53
 Container = DictConfig | ListConfig
-# The value of a key that is not there.
-ABSENT: Any = object()
 
 
-def held_value(node: Any, name: Any) -> Any:
+def held_value(node: object, part: str) -> Any:
     """Return the value of an entry: ABSENT if there is none, None if it has no value yet or cannot be resolved."""
-    name = _entry(node, name)
-    if name is ABSENT:
+    name = _entry(node, part)
+    if name is ABSENT or not isinstance(node, Container):
         return ABSENT
     try:
         return None if OmegaConf.is_missing(node, name) else node[name]
@@ -34,8 +32,8 @@ def held_value(node: Any, name: Any) -> Any:
         return None
 
 
-def _entry(node: Any, part: str) -> Any:
-    """Return the name of an entry as the node has it: YAML reads the names of `unfreeze: {10: ...}` as numbers."""
+def _entry(node: object, part: str) -> Any:
+    """Return the name of an entry in its node: YAML reads the names of `unfreeze: {10: ...}` as numbers."""
     if isinstance(node, ListConfig):
         return int(part) if part.isdecimal() and int(part) < len(node) else ABSENT
     names = list(node) if isinstance(node, DictConfig) else []
@@ -48,7 +46,7 @@ def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
 
     A reference such as `${model}` ends the way, with the value None. The keys of the other node are not below it.
     """
-    node: Any = config
+    node: object = config
     parts = key.split(".")
     for count, part in enumerate(parts):
         inner = held_value(node, part)
@@ -60,7 +58,7 @@ def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
     return key, node
 
 
-def _is_reference(node: Any, part: str) -> bool:
+def _is_reference(node: object, part: str) -> bool:
     name = _entry(node, part)
     return name is not ABSENT and OmegaConf.is_interpolation(node, name)
 
@@ -74,11 +72,11 @@ def adds_keys(node: DictConfig, value: Mapping[str, Any]) -> bool:
     )
 
 
-def takes_new_key(holder: str, node: Any, name: str) -> bool:
+def takes_new_key(holder: str, node: object, name: str) -> bool:
     """Return whether a node takes a key that no file shows without a `+`.
 
-    A node with a `_target_` does, because its class decides, and so does an entry of `phases`. A slip of a key that is
-    there is an error, and so is a word of other frameworks that no class of exp or torch has as a parameter.
+    A node with a `_target_` does, because its class decides, and so does an entry of `phases`. A slip of an existing
+    key is an error, and so is a key of another framework in a class of exp or torch.
     """
     is_phase = holder.startswith("phases.") and holder.count(".") == 1
     is_hydras = holder.partition(".")[0] in ("", "hydra")
@@ -125,11 +123,12 @@ def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, 
             and isinstance(old, DictConfig)
             and "_target_" in old
         ):
-            holder[name] = _declared_at(declared or {}, override.key_or_group)
+            kept = value_at(declared, override.key_or_group)
+            holder[name] = copy.deepcopy(kept) if isinstance(kept, dict) else {}
         _merge(holder, name, value)
 
 
-def _name_in(holder: Any, part: str, *, is_made: bool) -> Any:
+def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
     """Return the name of an entry. A new one is a number if all others are. is_made: the holder is new, too."""
     name = _entry(holder, part)
     if name is not ABSENT:
@@ -138,25 +137,18 @@ def _name_in(holder: Any, part: str, *, is_made: bool) -> Any:
     return int(part) if part.isdecimal() and is_numbered else part
 
 
-def _whole(override: Override, old: Any) -> Any:
+def _whole(override: Override, old: object) -> object:
     """Return the value of an override: for `1e3`, which Hydra reads as 1000.0, an int if an int or null is there."""
     value: Any = override.value()
     text = (override.input_line or "").partition("=")[2]
     is_exact = isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
     if not is_exact or WITH_EXPONENT.fullmatch(text) is None:
         return value
-    # 1.0 of Lightning's limits is all batches, and 1 is one batch.
+    # In Lightning's limits, 1.0 is all batches and 1 is one batch.
     return int(value) if type(old) is int or (old is None and abs(value) > 1) else value
 
 
-def _declared_at(declared: Mapping[str, Any], key: str) -> dict[str, Any]:
-    node: Any = declared
-    for part in key.split("."):
-        node = node[part] if isinstance(node, Mapping) and part in node else {}
-    return copy.deepcopy(node) if isinstance(node, dict) else {}
-
-
-def _merge(holder: Any, name: Any, value: Any) -> None:
+def _merge(holder: Any, name: str | int, value: object) -> None:
     old = held_value(holder, str(name))
     if isinstance(value, dict) and isinstance(old, DictConfig) and not _is_reference(holder, str(name)):
         for inner, one in value.items():

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from exp.config.plain_tree import are_same, is_node, leaves
+from exp.config.plain_tree import are_same, is_node, leaves, value_at
 
-# Keys that every config has now, with the value of a config that has none.
+# Keys that every config has now, with the value for a config without the key.
 PRESENT: Mapping[str, Any] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
 # Keys that change nothing at these values; configs of earlier versions do not have them.
 ADDED: Mapping[str, Any] = {
@@ -29,11 +29,11 @@ REMOVED: Mapping[str, Any] = {
     "runtime.warm": "auto",
     "sweep.storage": None,
 }
-# Values that keys no longer take, and what takes their place.
+# Values that keys no longer take, with their replacements.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
     ("runtime.non_finite", "rewind"): "stop",
 }
-# Values that chose what a class of its own does now, and that class.
+# Values that selected a behavior which now has a separate class.
 DDP = "exp.strategies.ddp.DDP"
 CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
     ("strategy.inner", "layer_split"): "exp.extras.gallery.split_ddp.SplitDDP",
@@ -122,7 +122,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
         "local_sgd": Removed([{"_target_": "exp.strategies.ddp.LocalSGD"}, None], is_written=True),
     },
     "exp.strategies.fsdp.FSDP": {"min_parameters": Removed(), "no_sync": Removed([False])},
-    # Where activations lie changes no number.
+    # The placement of activations changes no number.
     "exp.strategies.hybrid.Hybrid": {"sequence": Removed()},
     "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed()},
     "exp.tensorboard.logger.TensorBoardLogger": {"graph": Removed()},
@@ -214,10 +214,8 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
 
 def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the mapping that holds a dotted key, and the last name of the key; an empty mapping if none holds it."""
-    *parents, last = key.split(".")
-    node: Any = tree
-    for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
+    parent, _, last = key.rpartition(".")
+    node = value_at(tree, parent) if parent else tree
     return (node if isinstance(node, dict) else {}), last
 
 

@@ -1,10 +1,10 @@
-"""Reading a YAML file with a bound on what it may grow to, finding where in it a key stands, and writing one."""
+"""Read YAML files within limits of size, find the lines of their keys, and write YAML."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,28 +14,24 @@ import yaml
 from exp.config.search_path import shown
 from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 
-# Twenty times the largest config seen. 180 bytes of nested anchors grow to a billion nodes.
+# Twenty times the largest known config. 180 bytes of nested anchors expand to a billion nodes.
 MAX_NODES = 20_000
 MAX_DEPTH = 60
 MAX_BYTES = 1_000_000
-# Signs that open a level. libyaml's binding recurses in C, where too many levels are a crash and no exception.
+# Characters that open a level. libyaml's binding recurses in C, where too many levels crash the process.
 MAX_FAST_SIGNS = 3_000
-# Scalars that YAML 1.1, which PyYAML reads, takes for another value than YAML 1.2 does, and how to write what is meant.
-MISREAD = {
-    "a truth value": re.compile(r"yes|no|on|off", re.IGNORECASE),
-    "an octal number": re.compile(r"[-+]?0[0-7_]+"),
-    "a binary number": re.compile(r"[-+]?0b[01_]+"),
-    "a number to the base 60": re.compile(r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?"),
-}
+# Plain scalars that YAML 1.1, which PyYAML implements, and YAML 1.2 read differently: yes, 012, 0b101, 1:30.
+MISREAD = re.compile(r"(?i:yes|no|on|off)|[-+]?(0[0-7_]+|0b[01_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
+TRUTH = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a value begins: the file as shown to a reader, line and column from 1.
+    """The beginning of a value: the file as shown to users, line and column from 1.
 
-    Of a block scalar (`forward: |`) and of a quoted one these are those of its first character of text: line n of the
-    text is line `line + n - 1` of the file, and its columns are shifted by `column - 1`.
+    For a block scalar (`forward: |`) and a quoted scalar, the position is that of the first character of text. Line n
+    of the text is line `line + n - 1` of the file, and its columns are shifted by `column - 1`.
     """
 
     file: str
@@ -44,9 +40,10 @@ class Position:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file as plain values; None for an empty file. Callers must not change it.
+    """Return the content of a YAML file as plain values; None for an empty file. Callers must not change it.
 
-    Raises: ConfigError where it cannot be read, is no YAML, or grows beyond the bounds.
+    Raises:
+        ConfigError: The file cannot be read, is not YAML, or exceeds the limits.
     """
     try:
         status = path.stat()
@@ -68,7 +65,7 @@ def _read(path: Path, _changed: int, size: int) -> Any:
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """The content of YAML text. name: of its file, for messages. Raises: ConfigError, as read_yaml."""
+    """Return the content of YAML text, or raise ConfigError as `read_yaml`. name: The file, for messages."""
     if len(text) > MAX_BYTES:
         raise _refused(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
     try:
@@ -76,8 +73,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _bound(name, root)
-        _refuse_misread(name, root)
+        _check(name, root)
         return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -90,9 +86,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
 
 class Choice(NamedTuple):
-    """One entry of a defaults list: options of a group, or without a group the path of a config.
+    """An entry of a defaults list: options of a group, or the path of a config if the group is "".
 
-    number: of the line in the list, from 0.
+    number: The line in the list, from 0.
     """
 
     group: str
@@ -115,12 +111,12 @@ def choices_of(content: Any) -> list[Choice]:
 
 
 def split(key: str) -> tuple[str, ...]:
-    """`a.b[0].c` as (a, b, 0, c)."""
+    """Return the names of a key: (a, b, 0, c) for `a.b[0].c`."""
     return tuple(part for part in re.split(r"[.\[\]]+", key) if part)
 
 
 def position_of(path: Path, keys: Sequence[str]) -> Position | None:
-    """Where the value under nested `keys` begins in a file; None where the file does not hold it."""
+    """Return the position of the value under nested `keys` in a file; None if the file does not have it."""
     text = path.read_text(encoding="utf-8")
     node = _tree(text)
     for key in keys:
@@ -140,7 +136,7 @@ def position_of(path: Path, keys: Sequence[str]) -> Position | None:
 
 
 def line_of(path: Path, keys: Sequence[str]) -> int | None:
-    """The line, from 1, on which nested `keys` end in a file; None where the file does not hold them."""
+    """Return the line, from 1, of the last of nested `keys` in a file; None if the file does not have them."""
     node, place = _tree(path.read_text(encoding="utf-8")), None
     for key in keys:
         place, node = _child(node, key)
@@ -155,7 +151,7 @@ def _tree(text: str) -> yaml.Node | None:
 
 
 def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Node | None]:
-    """The node of a key, an element itself in a list, and that of its value."""
+    """Return the nodes of a key and of its value; for a list, the element twice."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if isinstance(name, yaml.ScalarNode) and name.value == key:
@@ -165,68 +161,46 @@ def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Nod
     return None, None
 
 
-def _bound(name: str, root: yaml.Node) -> None:
+def _check(name: str, root: yaml.Node) -> None:
+    """Raise ConfigError if the nodes exceed the limits, or for plain scalars that YAML 1.1 and 1.2 read differently."""
     sizes: dict[int, int] = {}
+    errors: list[ErrorDetails] = []
 
-    def size_of(node: yaml.Node, above: tuple[int, ...]) -> int:
+    def size_of(node: yaml.Node, key: str, above: tuple[int, ...]) -> int:
         if id(node) in above or len(above) > MAX_DEPTH:
             raise _too_deep(name)
-        if id(node) not in sizes:
-            inner: list[yaml.Node] = []
-            if isinstance(node, yaml.MappingNode):
-                inner = [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                inner = node.value
-            sizes[id(node)] = 1 + sum(size_of(part, (*above, id(node))) for part in inner)
+        if id(node) in sizes:
+            return sizes[id(node)]
+        inner: list[tuple[str, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            labels = [label.value if isinstance(label, yaml.ScalarNode) else "" for label, _ in node.value]
+            inner = [(f"{key}.{label}", one) for label, pair in zip(labels, node.value, strict=True) for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = [(f"{key}.{place}", one) for place, one in enumerate(node.value)]
+        # A plain scalar has the style "" in libyaml, and None in PyYAML.
+        elif not node.style and node.tag != TEXT and MISREAD.fullmatch(node.value):
+            errors.append(_misread(name, key.removeprefix("."), node))
+        sizes[id(node)] = 1 + sum(size_of(one, below, (*above, id(node))) for below, one in inner)
         return sizes[id(node)]
 
-    size = size_of(root, ())
+    size = size_of(root, "", ())
     if size > MAX_NODES:
         raise _refused(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
-
-
-def _refuse_misread(name: str, root: yaml.Node) -> None:
-    """Raise ConfigError for plain scalars such as `yes`, `012` or `1:30`, which YAML 1.1 and 1.2 read differently."""
-    errors: list[ErrorDetails] = []
-    seen: set[int] = set()
-
-    def visit(node: yaml.Node, key: str) -> None:
-        if id(node) in seen:
-            return
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            for label, value in node.value:
-                below = label.value if isinstance(label, yaml.ScalarNode) else ""
-                visit(label, f"{key}{below}")
-                visit(value, f"{key}{below}.")
-        elif isinstance(node, yaml.SequenceNode):
-            for place, value in enumerate(node.value):
-                visit(value, f"{key}{place}.")
-        elif not node.style and node.tag != TEXT:  # libyaml says "" of a plain scalar, PyYAML None
-            errors.extend(_misread(name, key.rstrip("."), node))
-
-    visit(root, "")
     raise_errors(errors)
 
 
-def _misread(name: str, key: str, node: yaml.ScalarNode) -> Iterator[ErrorDetails]:
+def _misread(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
     text = node.value
-    for meaning, pattern in MISREAD.items():
-        if pattern.fullmatch(text):
-            value = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(text.lower())
-            value = value or (str(int(text)) if meaning == "an octal number" else "the number in decimal digits")
-            yield ErrorDetails(
-                key=key or name,
-                got=f"{text}, which YAML 1.1 reads as {meaning} and YAML 1.2 does not",
-                expected="a value that both read alike",
-                fix=f"Write {value}, or '{text}' in quotes for the text",
-                source=f"{name}, line {node.start_mark.line + 1}",
-            )
+    value = TRUTH.get(text.lower()) or (str(int(text)) if text.lstrip("+-").isdecimal() else "a decimal number")
+    return ErrorDetails(
+        key or name, f"{text}, which YAML 1.1 and YAML 1.2 read differently", "a value that both read alike",
+        f"Write {value}, or '{text}' in quotes for the text", source=f"{name}, line {node.start_mark.line + 1}",
+    )  # fmt: skip
 
 
 @functools.cache
 def _loader(*, fast: bool) -> Any:
-    # OmegaConf's own dialect: 1e-3 is a number, a key that stands twice is an error, dates are text.
+    # OmegaConf's dialect: 1e-3 is a number, a repeated key is an error, dates are text.
     from omegaconf._utils import get_yaml_loader
 
     dialect = get_yaml_loader()
@@ -234,7 +208,7 @@ def _loader(*, fast: bool) -> Any:
         return dialect
 
     class FastLoader(yaml.cyaml.CParser, dialect):  # type: ignore[misc, valid-type]  # a base of C, without types
-        """The dialect on libyaml's parser, a tenth of the time: half of what --cfg job takes is reading YAML."""
+        """The dialect on libyaml's parser, in a tenth of the time. Reading YAML is half of the time of --cfg job."""
 
         def __init__(self, stream: str) -> None:
             yaml.cyaml.CParser.__init__(self, stream)
@@ -253,11 +227,10 @@ def _refused(name: str, got: str, expected: str) -> ConfigError:
 
 
 def yaml_text(plain: object) -> str:
-    """Plain values as YAML, as OmegaConf.to_yaml has them, by libyaml where it is installed.
+    """Return plain values as the YAML of OmegaConf.to_yaml, by libyaml if it is installed.
 
-    Long quoted texts are folded at other places.
-
-    OmegaConf's own takes 12 ms for a whole config, most of it to make a config of the values once more.
+    Long quoted texts are folded at other places. OmegaConf.to_yaml takes 12 ms for a whole config, because it makes
+    another config of the values.
     """
     text: str = yaml.dump(plain, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
@@ -265,12 +238,13 @@ def yaml_text(plain: object) -> str:
 
 @functools.cache
 def _dumper() -> Any:
-    # Private of OmegaConf (2.3), and tested: which texts it quotes, so that they come back as texts.
+    # Private in OmegaConf 2.3: its representers quote texts that YAML would read as other values. test_freeze fails
+    # if they change.
     from omegaconf._utils import get_omega_conf_dumper
 
     by_omegaconf = get_omega_conf_dumper()
     base = yaml.CDumper if yaml.__with_libyaml__ else by_omegaconf
-    # What an interpolation gives a second time is no anchor.
+    # A value that two interpolations return is not an anchor.
     return type(
         "_Dumper",
         (base,),

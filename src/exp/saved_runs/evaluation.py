@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.check.stages import compose
 from exp.check.starting_point import root_of
-from exp.config.found_run import key_of, written
+from exp.config.found_run import key_of, override_texts, override_value
 from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error
@@ -92,7 +92,7 @@ def evaluation_config(
         place = Path(config[COMPOSITION].directory)
     # By which exp.train does the same again.
     again = [] if run.directory is None else [_from(run.directory)]
-    again += ["train=false", *(f"{key}={written(key == asked)}" for key in WAYS), f"resume={written(str(checkpoint))}"]
+    again += ["train=false", *override_texts({key: key == asked for key in WAYS} | {"resume": str(checkpoint)})]
     with open_dict(config):
         config.train = False
         for key in WAYS:
@@ -129,7 +129,7 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
 
 
 def _from(directory: Path) -> str:
-    return f"from_run={written(str(directory))}"
+    return f"from_run={override_value(str(directory))}"
 
 
 def _top(override: str) -> str:

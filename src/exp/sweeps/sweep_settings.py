@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 from exp.check.stages import located, refuse_nodes
 from exp.config.compose import Composition, shared_config
 from exp.config.grammar import parse_override
-from exp.config.groups import COMMAND_LINE
 from exp.config.hydra_adapter import hydra_config, recorded_overrides
-from exp.errors import ConfigError, ErrorDetails, raise_errors
+from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
 from exp.sweeps.results import FOLD, NONE

@@ -156,10 +156,10 @@ def shortened(
     from omegaconf import OmegaConf, open_dict
 
     from exp.check.starting_point import root_of
-    from exp.config.copying import copied
+    from exp.config.copying import copy_config
     from exp.config.frozen import COMPOSITION
 
-    short = copied(config)
+    short = copy_config(config)
     kept, _ = parted_callbacks(decided)
     # Hooks that transform change what a step does; the others look on.
     hooks = {name: config.hooks[name] for name, hook in decided.hooks.items() if hook.transforms}

@@ -31,7 +31,7 @@ def called(*names: str) -> re.Pattern[str]:
 FILE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Parts of commands that are refused, here or on any machine, with the message.
 REFUSED = {
-    "module=litnet optimizer.lr=0.1": "set beside module",
+    "module=litnet optimizer.lr=0.1": "set with module",
     "strategy=deepspeed": "needs the package deepspeed",
     "hydra.launcher.partition=gpu": "on a machine without sbatch and srun",
     "hydra/launcher=ray": "without the package ray",

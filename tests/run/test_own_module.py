@@ -270,7 +270,7 @@ def errors_of(*overrides):
         ([NET, "phases=[adversarial]"], "phases", "manual optimization"),
         ([NET, "model=lenet"], "model", "module.net"),
         ([NET, "experiment=theirs"], "scheduler", "its configure_optimizers makes them"),
-        ([NET, "+precision.keep={LayerNorm: fp32}"], "precision.keep", "nobody knows before its step"),
+        ([NET, "+precision.keep={LayerNorm: fp32}"], "precision.keep", "unknown before its step"),
         ([NET, "precision=fp8"], "precision.word", "Write precision=bf16"),
         ([NET, "runtime.compile=true"], "runtime.compile", "torch.compile(self.net)"),
         ([NET, "runtime.non_finite=skip"], "runtime.non_finite", "stop"),

@@ -20,7 +20,7 @@ from exp.check.phase_rules import (
 )
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.habits import fix_of_value
-from exp.config.module_key import brings_data, has_module, module_stands_alone
+from exp.config.module_key import brings_data, has_module, module_errors
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in
@@ -489,7 +489,7 @@ def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[st
 
 
 RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
-    module_stands_alone,
+    module_errors,
     something_to_do,
     files_are_there,
     the_run_ends,

@@ -22,7 +22,7 @@ from exp.config.frozen import COMPOSITION
 from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
-from exp.config.search_path import shown as shown_path
+from exp.config.search_path import display_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split
 from exp.errors import COMMAND_LINE, ConfigError, ExpError, config_error
@@ -144,7 +144,7 @@ class Question:
     def _place(self, one: Setting) -> str:
         if one.file is not None:
             found = position_of(one.file, one.keys)
-            return shown_path(one.file) if found is None else f"{found.file}:{found.line}"
+            return display_path(one.file) if found is None else f"{found.file}:{found.line}"
         return COMMAND_LINE if one.text in self._typed else "from_run"
 
     def _last_place(self, key: str) -> str:

@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.grammar import VERSION_BASE, hydra_base, parse_override
 from exp.config.plain_tree import leaves
 from exp.config.reading import secrets_kept
-from exp.config.search_path import OWN_CONF, Place, shown
+from exp.config.search_path import OWN_CONF, Place, display_path
 from exp.config.slots import ONE, nodes_in, package_of_flat
 from exp.config.yaml_files import read_yaml
 from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, chain_of, config_error, one_line, unknown_word
@@ -136,10 +136,10 @@ class ConfigFolder(ConfigSource):
         content = read_yaml(file)
         if content is not None and not isinstance(content, dict | list):
             got = f"one value, {content!r}"
-            raise config_error(config_path, got=got, expected="keys and values", source=shown(file))
+            raise config_error(config_path, got=got, expected="keys and values", source=display_path(file))
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
-            raise ConfigError([searchpath_error(settings["searchpath"], source=shown(file))])
+            raise ConfigError([searchpath_error(settings["searchpath"], source=display_path(file))])
         # Hydra looks for the header in the first line alone.
         with file.open(encoding="utf-8") as lines:
             comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
@@ -149,7 +149,7 @@ class ConfigFolder(ConfigSource):
         except OmegaConfBaseException as error:
             raise config_error(
                 str(error.full_key or config_path), got=str(error).splitlines()[0],
-                expected="a value that OmegaConf can read", source=shown(file),
+                expected="a value that OmegaConf can read", source=display_path(file),
             ) from error  # fmt: skip
         header = {"package": package or package_of_flat(config_path, content)}
         return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
@@ -273,7 +273,7 @@ def compose_groups(
             # A circle begins at the last file that was not read before.
             raise config_error(
                 "defaults", got="a defaults list that leads back to itself",
-                expected="configs that do not include each other", source=shown(ConfigFolder.last),
+                expected="configs that do not include each other", source=display_path(ConfigFolder.last),
             ) from error  # fmt: skip
         except HYDRA_ERRORS as error:
             raise ConfigError([error_of(error)]) from error

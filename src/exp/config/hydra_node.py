@@ -1,25 +1,25 @@
-"""Hydra's own settings: where results go, the sweeper and the launcher may be set. Any other is an error."""
+"""Check Hydra's own settings: directories, the sweeper and the launcher may be set. Any other setting is an error."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.clusters import cluster_errors
+from exp.config.copying import raw_values
 from exp.config.groups import USED_GROUPS
 from exp.config.habits import fix_of_key
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
 from exp.config.plain_tree import leaves, text_values
-from exp.config.search_path import OWN_CONF, shown
+from exp.config.search_path import OWN_CONF, display_path
 from exp.config.slots import nodes_in
-from exp.config.yaml_files import Choice, choices_of, read_yaml, split
+from exp.config.yaml_files import choices_of, read_yaml, split
 from exp.errors import ErrorDetails, raise_errors
 from exp.files import is_valid_path
 from exp.redaction import INTERPOLATION
@@ -27,17 +27,16 @@ from exp.spelling import among, did_you_mean
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")
+NO_LOGGING = ("Hydra sets up no logging here", "train.log of the run directory")
+NO_VARIABLES = ("a job changes no environment variables", "NAME=value before the command")
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
     "hydra.job.chdir": ("the working directory never changes", "paths relative to it; results go to the run directory"),
-    "hydra.job.name": ("the name of a run is its own key", "name=NAME"),
+    "hydra.job.name": ("name is a key of exp", "name=NAME"),
     "hydra.output_subdir": ("Hydra writes no files here", "config.yaml and overrides.yaml of the run directory"),
-    "hydra.job_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
-    "hydra.hydra_logging": ("Hydra sets up no logging here", "train.log of the run directory"),
-    "hydra.verbose": ("Hydra sets up no logging here", "--cfg hydra for what Hydra sees"),
     "hydra.mode": ("the mode is a flag", "-m for several jobs, nothing for one"),
-    "hydra.job.env_set": ("a job changes no environment variables", "NAME=value before the command"),
-    "hydra.job.env_copy": ("a job changes no environment variables", "NAME=value before the command"),
+    **dict.fromkeys(("hydra.job_logging", "hydra.hydra_logging", "hydra.verbose"), NO_LOGGING),
+    **dict.fromkeys(("hydra.job.env_set", "hydra.job.env_copy"), NO_VARIABLES),
 }
 
 # Its value comes from the user's shell, so a path may begin with it.
@@ -77,21 +76,27 @@ def hydra_node_errors(
     """Return the errors of the hydra node of a composed config.
 
     Args:
+        config: The config.
         layers: The files that were merged.
+        multirun: The config is that of a sweep.
         typed: Hydra's own keys that the command line sets, with the text of each value.
     """
-    written = [error for layer in layers for error in _file_errors(layer, config)]
-    keys = {error.key for error in written}
-    return written + [error for error in _node_errors(config, multirun=multirun, typed=typed) if error.key not in keys]
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    errors = [error for layer in layers for error in _file_errors(layer, config)]
+    errors += [_error(f"hydra.callbacks.{name}", *REFUSED["hydra.callbacks"]) for name in config.hydra.callbacks or ()]
+    errors += [_error("hydra.job.chdir", *REFUSED["hydra.job.chdir"])] if config.hydra.job.chdir else []
+    errors += [*_plugin_errors(config, "sweeper"), *_plugin_errors(config, "launcher")]
+    errors += _directory_errors(config, key, typed=typed.get(key))
+    return list({error.key: error for error in reversed(errors)}.values())[::-1]
 
 
 def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
-    """Yield an error for each setting of Hydra's in a file that would have no effect, or run code before the check."""
+    """Yield an error for each setting of Hydra in a file that has no effect, or would run code before the check."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
-    content, source = read_yaml(layer.file), shown(layer.file)
+    content, source = read_yaml(layer.file), display_path(layer.file)
     errors = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
-    for group, option in _hydras(choices_of(content)):
+    for group, option in _hydra_choices(content):
         if group in USED_GROUPS and str(config.hydra.runtime.choices[group]) != option:
             got = f"{option}, which the choice of the primary config or of the command line overrules"
             fix = f"Write {group}={option} on the command line"
@@ -99,13 +104,13 @@ def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
     yield from (replace(error, source=source) for error in errors)
 
 
-def unused_settings(content: Any, package: Sequence[str]) -> list[ErrorDetails]:
-    """Return an error for each setting and group of Hydra's that a file has, and neither exp nor its own files use.
+def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetails]:
+    """Return an error for each setting and group of Hydra in a file that neither exp nor exp's files use.
 
-    package: where the file is merged.
+    package: The node at which the file is merged.
     """
     own = read_yaml(OWN_CONF / "train.yaml")
-    # A user's own primary config begins as a copy of exp's.
+    # A user's primary config may begin as a copy of exp's.
     known = dict(settings_of(own, ()))
     errors: dict[str, ErrorDetails] = {}
     for key, value in settings_of(content, package):
@@ -114,47 +119,31 @@ def unused_settings(content: Any, package: Sequence[str]) -> list[ErrorDetails]:
         if error is not None:
             short = ".".join(key.split(".")[:3])
             errors.setdefault(short, replace(error, key=short))
-    for group, option in _hydras(choices_of(content)):
-        if group not in USED_GROUPS and (group, option) not in _hydras(choices_of(own)):
+    for group, option in _hydra_choices(content):
+        if group not in USED_GROUPS and (group, option) not in _hydra_choices(own):
             errors[group] = _error(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
     return list(errors.values())
 
 
-def settings_of(content: Any, package: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every dotted key below hydra that a file sets, with its value; lists are values."""
-    key = ".".join(package)
+def settings_of(content: object, package: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield every dotted key below hydra that a file sets, with its value. A list is a value."""
     if isinstance(content, dict) and content:
         for name, value in content.items():
             if package or name == "hydra":
                 yield from settings_of(value, (*package, str(name)))
-    elif package and package[0] == "hydra" and len(package) > 1:
-        yield key, content
+    elif len(package) > 1 and package[0] == "hydra":
+        yield ".".join(package), content
 
 
-def _hydras(choices: Sequence[Choice]) -> list[tuple[str, str]]:
-    """Return Hydra's own groups that a defaults list chooses from, and the options."""
-    hydras = [choice for choice in choices if choice.group.startswith("hydra/")]
-    return [(choice.group, option) for choice in hydras for option in choice.options]
+def _hydra_choices(content: object) -> list[tuple[str, str]]:
+    """Return Hydra's own groups in the defaults list of a file's content, with the options."""
+    choices = [choice for choice in choices_of(content) if choice.group.startswith("hydra/")]
+    return [(choice.group, option) for choice in choices for option in choice.options]
 
 
-def _node_errors(config: DictConfig, *, multirun: bool, typed: Mapping[str, str]) -> list[ErrorDetails]:
-    hydra = config.hydra
-    errors = []
-    if hydra.callbacks:
-        got, expected = REFUSED["hydra.callbacks"]
-        errors += [_error(f"hydra.callbacks.{name}", got, expected) for name in hydra.callbacks]
-    if hydra.job.chdir:
-        errors.append(_error("hydra.job.chdir", *REFUSED["hydra.job.chdir"]))
-    known = registered_targets()
-    for name in ("sweeper", "launcher"):
-        errors += _plugin_errors(config, name, known)
-    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    return errors + _directory_errors(config, key, typed=typed.get(key))
-
-
-def _plugin_errors(config: DictConfig, name: str, known: Container[str]) -> list[ErrorDetails]:
-    """Return the errors in the settings of a sweeper or launcher. known: the targets that plug-ins registered."""
-    key = f"hydra.{name}"
+def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
+    """Return the errors in the settings of a sweeper or launcher."""
+    key, known = f"hydra.{name}", registered_targets()
     try:
         # As Hydra resolves them: an interpolation may lead to a node with a `_target_`.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
@@ -259,10 +248,10 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
 def resolve_hydra_values(config: DictConfig) -> list[ErrorDetails]:
     """Replace `${hydra:...}` and `${hydra....}` by their values, because the job's config has no hydra node.
 
-    Return an error for each that has no value before the run.
+    Return an error for each interpolation without a value before the run.
     """
     errors = []
-    for key, text in text_values(OmegaConf.to_container(config, resolve=False, throw_on_missing=False)):
+    for key, text in text_values(raw_values(config)):
         if "${hydra" not in text or key.startswith("hydra."):
             continue
         try:

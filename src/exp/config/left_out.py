@@ -1,8 +1,8 @@
-"""The nodes that a composed config leaves out for a LightningModule of the user's own, the key `module`.
+"""Remove the nodes that a run of a user's LightningModule, the key `module`, does not use.
 
-The module brings its network, losses, metrics and optimizers. The nodes of exp's defaults for them are removed from the
-composed config, and one that the user chose is an error that names it. A node that another node refers to, as
-`net: ${model}` does, stays. A LightningDataModule has its own loaders, so only the user's keys of `data` stay.
+The module has its own network, losses, metrics and optimizers. exp's default nodes for them are removed from the
+composed config. A node that the user chose is an error. A node that another node refers to, as in `net: ${model}`,
+stays. A LightningDataModule has its own loaders, so only the user's keys of `data` stay.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
-from exp.config.module_key import REFUSED_KEYS, REPLACED, brings_data, has_module
-from exp.config.search_path import OWN_CONF, shown
+from exp.config.module_key import MODULE_KEY, REFUSED_KEYS, REPLACED, brings_data, has_module
+from exp.config.search_path import OWN_CONF, display_path
 from exp.config.sources import Setting, layers_of, setters_of
 from exp.config.yaml_files import choices_of, read_yaml
 from exp.errors import COMMAND_LINE
 
 REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
-# Groups whose options may choose other nodes: a data set of another task brings an objective along.
+# Groups whose options may choose other nodes: a data set of another task also selects an objective.
 OTHERS = ("data", *REPLACED)
 
 
 def leave_out(config: DictConfig) -> None:
-    """Remove from a composed config, in place, what does not apply to a run of a module.
+    """Remove the nodes from a composed config, in place.
 
-    The record of the composition gets what the user chose of it, for `module_stands_alone`.
+    The record of the composition gets the nodes that the user chose, for `module_errors`.
     """
-    plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-    if not has_module(plain):
+    if not has_module(raw_values(OmegaConf.masked_copy(config, MODULE_KEY))):
         return
+    plain = raw_values(config)
     others = {name: node for name, node in plain.items() if name not in (*REPLACED, COMPOSITION)}
     referred = set(REFERENCE.findall(str(others)))
     left = [name for name in REPLACED if name in config and name not in referred]
@@ -46,7 +46,7 @@ def leave_out(config: DictConfig) -> None:
             for name in [name for name in config.data if _is_default(setters, f"data.{name}")]:
                 del config.data[name]
         if _is_default(setters, "monitor"):
-            config.monitor = None  # exp's loss/val is no tag of a module's
+            config.monitor = None  # a module does not log exp's loss/val
         for name in left:
             config[name] = REPLACED[name][0]
 
@@ -60,7 +60,7 @@ def _chosen(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, COMMAND_LINE
     for layer in layers_of(config):
         group, _, is_below = layer.config_path.partition("/")
-        # The primary config and the options of these groups are in every run, whoever wrote them.
+        # The primary config and the options of these groups are in every run.
         if layer.file is None or not is_below or group in OTHERS:
             continue
         if group == "experiment" or _is_users(layer.file):
@@ -69,7 +69,7 @@ def _chosen(config: DictConfig) -> Iterator[tuple[str, str]]:
             if layer.package in ("", "_global_") and isinstance(content, dict):
                 for name, below in content.items():
                     keys += [f"{name}.{inner}" for inner in below] if isinstance(below, dict) else [str(name)]
-            yield from ((key, shown(layer.file)) for key in keys if key.partition(".")[0] in REPLACED)
+            yield from ((key, display_path(layer.file)) for key in keys if key.partition(".")[0] in REPLACED)
 
 
 def _is_users(file: Path) -> bool:
@@ -77,6 +77,6 @@ def _is_users(file: Path) -> bool:
 
 
 def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
-    """Return whether a file of exp's set a key."""
+    """Return whether a file of exp set a key."""
     setter = setters.get(key)
     return setter is not None and setter.file is not None and not _is_users(setter.file)

@@ -117,7 +117,7 @@ def _conf_of(dotted: str) -> Path | None:
     return None
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """A config file as a reader knows it: relative to the working directory, `exp/conf/...` where it is installed."""
     path = Path(path)
     for base in (Path.cwd(), Path.cwd().resolve()):

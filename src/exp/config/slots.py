@@ -1,4 +1,4 @@
-"""Where in a config a `_target_` may stand, what it must be there, and what exp itself gives it."""
+"""The places of a config that may have a `_target_`, its base class there, and the parameters that exp fills in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from exp.config.plain_tree import is_node, leaves
 from exp.errors import ErrorDetails
 
 MODULE = "torch.nn.Module"
-# Of functions that give a data set, whose class may be anybody's: what reads samples by number.
+# Bases of a data set that a function may return: any class that reads samples by number.
 DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
 DATA_MODULE = "lightning.pytorch.LightningDataModule"
-# And of one whose parts stand in it by name, which data=hf takes.
+# Bases of a data set that may have its splits by name, as data=hf takes it.
 SPLITS = (*DATA_SETS, "builtins.dict")
-# A model of these has a training of its own, which nobody would call.
+# A model of these classes has its own training, which exp does not call.
 LIGHTNING_MODULES = (
     "lightning.pytorch.core.module.LightningModule",
     "pytorch_lightning.core.module.LightningModule",
@@ -26,13 +26,14 @@ RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One place for a node.
+    """A place for a node.
 
-    pattern: of its dotted key; `*` is one name.
-    bases: dotted names of classes, of one of which it must be; empty where any allowed class fits.
-    filled: parameters that exp gives, so that a config need not; a null leaves them to exp, too.
-    reserved: keys beside the target's own parameters that exp reads.
-    refused: parameters that exp decides elsewhere, with the key to use instead.
+    Args:
+        pattern: Its dotted key; `*` is one name.
+        bases: Dotted names of classes, one of which must be a base of the target; empty for any allowed class.
+        filled: Parameters that exp fills in if they are null or missing.
+        reserved: Keys that exp reads, next to the parameters of the target.
+        refused: Parameters that are set elsewhere, with the key to use instead.
     """
 
     pattern: str
@@ -45,7 +46,7 @@ class Slot:
 TRAINER_REFUSED = {
     "accelerator": "launch.accelerator",
     "benchmark": "runtime.cudnn_benchmark",
-    "barebones": "hooks=[] metrics=[] logger=[] for little beside the training; barebones would stop exp's recording",
+    "barebones": "hooks=[] metrics=[] logger=[] for little except the training; barebones would stop exp's recording",
     "callbacks": "the group callbacks",
     "default_root_dir": "hydra.run.dir",
     "deterministic": "runtime.deterministic",
@@ -71,7 +72,7 @@ SCHEDULER = Slot(
     filled=("optimizer", "total_steps"),
     reserved=("interval", "monitor"),
 )
-# A part of torch's SequentialLR or ChainedScheduler, at any depth: of the same optimizer.
+# A part of torch's SequentialLR or ChainedScheduler, at any depth, with the same optimizer.
 PART_OF_SCHEDULE = Slot(pattern="**.schedulers.*", bases=SCHEDULER.bases, filled=("optimizer",))
 SAMPLER = Slot(
     pattern="data.sampler",
@@ -123,7 +124,7 @@ ANYWHERE = Slot(pattern="**")
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
-# Nodes of a class that may be the user's own, which has its own words: the composed config says what is there.
+# Nodes whose class may be the user's, with keys that only the composed config has.
 OF_CLASSES = (*ONE, *MANY, "module")
 # One-groups own the node of their name; many-groups hold named entries, each a node.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
@@ -133,7 +134,7 @@ PHASES = "phases"
 
 
 def slot_of(key: str) -> Slot:
-    """The slot of a dotted key; one that takes any allowed class where none is its own."""
+    """Return the slot of a dotted key. By default, a slot takes any allowed class."""
     parts = key.split(".")
     for slot in SLOTS:
         wanted = slot.pattern.split(".")
@@ -145,7 +146,7 @@ def slot_of(key: str) -> Slot:
 
 
 def returned_at(key: str) -> tuple[str, ...]:
-    """Dotted names of the classes of which a function at this key returns one; empty where no function may stand."""
+    """Return dotted names of classes, one of which a function at this key must return; empty if none is allowed."""
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
         return (MODULE,)
@@ -156,51 +157,52 @@ def returned_at(key: str) -> tuple[str, ...]:
 
 
 def trains_itself(kind: type) -> bool:
-    """Whether a class is a LightningModule, of either of Lightning's two names. Nothing is imported."""
+    """Return whether a class is a LightningModule, by either of Lightning's package names. Nothing is imported."""
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
 
 def own_training_error(name: str, *, kind: str) -> ErrorDetails:
-    """The error of a LightningModule as the model. name: of the class, or of what makes it. kind: of the class."""
-    return ErrorDetails(
-        key="model._target_",
-        got=f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call",
-        expected="the bare network, a torch.nn.Module",
-        fix="Move its file from conf/model to conf/module and write module in the place of model, and Lightning's "
-        f"Trainer runs it as it is: 'module={{_target_: {kind}}}'; or name the class of the network that it holds",
+    """Return the error of a LightningModule as the model. name: The class, or the function that makes it.
+
+    kind: The class.
+    """
+    got = f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call"
+    fix = (
+        "Move its file from conf/model to conf/module and write module instead of model, and Lightning's Trainer runs "
+        f"it unchanged: 'module={{_target_: {kind}}}'; or name the class of the network that it holds"
     )
+    return ErrorDetails("model._target_", got, "the bare network, a torch.nn.Module", fix)
 
 
 def own_loaders_error(name: str) -> ErrorDetails:
-    """The error of a LightningDataModule as the data of exp's own model. name: of the class."""
-    return ErrorDetails(
-        key="data._target_",
-        got=f"{name}, a LightningDataModule, of whose batches exp's model and objective know nothing",
-        expected="exp.data.data.Data around a torch Dataset, or a LightningModule to take its batches",
-        fix="Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'",
-    )
+    """Return the error of a LightningDataModule as the data of exp's own model. name: The class."""
+    got = f"{name}, a LightningDataModule, whose batches exp's model and objective cannot read"
+    expected = "exp.data.data.Data around a torch Dataset, or a LightningModule to take its batches"
+    fix = "Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'"
+    return ErrorDetails("data._target_", got, expected, fix)
 
 
 def is_layer(parts: list[str]) -> bool:
-    """Whether a key names a layer: `layers.name`, of a repeat `layers.name.layer`, of a list `layers.name.0`."""
+    """Return whether a key is that of a layer: `layers.name`, in a repeat `layers.name.layer`, in a list `layers.name.0`."""
     if "layers" not in parts:
         return False
     below = parts[len(parts) - parts[::-1].index("layers") :]
     return len(below) == 1 or (len(below) == 2 and (below[1] == "layer" or below[1].isdecimal()))
 
 
-def nodes_in(plain: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping with a `_target_`, outermost first, with its dotted key."""
+def nodes_in(plain: object, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every mapping with a `_target_`, outermost first, with its dotted key."""
     for path, value in ((key, plain), *leaves(plain, key)):
         if is_node(value):
             yield path, value
 
 
 def package_of_flat(config_path: str, content: object) -> str | None:
-    """Where a file of a group of many that holds one entry itself stands: under its own name.
+    """Return the package of a file of a many-group that has one entry without its name: the entry gets the file's name.
 
-    Options of Hydra's own groups are written so. config_path: with the ending or without.
-    Returns: None of any other file.
+    Options in Hydra projects are written so. Return None for any other file.
+
+    config_path: The path, with or without the ending.
     """
     folder, _, option = config_path.removesuffix(".yaml").rpartition("/")
     group = folder.partition("/")[0]

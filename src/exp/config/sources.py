@@ -15,7 +15,7 @@ from exp.config import yaml_files
 from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import Layer
-from exp.config.search_path import shown
+from exp.config.search_path import display_path
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import COMMAND_LINE, ConfigError
 
@@ -96,7 +96,7 @@ def _as_written(setters: Mapping[str, Setting], key: str) -> str:
 
 def _placed(file: Path, keys: Sequence[str]) -> str:
     line = yaml_files.line_of(file, keys)
-    return shown(file) if line is None else f"{shown(file)}, line {line}"
+    return display_path(file) if line is None else f"{display_path(file)}, line {line}"
 
 
 def position_of(config: DictConfig, key: str) -> Position | None:

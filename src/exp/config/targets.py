@@ -62,15 +62,11 @@ LISTED = {
 LISTED_CLASSES = {
     "lightning.pytorch.Trainer": "lightning.pytorch.trainer",
     # By name, because the package also has file readers that open any path for writing.
-    "torch.utils.data.ConcatDataset": "torch.utils.data",
-    "torch.utils.data.ChainDataset": "torch.utils.data",
-    "torch.utils.data.StackDataset": "torch.utils.data",
-    "torch.utils.data.Subset": "torch.utils.data",
-    "torch.utils.data.RandomSampler": "torch.utils.data",
-    "torch.utils.data.SequentialSampler": "torch.utils.data",
-    "torch.utils.data.SubsetRandomSampler": "torch.utils.data",
-    "torch.utils.data.WeightedRandomSampler": "torch.utils.data",
-}
+    **{f"torch.utils.data.{name}": "torch.utils.data" for name in (
+        "ConcatDataset", "ChainDataset", "StackDataset", "Subset", "RandomSampler", "SequentialSampler",
+        "SubsetRandomSampler", "WeightedRandomSampler",
+    )},
+}  # fmt: skip
 # Used with `_partial_: true`, as an activation or an initialization. They take and return tensors and numbers.
 FUNCTIONS = frozenset(
     {f"torch.nn.functional.{name}" for name in (

@@ -41,40 +41,29 @@ CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 # Modules and classes that moved, by their names in earlier versions.
+GALLERY = "exp.extras.gallery"
 MOVED: Mapping[str, str] = {
-    "exp.data.domains": "exp.extras.gallery.domains",
+    **{f"exp.hooks.{name}": f"exp.extras.{folder}.{name}" for folder, names in {
+        "debugging": ("dtypes", "nan_guard", "operators", "profile"),
+        "evaluation": ("confusion", "pr_curve", "samples"),
+        "research": ("clip_module", "features", "gradient_reversal", "gradient_transform", "per_sample_gradients",
+                     "retain_gradients", "scale_gradient"),
+    }.items() for name in names},
+    **{f"exp.{name}": f"{GALLERY}.{name.partition('.')[2]}" for name in (
+        "data.domains", "data.letter_names", "models.ensemble", "models.scalar_tensor", "strategies.data_parallel",
+    )},
+    **{f"exp.models.layers.{name}": f"{GALLERY}.custom_functions.{name}Layer" for name in (
+        "Cube", "Exp", "Linear", "MulConstant", "StraightThrough",
+    )},
+    "exp.functions.elementary": f"{GALLERY}.custom_functions",
     "exp.data.hf": "exp.extras.hf.hf",
-    "exp.data.letter_names": "exp.extras.gallery.letter_names",
     "exp.engine.range_test": "exp.extras.finders.range_test",
     "exp.engine.size_trial": "exp.extras.finders.size_trial",
-    "exp.functions.elementary": "exp.extras.gallery.custom_functions",
-    "exp.hooks.clip_module": "exp.extras.research.clip_module",
-    "exp.hooks.confusion": "exp.extras.evaluation.confusion",
-    "exp.hooks.dtypes": "exp.extras.debugging.dtypes",
-    "exp.hooks.features": "exp.extras.research.features",
-    "exp.hooks.gradient_reversal": "exp.extras.research.gradient_reversal",
-    "exp.hooks.gradient_transform": "exp.extras.research.gradient_transform",
-    "exp.hooks.nan_guard": "exp.extras.debugging.nan_guard",
-    "exp.hooks.operators": "exp.extras.debugging.operators",
-    "exp.hooks.per_sample_gradients": "exp.extras.research.per_sample_gradients",
-    "exp.hooks.pr_curve": "exp.extras.evaluation.pr_curve",
-    "exp.hooks.profile": "exp.extras.debugging.profile",
-    "exp.hooks.retain_gradients": "exp.extras.research.retain_gradients",
-    "exp.hooks.samples": "exp.extras.evaluation.samples",
-    "exp.hooks.scale_gradient": "exp.extras.research.scale_gradient",
     "exp.loggers.mlflow_store": "exp.extras.mlflow.mlflow_store",
     "exp.loggers.wandb_run": "exp.extras.wandb.wandb_run",
-    "exp.models.ensemble": "exp.extras.gallery.ensemble",
-    "exp.models.layers.Cube": "exp.extras.gallery.custom_functions.CubeLayer",
-    "exp.models.layers.Exp": "exp.extras.gallery.custom_functions.ExpLayer",
     "exp.models.layers.GradientReversal": "exp.functions.gradient_layers.GradientReversal",
-    "exp.models.layers.Linear": "exp.extras.gallery.custom_functions.LinearLayer",
-    "exp.models.layers.MulConstant": "exp.extras.gallery.custom_functions.MulConstantLayer",
-    "exp.models.layers.StraightThrough": "exp.extras.gallery.custom_functions.StraightThroughLayer",
-    "exp.models.scalar_tensor": "exp.extras.gallery.scalar_tensor",
-    "exp.strategies.data_parallel": "exp.extras.gallery.data_parallel",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
-}
+}  # fmt: skip
 # The names of earlier versions by those of this version.
 EARLIER: Mapping[str, str] = {now: before for before, now in MOVED.items()}
 

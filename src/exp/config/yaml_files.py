@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from exp.config.search_path import shown
+from exp.config.search_path import display_path
 from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 
 # Twenty times the largest known config. 180 bytes of nested anchors expand to a billion nodes.
@@ -49,19 +49,19 @@ def read_yaml(path: Path) -> Any:
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise _refused(shown(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
+        raise _refused(display_path(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
 
 
 # A sweep composes the same files for every job.
 @functools.lru_cache(maxsize=512)
 def _read(path: Path, _changed: int, size: int) -> Any:
     if size > MAX_BYTES:
-        raise _refused(shown(path), f"{size} bytes", f"at most {MAX_BYTES} bytes")
+        raise _refused(display_path(path), f"{size} bytes", f"at most {MAX_BYTES} bytes")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise _refused(shown(path), str(error), "valid YAML in UTF-8") from error
-    return parse_yaml(text, name=shown(path))
+        raise _refused(display_path(path), str(error), "valid YAML in UTF-8") from error
+    return parse_yaml(text, name=display_path(path))
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
@@ -132,7 +132,7 @@ def position_of(path: Path, keys: Sequence[str]) -> Position | None:
         column = len(first) - len(first.lstrip())
     elif isinstance(node, yaml.ScalarNode) and node.style in ("'", '"'):
         column += 1
-    return Position(file=shown(path), line=line + 1, column=column + 1)
+    return Position(file=display_path(path), line=line + 1, column=column + 1)
 
 
 def line_of(path: Path, keys: Sequence[str]) -> int | None:

@@ -11,9 +11,8 @@ from exp.cli.completion import answer, main
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, tmp_path_factory, monkeypatch):
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     return tmp_path
 
 

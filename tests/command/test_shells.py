@@ -31,7 +31,7 @@ def test_a_tab_completes_the_line(line, word, completed, scripts, tmp_path):
     (tmp_path / "exp").chmod(0o755)
     # A module that exp must not import.
     (tmp_path / "json.py").write_text("raise SystemExit('the folder was imported')")
-    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", "-c", TAB, "bash", line, word, line.partition(" ")[0]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     assert done.stdout == f"{completed}\n"

@@ -1,34 +1,31 @@
-"""exp completion bash|zsh: print the script by which the tab key completes the words after exp.
+"""exp completion bash|zsh: print the script for tab completion of `exp`.
 
 In this shell:
     eval "$(exp completion bash)"
     eval "$(exp completion zsh)"
-In each one from now on:
+In every new shell:
     exp completion bash > ~/.exp-completion.bash && echo 'source ~/.exp-completion.bash' >> ~/.bashrc
     exp completion zsh > ~/.exp-completion.zsh && echo 'source ~/.exp-completion.zsh' >> ~/.zshrc
 
-It completes commands, flags, groups, their options, keys of the config that the line makes, and true and false. Where
-it offers nothing, the shell offers files.
+It completes commands, flags, groups, options, keys of the config that the line composes, and true and false. If there
+is no completion, the shell offers files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from exp.cli.commands import COMMANDS, HYDRA_FLAGS, PATH
 from exp.config.plain_tree import leaves
-from exp.config.search_path import options_in, search_places
-from exp.config.slots import MANY, ONE
-from exp.files import write_atomic
+from exp.config.search_path import OWN_CONF, options_in, search_places
+from exp.config.slots import COLLECTIONS, MANY, NODES, ONE, PHASES
+from exp.config.yaml_files import read_yaml
 from exp.output import command
 
 # Hydra's own groups that exp reads.
@@ -36,9 +33,7 @@ HYDRA_GROUPS = {"hydra/launcher": ["exp", "slurm", "ray"], "hydra/sweeper": ["ex
 # The kinds of keys.
 NODE, SWITCH, VALUE = "node", "switch", "value"
 SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
-# Command lines whose keys are kept.
-MOST_KEPT = 30
-# The script runs the exp of PATH: a tab runs no file of the working directory.
+# The script runs the exp of PATH, and no file of the working directory.
 BASH = r"""_exp_complete() {
     local line program="$(type -P exp)"
     COMPREPLY=()
@@ -68,9 +63,9 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell. Returns: 0; 2 for any other word."""
+    """Print the script of a shell. Return 0, or 2 for any other word."""
     if len(argv) == 3 and argv[0] == "answer":
-        # Called by the scripts: the text that bash replaces, and the line before the cursor.
+        # The scripts pass the text that bash replaces, and the line before the cursor.
         print("".join(f"{line}\n" for line in answer(*argv[1:])), end="")
     elif list(argv) in (["-h"], ["--help"]):
         print(__doc__)
@@ -84,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(replaced: str, before: str) -> list[str]:
-    """Return the texts that may stand instead of the end of a line.
+    """Return the completions of the end of a line.
 
     Args:
         replaced: The text that the shell replaces. Bash begins a word after each `=`.
@@ -93,7 +88,7 @@ def answer(replaced: str, before: str) -> list[str]:
     words, current, quote = _split(before)
     plain = replaced if quote else _split(replaced)[1]
     kept = len(current) - len(plain) if current.endswith(plain) else 0
-    return [word[kept:] for word in dict.fromkeys(completed(words[1:], current)) if word.startswith(current)]
+    return [word[kept:] for word in dict.fromkeys(complete(words[1:], current)) if word.startswith(current)]
 
 
 def _split(text: str) -> tuple[list[str], str, str]:
@@ -108,8 +103,8 @@ def _split(text: str) -> tuple[list[str], str, str]:
     return [], "", ""
 
 
-def completed(words: Sequence[str], current: str) -> Sequence[str]:
-    """Return the words that may stand instead of the last word of a line. words: those after exp and before it."""
+def complete(words: Sequence[str], current: str) -> Sequence[str]:
+    """Return the completions of the last word of a line. words: The words between `exp` and the last word."""
     if not words or words[0] == "help":
         return [*COMMANDS, "help", "--help", "--version"] if not words else list(COMMANDS)
     if words[0] not in COMMANDS:
@@ -135,14 +130,14 @@ def completed(words: Sequence[str], current: str) -> Sequence[str]:
 
 
 def _words(alternatives: str) -> list[str]:
-    """Return the words of a command table's `A|B`; none for files, which the shell offers."""
+    """Return the words of `A|B` in the command table; none for files, which the shell offers."""
     if alternatives == "experiment":
         return Typed.of([]).options("experiment")
     return [word for word in alternatives.split("|") if word and word != PATH]
 
 
 class Typed(NamedTuple):
-    """The config that a command line asks for, without the word that is completed."""
+    """The config that a command line selects, without the word that is completed."""
 
     overrides: Sequence[str]
     config_dir: str | None
@@ -150,7 +145,7 @@ class Typed(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Typed:
-        """Read the words of a command, flags among them."""
+        """Return the config that the words of a command select."""
         flags = {word: value for word, value in itertools.zip_longest(words, words[1:]) if word[:1] == "-"}
         flags |= dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
         config_dir = flags.get("--config-dir") or flags.get("-cd")
@@ -161,12 +156,12 @@ class Typed(NamedTuple):
         )
 
     def words(self, current: str) -> list[str]:
-        """Return the overrides that may stand instead of a word: a group, a key, or a key with its value."""
+        """Return the completions of an override: a group, a key, or a key with its value."""
         typed, sign, value = current.partition("=")
         name = typed.lstrip("+~")
         plus = typed[: len(typed) - len(name)]
         if sign:
-            # In a list, and among the values of a sweep, it is the last; those before it are not offered again.
+            # The last value of a list or a sweep is completed; the earlier ones are not offered again.
             *before, last = re.split(r"[\[,]", value)
             start = f"{typed}={value[: len(value) - len(last)]}"
             ends = [",", "]"] if "[" in value else [""]
@@ -192,7 +187,7 @@ class Typed(NamedTuple):
         return list(dict.fromkeys(option for place in places for option in options_in(place.directory / group)))
 
     def values(self, key: str) -> list[str]:
-        """Return the values that a group or a key may have, if these are few."""
+        """Return the options of a group, or true and false for a switch."""
         if key in HYDRA_GROUPS:
             return HYDRA_GROUPS[key]
         parent, _, name = key.rpartition(".")
@@ -202,9 +197,13 @@ class Typed(NamedTuple):
 
     def below(self, parent: str) -> dict[str, str]:
         """Return the names below a dotted key of the config, each with its kind; at the top for an empty key."""
-        # At the top every choice has the same keys.
-        found = self.kinds(self.choices() if parent else ())
-        start = f"{parent}." if parent else ""
+        # The keys at the top are always those of train.yaml.
+        if not parent:
+            content = read_yaml(OWN_CONF / "train.yaml")
+            kinds = {str(key): _kind(value) for key, value in content.items() if key not in ("defaults", "hydra")}
+            return {**kinds, **dict.fromkeys((*NODES, *COLLECTIONS, PHASES), NODE)}
+        found = self.composed(self.choices())
+        start = f"{parent}."
         return {
             key.removeprefix(start): kind
             for key, kind in found.items()
@@ -218,34 +217,18 @@ class Typed(NamedTuple):
         chosen = [word for word, key in keys if key in (*groups, "from_run") or word[0] in "+~" or "_target_" in key]
         return [SEVERAL.sub(r"\1", word) for word in chosen]  # of a sweep the first choice
 
-    def kinds(self, choices: Sequence[str]) -> dict[str, str]:
-        """Return the kind of each key of a config, from the file of the last command lines, or by composing it."""
-        asked = json.dumps([os.getcwd(), self.config_dir, self.config_name, choices, self.state()])
-        kept = _read_kept()
-        if asked not in kept:
-            kept[asked] = self._composed(choices)
-            _keep(dict(list(kept.items())[-MOST_KEPT:]))
-        return kept[asked]
-
-    def state(self) -> list[int]:
-        """Return the number of YAML files on the search path, and when the newest of them was written."""
-        places = search_places(config_dir=self.config_dir)
-        times = [file.stat().st_mtime_ns for place in places for file in place.directory.rglob("*.yaml")]
-        return [len(times), max(times, default=0)]
-
-    def _composed(self, choices: Sequence[str]) -> dict[str, str]:
-        from omegaconf import OmegaConf
-
+    def composed(self, choices: Sequence[str]) -> dict[str, str]:
+        """Return the kind of each key of the config that overrides compose."""
         from exp.check.stages import compose
+        from exp.config.copying import raw_values
         from exp.errors import ExpError
 
         try:
             config = compose(choices, config_dir=self.config_dir, config_name=self.config_name)
         except ExpError:  # which the command itself reports
             default = self._replace(config_name="train")
-            return default.kinds(()) if choices or default != self else {}
-        plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
-        return {key: _kind(value) for key, value in leaves(plain) if not key.startswith("_composition_")}
+            return default.composed(()) if choices or default != self else {}
+        return {key: _kind(value) for key, value in leaves(raw_values(config)) if not key.startswith("_composition_")}
 
 
 def _ends(kinds: dict[str, str], plus: str) -> list[str]:
@@ -256,23 +239,3 @@ def _ends(kinds: dict[str, str], plus: str) -> list[str]:
 
 def _kind(value: object) -> str:
     return NODE if isinstance(value, dict) and value else SWITCH if isinstance(value, bool) else VALUE
-
-
-def _kept_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exp" / "completion.json"
-
-
-def _read_kept() -> dict[str, dict[str, str]]:
-    try:
-        found = json.loads(_kept_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or it is damaged: it is written again
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _keep(kept: dict[str, dict[str, str]]) -> None:
-    """Write the keys of the last command lines, without values, which may be secrets."""
-    file = _kept_file()
-    with contextlib.suppress(OSError):  # where it cannot be written, the next key takes longer
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(kept))

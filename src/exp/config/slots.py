@@ -183,7 +183,7 @@ def own_loaders_error(name: str) -> ErrorDetails:
 
 
 def is_layer(parts: list[str]) -> bool:
-    """Return whether a key is that of a layer: `layers.NAME`; `layers.NAME.layer` of a repeat; `layers.NAME.0` of a list."""
+    """Return whether a key is `layers.NAME`, `layers.NAME.layer` of a repeat, or `layers.NAME.0` of a list."""
     if "layers" not in parts:
         return False
     below = parts[len(parts) - parts[::-1].index("layers") :]

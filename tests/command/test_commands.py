@@ -54,7 +54,7 @@ def test_a_misspelled_command_suggests_a_line_that_runs(typed, meant, capsys):
 
 def test_an_unknown_command_lists_all_commands(capsys):
     assert main(["zebra"]) == 2
-    assert capsys.readouterr().err.endswith(f"is no command. There are {', '.join(COMMANDS)}\n")
+    assert capsys.readouterr().err.endswith(f"is no command. The commands are {', '.join(COMMANDS)}\n")
 
 
 @pytest.mark.parametrize(

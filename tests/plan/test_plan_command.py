@@ -168,9 +168,9 @@ def test_an_error_names_key_and_fix(words: str, parts: list[str], capsys: pytest
 
 
 def test_no_option_is_a_key_of_a_config() -> None:
-    from exp.cli.plan import OWN
+    from exp.cli.plan import OPTIONS
 
-    assert not set(OWN) & set(exp.compose([]))
+    assert not set(OPTIONS) & set(exp.compose([]))
 
 
 MODULE = '''

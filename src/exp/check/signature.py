@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exp.check.foreign import HIDDEN_NAMES, bounded
-from exp.config.annotations import EMPTY, evaluated
+from exp.config.annotations import EMPTY, evaluate_annotation
 from exp.config.plain_tree import is_node
 from exp.config.targets import resolve
 from exp.errors import LIBRARIES, ConfigError, MissingExtraError
@@ -127,7 +127,7 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
         else:
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 positional.append(parameter.name)
-            annotation = evaluated(parameter.annotation, function)
+            annotation = evaluate_annotation(parameter.annotation, function)
             named[parameter.name] = Parameter(name=parameter.name, annotation=annotation, default=parameter.default)
     return Signature(parameters=named, open=is_open, positional=tuple(positional), rest=rest)
 

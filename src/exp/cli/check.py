@@ -1,4 +1,4 @@
-"""python -m exp.check [flags] [overrides]: says what is wrong with a config, or ok. Trains nothing, keeps no file."""
+"""python -m exp.check [flags] [overrides]: report the errors of a config, or ok. Train nothing, write no file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ PROGRAM = "python -m exp.check"
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Checks what `python -m exp.train` with the same command line would run; with -m every job of the sweep.
+    """Check the run that `python -m exp.train` with the same command line would start; with -m every job of the sweep.
 
-    Returns: 0 and a line that begins with ok, or 2 after the list of errors.
+    Returns:
+        0 after a line that begins with ok, or 2 after the list of errors.
     """
-    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
@@ -32,14 +33,13 @@ def main(argv: Sequence[str]) -> int:
     if answer_question(arguments):
         return 0
     try:
-        told = f"ok: {_checked_sweep(arguments)} jobs" if arguments.multirun else _checked_run(arguments)
+        print(_check_sweep(arguments) if arguments.multirun else _check_run(arguments))
     except SweepAskedError:
-        told = f"ok: {_checked_sweep(arguments)} jobs"
-    print(told)
+        print(_check_sweep(arguments))
     return 0
 
 
-def _checked_run(arguments: argparse.Namespace) -> str:
+def _check_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
     with announce_torch_import():
@@ -59,7 +59,7 @@ def _checked_run(arguments: argparse.Namespace) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line on a config without errors: how large, fed with what, run how."""
+    """Return one line about a plan: parameters, data, strategy and precision."""
     settings, placed = plan.settings, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {settings.precision.word}"
@@ -71,8 +71,8 @@ def summary(plan: Plan) -> str:
     return f"ok: {plan.shapes.parameters:,} parameters, {inputs}, batch {settings.data['batch_size']}, {placing}"
 
 
-def _checked_sweep(arguments: argparse.Namespace) -> int:
-    """How many jobs the sweep has. Raises: ConfigError with the errors of all of them."""
+def _check_sweep(arguments: argparse.Namespace) -> str:
+    """Return a line with the number of jobs, or raise ConfigError with the errors of all jobs."""
     from hydra.errors import HydraException
 
     from exp.check.examination import config_errors
@@ -89,7 +89,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         check=config_errors,
     )
     processes = JobProcesses(fit, validate)
-    # A name for the jobs' directories, which are not made: they must stand below the working directory.
+    # Only the name of the jobs' directories, which are not made. It must be below the working directory.
     jobs = Sweep(
         master=master,
         directory=Path.cwd() / "check",
@@ -99,7 +99,7 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         everything=True,
     )
     try:
-        # Hydra's sweeper writes a file; the working directory may be one that cannot be written.
+        # Hydra's sweeper writes a file, and the working directory may be read-only.
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, jobs, directory=Path(directory))
     except HydraException as error:
@@ -108,4 +108,4 @@ def _checked_sweep(arguments: argparse.Namespace) -> int:
         raise RunError(
             f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"
         ) from error
-    return len(jobs.planned)
+    return f"ok: {len(jobs.planned)} jobs"

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-# The package exp. Users may remove folders of extras/, and their commands go with them.
+# The package exp. If users remove a folder of extras/, its commands disappear.
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
-# What stands for any file or folder among the words of a flag or a key.
+# The word for any file or folder as the value of a flag or a key.
 PATH = "path"
 ALLOW = "--allow="
 SWITCH = "true|false"
 OF_A_RUN = {"run": PATH, "weights": "best|last|path"}
 EXPORTED = {**OF_A_RUN, "preprocessing": SWITCH, "security.allow": ""}
-# Hydra's, of a command that takes overrides.
+# Hydra's flags, for commands that take overrides.
 HYDRA_FLAGS = (
     "--multirun", "--cfg=job|hydra|all", "--package=", "--resolve", "--config-name=", "--config-dir=path",
     "--help", "--version",
@@ -50,7 +50,7 @@ def _tool(module: str, help: str, *flags: str, words: str = "") -> Command:
     return Command(module, help, False, flags, {}, words)
 
 
-# In the order of --help, by what a person is about to do.
+# In the order of --help.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Train": {
         "train": _of_config("cli.train", "one run, or with -m a sweep"),

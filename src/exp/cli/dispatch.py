@@ -1,4 +1,4 @@
-"""Runs a command of exp by its name: `exp NAME ...`, `python -m exp NAME ...` and `python -m exp.NAME ...`.
+"""Run a command of exp by its name: `exp NAME ...`, `python -m exp NAME ...` and `python -m exp.NAME ...`.
 
 Packages add commands with an entry point of the group `exp.commands`: `NAME = "package.module:main"`. Its
 `main()` reads `sys.argv` and returns the exit status.
@@ -28,7 +28,8 @@ HABITS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the command line names.
 
-    Returns: the command's exit status; 0 after the help, 2 for an unknown command.
+    Returns:
+        The exit status of the command; 0 after the help, 2 for an unknown command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # `exp help train` and `exp --help train` are `exp train --help`.
@@ -65,7 +66,7 @@ def plugins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Print the help, the version, or what was meant. Returns: the exit status."""
+    """Print the help, the version, or a suggestion. Return the exit status."""
     if not words or words[0] in HELP:
         if len(words) > 1:
             return _refuse(words[1:])
@@ -94,22 +95,19 @@ def help_text() -> str:
 
 
 def _refuse(words: Sequence[str]) -> int:
-    """Say that there is no such command, and the line that was meant. Returns: 2."""
-    line = right_line(words)
-    told = f"Write:\n  {_program()} {line}" if line else f"There are {', '.join(COMMANDS)}"
-    print(f"exp: {words[0] or 'an empty word'} is no command. {told}", file=sys.stderr)
+    """Print that a command is unknown, with the suggested line. Return 2."""
+    # The script exp may not be on the user's path.
+    program = "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
+    line = suggest_line(words)
+    fix = f"Write:\n  {program} {line}" if line else f"The commands are {', '.join(COMMANDS)}"
+    print(f"exp: {words[0] or 'an empty word'} is no command. {fix}", file=sys.stderr)
     return 2
 
 
-def _program() -> str:
-    """What a person types before a command here: the script may not be on their path."""
-    return "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
+def suggest_line(words: Sequence[str]) -> str | None:
+    """Return the line that was probably meant, or None.
 
-
-def right_line(words: Sequence[str]) -> str | None:
-    """The words that were meant: another spelling, another program's, or a command that was left out or stands last.
-
-    Returns: None where nothing is near.
+    The command may be misspelled, be that of another program, be missing, or not come first.
     """
     import shlex
 

@@ -10,7 +10,7 @@ from exp.output import announce_torch_import, command, survive_output_errors
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated
 
-HELP = """Evaluate the weights that a run saved, on a part of its data, or of other data.
+HELP = """Evaluate the weights that a run saved, on a split of its data or of other data.
 
   python -m exp.evaluate run=outputs/train/2026-01-31/12-00-00
   python -m exp.evaluate run=DIR weights=last stage=val
@@ -18,25 +18,22 @@ HELP = """Evaluate the weights that a run saved, on a part of its data, or of ot
   python -m exp.evaluate run=DIR strategy=ddp launch.devices=2
 
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
-  weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
-  stage=WORD       test (the default), val, or all: the whole data set, as of data that training never saw
-  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
+  weights=WORD     best, last, or a checkpoint's path; default: best, or last if there is no best
+  stage=WORD       test (default), val, or all: the whole data set, for new data
+  security.allow=[PACKAGE]   a package whose classes the run's config may name
 
-Everything else overrides the run's own command. Metrics are printed, and kept in outputs/<name>/evaluations/."""
+All else overrides the run's command. Metrics are printed, and saved in outputs/<name>/evaluations/."""
 
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Evaluate, and print the metrics.
-
-    Returns: 0; 2 for an error in the command or the config; 1 where the evaluation fails.
-    """
+    """Evaluate, and print the metrics. Return 0; 2 for errors of the command or config; 1 if the evaluation fails."""
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
     arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
-    # torch comes in here, behind every error of the command.
+    # torch is imported after the errors of the command.
     with announce_torch_import():
         from exp.run_report import print_report
         from exp.saved_runs.saved_run import load

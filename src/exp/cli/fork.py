@@ -1,4 +1,4 @@
-"""python -m exp.fork RUN@STEP [overrides]: a run of its own that begins where another one was at a step."""
+"""python -m exp.fork RUN@STEP [overrides]: start a new run from the state of another run at a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, config_error, not_supported_with
 from exp.output import announce_torch_import, command
 from exp.spelling import among
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Train a child of a run: its command with other values, from its state at a step, with the parent recorded.
+    """Train a fork of a run: the run's command with other values, from its state at a step. The parent is recorded.
 
-    Returns: exp.train's exit status.
+    Returns:
+        The exit status of exp.train.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.fork", description=main.__doc__)
     parser.add_argument("parent", metavar="RUN@STEP", help="a run directory and a step of it that has a checkpoint")
-    parser.add_argument("overrides", nargs="*", help="what the child does otherwise, such as optimizer.lr=1e-4 seed=1")
+    parser.add_argument("overrides", nargs="*", help="changes of the fork, such as optimizer.lr=1e-4 seed=1")
     arguments = parser.parse_args(argv)
     from exp.run_report import print_report
 
@@ -47,10 +48,15 @@ def _parsed(parent: str) -> tuple[Path, int | None]:
 
 
 def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
-    """Run the child.
+    """Run a fork, and return its report.
 
-    step: of the parent's optimizer; None is its newest checkpoint.
-    Returns: its report. Raises: as exp.fit; ConfigError where the state of the parent does not fit the child.
+    Args:
+        run: The directory of the parent.
+        step: The optimizer step of the parent; None for its newest checkpoint.
+        overrides: Changes of the fork.
+
+    Raises:
+        ConfigError: The config has errors, or does not match the state of the parent.
     """
     import yaml
 
@@ -68,7 +74,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
     path, state = _chosen(run, step)
     resolved = resolve(config)
     changed = {}
-    if not resolved.errors:  # else fit tells them
+    if not resolved.errors:  # which fit reports
         errors = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).errors
         before, now = with_present_keys(yaml.safe_load(state[CONFIG])), yaml.safe_load(resolved.yaml)
         changed = changed_values({**before, "resume": None}, now)
@@ -85,7 +91,7 @@ def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
 
     found = {state[POSITION]["step"]: (path, state) for path, state in reversed(list(states_of(run)))}
     if not found:
-        raise RunError(f"{run} has no whole checkpoint to begin from")
+        raise RunError(f"{run} has no intact checkpoint to start from")
     wanted = max(found) if step is None else step
     if wanted not in found:
         expected = f"a step that has a checkpoint: {among(map(str, sorted(found)))}"
@@ -94,38 +100,38 @@ def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
 
 
 def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Values of the optimizer that cannot be put into its state."""
+    """Yield the errors of values that the optimizer's state does not have."""
     from exp.check.continuation import INCIDENTAL
 
     values = [key for key in changed if key.startswith("optimizer.")]
     if values and now["phases"]:
-        yield ErrorDetails(key=values[0], got="another value, in a fork of a run with phases", expected="the parent's")
+        yield not_supported_with(values[0], "another value in a fork", "phases", "the parent's value")
     for key in values if not now["phases"] else ():
         name = key.removeprefix("optimizer.")
         groups = [group for one in state["optimizer_states"] for group in one["param_groups"]]
         if name not in INCIDENTAL and not all(name in group for group in groups):
-            expected = "the parent's value: the optimizer does not keep this one with its groups"
-            yield ErrorDetails(key=key, got="another value, in a fork", expected=expected)
+            other = "an optimizer that does not keep it in its groups"
+            yield not_supported_with(key, "another value in a fork", other, "the parent's value")
 
 
 def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Mapping[str, tuple[Any, Any]]) -> Path:
-    """Put the parent's state, with the child's values, into the child's directory, and record where it came from."""
+    """Write the parent's state, with the fork's values, to the fork's directory, and record the parent."""
     from exp.cli.resume import START
     from exp.config.freeze import record_parent
     from exp.engine.checkpoint import CHECKPOINTS, AtomicCheckpointIO, copy_checkpoint, read_checkpoint
     from exp.engine.checkpointing import BEST, CONFIG, POSITION
     from exp.engine.recording import LATEST
 
-    beside = path.with_name("best.ckpt")
+    parents_best = path.with_name("best.ckpt")
     start = directory / CHECKPOINTS / START
     start.parent.mkdir()
     best = state[BEST]
-    if best is not None and beside.is_file() and read_checkpoint(beside).get(BEST) == best:
-        copy_checkpoint(beside, start.with_name("best.ckpt"))
+    if best is not None and parents_best.is_file() and read_checkpoint(parents_best).get(BEST) == best:
+        copy_checkpoint(parents_best, start.with_name("best.ckpt"))
     else:
-        best = None  # its file is gone: the best is sought from here
+        best = None  # its file is missing: the fork looks for its own best
     text = (directory / "config.yaml").read_text(encoding="utf-8")
-    # The child's report has the child's own values: it may not log all that the parent did.
+    # The report of the fork has only values of the fork, which may log fewer tags than the parent.
     AtomicCheckpointIO().save_checkpoint({**state, BEST: best, CONFIG: text, LATEST: {}}, start)
     parent = {"run": str(run), "step": state[POSITION]["step"], "checkpoint": str(path), "changed": changed}
     record_parent(directory, parent)
@@ -133,11 +139,14 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Map
 
 
 def with_values(state: State, changed: Mapping[str, tuple[Any, Any]], *, groups: Mapping[str, Any]) -> State:
-    """A checkpoint whose optimizer has other values: the state holds them, and would bring the old ones back.
+    """Return a checkpoint with other values of the optimizer, which a resume would reset to the saved ones.
 
-    A learning rate that a schedule has moved is moved from the new one as it was from the old.
+    A learning rate that a schedule has changed is scaled by the ratio of new to old.
 
-    changed: values by dotted key, was and is. groups: of the optimizer, which may have values of their own.
+    Args:
+        state: The checkpoint.
+        changed: Old and new values by dotted key.
+        groups: Groups of the optimizer, which may set values.
     """
     values = {key.removeprefix("optimizer."): pair for key, pair in changed.items() if key.startswith("optimizer.")}
     schedules = state["lr_schedulers"]

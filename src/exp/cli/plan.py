@@ -1,14 +1,14 @@
-"""python -m exp.plan [overrides of exp.train] [words of its own]: what the run takes, before anything is allocated.
+"""python -m exp.plan [overrides of exp.train] [options]: layers, memory and time of a run before it starts.
 
     python -m exp.plan model=resnet
     python -m exp.plan model=gpt data=text strategy=fsdp device=64xH100 precision=bf16
     python -m exp.plan model=gpt data=text memory=2GiB
 
-device=64xH100       the devices that the run will have; without it those of this machine
-memory=80GiB         of each device, in the place of what is listed for it
-format=json          the same figures for a tool
-search=true          looks for the fastest strategy, precision and accumulation that fit, and prints the command
-savings=false        leaves out what would help: it checks and estimates the run a few more times
+device=64xH100       the devices of the run; by default those of this machine
+memory=80GiB         the memory of each device, instead of the listed value
+format=json          the same figures for tools
+search=true          search for the fastest strategy, precision and accumulation that fit, and print the command
+savings=false        leave out the savings, which need a few more checks and estimates
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
+from exp.errors import ConfigError, RunError, command_line_error, config_error, raise_errors, unknown_word
 from exp.output import announce_torch_import, command, survive_output_errors
-from exp.spelling import did_you_mean, find_nearest
+from exp.spelling import find_nearest
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -32,13 +32,17 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m exp.plan"
 FORMATS = ("text", "json")
-UNNAMED = "the time of a step is not known of this GPU: name one, device=H100"
+UNNAMED = "the time of a step on this GPU is unknown: name a GPU, such as device=H100"
 SWITCH = {"true": True, "false": False}
+
+
+# The command's options, with the words that each may be; none for any text.
+OPTIONS = {"device": (), "memory": (), "format": FORMATS, "savings": tuple(SWITCH), "search": tuple(SWITCH)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """The command's own words. memory: bytes."""
+    """The values of the command's options. memory: in bytes."""
 
     device: str | None = None
     memory: int | None = None
@@ -47,18 +51,16 @@ class Words:
     searches: bool = False
 
 
-OWN = ("device", "memory", "format", "savings", "search")
-
-
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print what the run of the same command line of `python -m exp.train` takes.
+    """Print the figures of the run that `python -m exp.train` with the same overrides would start.
 
-    Returns: 0; 2 after the list of errors; 1 where the network cannot be built without numbers.
+    Returns:
+        0; 2 after errors of the config; 1 if the network cannot be built without numbers.
     """
     from exp.cli.command_line import answer_question, parse_arguments
 
-    own = [text for text in argv if text.partition("=")[0] in OWN and "=" in text]
+    own = [text for text in argv if text.partition("=")[0] in OPTIONS and "=" in text]
     arguments = parse_arguments([text for text in argv if text not in own], program=PROGRAM)
     if arguments.help:
         print(__doc__)
@@ -75,34 +77,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse_slips(arguments: argparse.Namespace) -> None:
-    """Raises: ConfigError for keys that are the command's own words but for a slip, and no keys of a config."""
+    """Raise ConfigError for misspelled options of the command."""
     from exp.config.groups import open_search_path
 
-    pairs = [(key.lstrip("+~"), text) for text in arguments.overrides for key, sign, _ in [text.partition("=")] if sign]
-    slips = [(key, text) for key, text in pairs if "." not in key and key not in OWN and find_nearest(key, OWN)]
+    keys = [text.lstrip("+~").partition("=")[0] for text in arguments.overrides if "=" in text]
+    slips = [key for key in keys if "." not in key and find_nearest(key, OPTIONS)]
     if not slips:
         return
     known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
     raise_errors(
-        ErrorDetails(
-            key=key, got=text, expected=f"one of {', '.join(OWN)}, or a key of the config", fix=did_you_mean(key, OWN)
-        )
-        for key, text in slips
-        if key not in known and find_nearest(key, [*OWN, *known])[0] in OWN
+        unknown_word(key, key, OPTIONS)
+        for key in slips
+        if key not in known and find_nearest(key, [*OPTIONS, *known])[0] in OPTIONS
     )
 
 
 def read_words(texts: Sequence[str]) -> Words:
-    """Raises: ConfigError with the errors of all of them."""
+    """Return the values of options, or raise ConfigError with all errors."""
     given = dict(text.split("=", 1) for text in texts)
-    errors = []
+    errors = [
+        unknown_word(key, given[key], known)
+        for key, known in OPTIONS.items()
+        if known and key in given and given[key] not in known
+    ]
     memory = memory_bytes(given["memory"]) if "memory" in given else None
     if "memory" in given and memory is None:
-        errors.append(ErrorDetails(key="memory", got=given["memory"], expected=f"{EXPECTED}: 80GiB"))
-    for key, known in (("format", FORMATS), ("savings", tuple(SWITCH)), ("search", tuple(SWITCH))):
-        if key in given and given[key] not in known:
-            fix = did_you_mean(given[key], known)
-            errors.append(ErrorDetails(key=key, got=given[key], expected=" or ".join(known), fix=fix))
+        errors.append(command_line_error("memory", given["memory"], f"{EXPECTED}: 80GiB"))
     raise_errors(errors)
     return Words(
         device=given.get("device"),
@@ -114,14 +114,14 @@ def read_words(texts: Sequence[str]) -> Words:
 
 
 class Planner:
-    """Plans of one command line, and of the same with more overrides."""
+    """Makes the plan of a command line, also with more overrides."""
 
     def __init__(self, arguments: argparse.Namespace, words: Words) -> None:
         self.arguments, self.words = arguments, words
         self._device: Device | None = None
 
     def plan(self, more: Sequence[str] = ()) -> Plan:
-        """The decided run. Raises: ConfigError with every error."""
+        """Return the decided run, or raise ConfigError with all errors."""
         from exp.check.stages import compose, refuse_early
 
         arguments = self.arguments
@@ -135,20 +135,20 @@ class Planner:
         return examine(resolve(config), machine=machine_of(self.words.device, config.launch)).plan()
 
     def estimator(self, plan: Plan) -> Estimator:
-        """With the device that was named, or that this machine has."""
+        """Return the estimator of a plan on the device of the command, by default this machine's."""
         from exp.plan.estimate import Estimator
 
         return Estimator(plan, device=self.device(plan))
 
     def other(self, more: Sequence[str]) -> Estimator | None:
-        """Of the run with more overrides; None where they are refused."""
+        """Return the estimator of the run with more overrides; None if these are errors."""
         try:
             return self.estimator(self.plan(more))
         except ConfigError:
-            return None  # a suggestion that the run cannot take is none
+            return None  # the run cannot use this suggestion
 
     def device(self, plan: Plan) -> Device | None:
-        """None for a GPU that is not in the table."""
+        """Return the device of the run; None for a GPU that is not in the table."""
         from exp.plan.device_peaks import own_cpu, own_gpu, read_devices
 
         if self._device is None and self.words.device is not None:
@@ -161,7 +161,7 @@ class Planner:
         return self._device
 
     def limit(self, plan: Plan) -> int | None:
-        """Bytes of each device: what was said, or what is listed for it."""
+        """Return the bytes of each device: those of the command, or the listed ones."""
         if self.words.memory is not None:
             return self.words.memory
         device = self.device(plan)
@@ -169,7 +169,7 @@ class Planner:
 
 
 def machine_of(device: str | None, launch: object) -> Machine:
-    """What the run will have: the devices that are named, or this machine with as many ranks as one asks for."""
+    """Return the machine of the run: the named devices, or this machine with as many GPUs as the config uses."""
     from exp.plan.device_peaks import read_devices
     from exp.strategies.placement import Machine, this_machine
 
@@ -179,7 +179,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
         return Machine(gpus=read_devices(device)[1] or needed, nccl=True)
     here = this_machine()
     gpus = max(here.gpus, needed) if getattr(launch, "accelerator", "auto") == "cuda" else here.gpus
-    # Nothing is started: ranks that no core could run are planned all the same.
+    # Nothing is started, so more ranks than cores can be planned.
     return dataclasses.replace(here, gpus=gpus, nccl=here.nccl or gpus > here.gpus, cores=None)
 
 
@@ -192,8 +192,7 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
     planner = Planner(arguments, words)
     plan = planner.plan()
     if plan.network is None:
-        told = "; ".join(plan.shapes.notes)
-        raise RunError(f"the network cannot be built without numbers, and nothing can be said of it: {told}")
+        raise RunError(f"the network cannot be built without numbers: {'; '.join(plan.shapes.notes)}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
     if words.searches:
         _search(plan, planner, limit=limit, is_json=words.is_json)
@@ -211,17 +210,21 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
 
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
-    """Print the ways to run it, the fastest first, and its command. Raises: RunError where nothing fits."""
+    """Print the configurations that fit, the fastest first, and the command of the first.
+
+    Raises:
+        RunError: No configuration fits.
+    """
     from exp.cli.command_line import with_values
     from exp.cli.plan_printout import ways
     from exp.plan.fastest import search
 
     if planner.device(plan) is None or plan.own is not None:
-        fix = "device=H100, and a network of exp's, whose steps can be timed"
-        raise config_error("search", got="true, and a step whose time is not known", expected=fix)
+        expected = "device=H100, and a network of exp, whose steps can be timed"
+        raise config_error("search", got="true, with an unknown time of a step", expected=expected)
     found = search(plan, limit=limit, other=planner.other)
     if not found.fitting:
-        raise RunError(f"nothing fits: {found.too_large} ways are too large, {found.refused} are refused")
+        raise RunError(f"nothing fits: {found.too_large} configurations are too large, {found.refused} have errors")
     best = dict(text.split("=", 1) for text in found.fitting[0].overrides)
     line = with_values(planner.arguments.overrides, best)
     if is_json:

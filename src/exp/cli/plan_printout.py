@@ -1,4 +1,4 @@
-"""An estimate as text for a terminal, and as plain values for tools."""
+"""Format an estimate as text for a terminal, and as plain values for tools."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from exp.errors import shorten
 from exp.plan.layer_table import layer_rows, repeated
 from exp.plan.rank_memory import PlaceMemory
 
@@ -13,17 +14,25 @@ if TYPE_CHECKING:
     from exp.plan.estimate import Estimate
     from exp.plan.fastest import Findings
     from exp.plan.savings import Saving
-    from exp.plan.step_time import StepTime
 
+TIMES = ("seconds", "compute", "memory", "overhead", "communication", "bound", "flops")
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
 MOST_OUTPUT = 44
 UNKNOWN = "not known"
-# Places whose memory has a column.
+# Maximal number of ranks whose memory has a column.
 SHOWN = 4
 
 
 def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], summary: str) -> str:
-    """All of it. limit: bytes of a device. largest: batch that fits. summary: one line on the run."""
+    """Return the whole text.
+
+    Args:
+        estimate: The estimate.
+        limit: Bytes of a device.
+        largest: The largest batch that fits.
+        savings: Changes that save memory.
+        summary: One line about the run.
+    """
     parts = [
         summary,
         "\n".join(aligned(_layers(estimate), left=3)),
@@ -39,7 +48,7 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
 def plain(
     estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], command: str
 ) -> dict[str, Any]:
-    """The same as values that JSON has: bytes, seconds, FLOPs."""
+    """Return the figures as JSON values, in bytes, seconds and FLOPs. The arguments are those of `text`."""
     figures, time = estimate.figures, estimate.time
     return {
         "command": command,
@@ -51,7 +60,7 @@ def plain(
         "layers": [asdict(row) for row in layer_rows(estimate)],
         "ranks": [{**asdict(place), "ranks": list(place.ranks), "total": place.total} for place in estimate.places],
         "transfers": [asdict(one) for one in estimate.footprint.transfers],
-        "time": None if time is None else _plain_time(time),
+        "time": None if time is None else {"device": time.device.name, **{name: getattr(time, name) for name in TIMES}},
         "limit": limit,
         "largest_batch_size": largest,
         "savings": [asdict(one) for one in savings],
@@ -59,25 +68,12 @@ def plain(
     }
 
 
-def _plain_time(time: StepTime) -> dict[str, Any]:
-    return {
-        "device": time.device.name,
-        "seconds": time.seconds,
-        "compute": time.compute,
-        "memory": time.memory,
-        "overhead": time.overhead,
-        "communication": time.communication,
-        "bound": time.bound,
-        "flops": time.flops,
-    }
-
-
 def ways(found: Findings) -> str:
-    """What a search found, the fastest first."""
+    """Return the results of a search, the fastest first."""
     rows = [["a step takes", "at most", "bound by", "overrides"]]
     for one in found.fitting:
         rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])
-    rest = f"{found.too_large} other ways do not fit, and {found.refused} are no runs of this network"
+    rest = f"{found.too_large} other configurations do not fit, and {found.refused} have errors"
     return "\n".join([*aligned(rows, left=4), rest])
 
 
@@ -88,7 +84,7 @@ def _layers(estimate: Estimate) -> list[list[str]]:
         rows.append([
             f"{row.path or '(network)'}{times}",
             row.kind,
-            shortened(row.output, MOST_OUTPUT),
+            shorten(row.output, most=MOST_OUTPUT),
             f"{row.parameters:,}" if row.parameters else "-",
             count(row.flops) if row.flops else "-",
             size(row.activations) if row.activations else "-",
@@ -109,8 +105,8 @@ def _memory(estimate: Estimate) -> list[list[str]]:
 
 def _part(place: PlaceMemory, part: str) -> str:
     found = place.parts[part]
-    told = UNKNOWN if found is None else size(found)
-    return f"{told} (host)" if part in place.on_host else told
+    text = UNKNOWN if found is None else size(found)
+    return f"{text} (host)" if part in place.on_host else text
 
 
 def _place(place: PlaceMemory) -> str:
@@ -122,20 +118,17 @@ def _place(place: PlaceMemory) -> str:
 
 def _rest(estimate: Estimate) -> list[str]:
     more = len(estimate.places) - SHOWN
-    return [f"and {more} more places with less, each of which format=json has"] if more > 0 else []
+    return [f"and {more} more with less memory; see format=json"] if more > 0 else []
 
 
 def _fit(estimate: Estimate, *, limit: int | None, largest: int | None) -> Iterator[str]:
     if limit is None:
         return
-    if estimate.total > limit:
-        yield f"does not fit: {size(estimate.total)} of {size(limit)}"
-    else:
-        yield f"fits: {size(estimate.total)} of {size(limit)}"
+    yield f"{'does not fit' if estimate.total > limit else 'fits'}: {size(estimate.total)} of {size(limit)}"
     if largest is not None:
         yield f"the largest data.batch_size that fits: {largest:,}"
     elif estimate.figures.activations is not None:
-        yield "not one sample a rank fits"
+        yield "even one sample per rank does not fit"
 
 
 def _time(estimate: Estimate) -> Iterator[str]:
@@ -163,7 +156,7 @@ def _savings(estimate: Estimate, savings: Sequence[Saving]) -> Iterator[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Rows as lines with columns of one width. left: how many columns are set to the left."""
+    """Return rows as lines with aligned columns. left: The number of columns that are aligned to the left."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -175,29 +168,19 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     return lines
 
 
-def shortened(words: str, most: int) -> str:
-    return words if len(words) <= most else f"{words[: most - 3]}..."
-
-
 def size(count: int) -> str:
-    """Bytes in the unit in which they are a number of a few digits."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:,.2f} {unit}"
-    return f"{count} B"
+    """Return bytes with a unit, such as 1.50 GiB."""
+    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((f"{count / factor:,.2f} {unit}" for unit, factor in units if count >= factor), f"{count} B")
 
 
 def count(number: float) -> str:
-    """A large number with a letter: 1.2 T."""
-    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:.3g}"
+    """Return a large number with a letter, such as 1.2 T."""
+    units = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+    return next((f"{number / factor:.3g} {unit}" for unit, factor in units if number >= factor), f"{number:.3g}")
 
 
 def seconds(time: float) -> str:
-    """A time in the unit in which it is a number of a few digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if time >= factor:
-            return f"{time / factor:.3g} {unit}"
-    return f"{time / 1e-6:.3g} us"
+    """Return a time with a unit, such as 1.2 ms."""
+    unit, factor = ("s", 1.0) if time >= 1 else ("ms", 1e-3) if time >= 1e-3 else ("us", 1e-6)
+    return f"{time / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""python -m exp.predict run=DIR input=FILE output=FILE [weights=best] [overrides]: what a trained network says."""
+"""python -m exp.predict run=DIR input=FILE output=FILE [weights=best] [overrides]: predict with a trained network."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HELP = """Predict with the weights that a run saved.
   python -m exp.predict run=DIR input=new.csv output=answers.csv strategy=ddp launch.devices=2
 
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
-  input=PATH       .csv, .parquet, .jsonl, .npz or .npy; of a run on pictures a folder, a picture or a CSV of paths
+  input=PATH       .csv, .parquet, .jsonl, .npz or .npy; for pictures a folder, a picture or a CSV of paths
   output=FILE      .npz, .csv or .jsonl
-  keep=[COLUMN]    columns of the input that the output begins with, such as keep=[id,name]
-  weights=WORD     best, last, or a checkpoint's path; left out: the best, else the last
-  security.allow=[PACKAGE]   whose classes the run's config may name: trust it first
+  keep=[COLUMN]    columns of the input to copy to the output, such as keep=[id,name]
+  weights=WORD     best, last, or a checkpoint's path; default: best, or last if there is no best
+  security.allow=[PACKAGE]   a package whose classes the run's config may name
 
-The input is prepared as the training data were: standardised, encoded, transformed; classes have the names of training.
-Everything else overrides the run's own command, such as data.batch_size=512."""
+The input is standardized, encoded and transformed as in training; classes have the names of training.
+All else overrides the run's command, such as data.batch_size=512."""
 COLUMNS = "a list of columns of the input, such as [id,name]"
 
 
@@ -31,7 +31,8 @@ COLUMNS = "a list of columns of the input, such as [id,name]"
 def main(argv: Sequence[str]) -> int:
     """Predict, and write the file.
 
-    Returns: 0; 2 for an error in the command, the config or the input; 1 where the prediction fails.
+    Returns:
+        0; 2 for errors of the command, config or input; 1 if the prediction fails.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.cli.train import refuse_ranks
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if keep is None:
         raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
-    # torch comes in here, behind every error of the command.
+    # torch is imported after the errors of the command.
     with announce_torch_import():
         from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.prediction import predict

@@ -1,4 +1,4 @@
-"""python -m exp.resume RUN [overrides]: goes on with a run; with --verify, does its last part again and compares."""
+"""python -m exp.resume RUN [overrides]: resume a run; with --verify, repeat its last part and compare."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
 EXACT, DIFFERS = 0, 1
-# Among the checkpoints of a fork: the state that it began with.
+# The initial state of a fork, among its checkpoints.
 START = "start.ckpt"
-# What differs by itself: the time it took, measured times and memory, the config of the second run, which files are
-# left, and counters that no run goes on from.
-BESIDE = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
+# Entries that differ between equal runs: times, measured memory, the config, the files that are left, and counters that
+# no run resumes from.
+NOT_COMPARED = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Go on with a run from its newest whole checkpoint, by its own command; or verify that it goes on exactly.
+    """Resume a run from its newest intact checkpoint with its own command, or verify that the resume is exact.
 
-    Returns: exp.train's exit status; with --verify 0 where every number is the same, 1 where one differs.
+    Returns:
+        The exit status of exp.train; with --verify 0 if all values are equal, else 1.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
     parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")
-    parser.add_argument("overrides", nargs="*", help="beside the run's own, such as trainer.max_epochs=60")
+    parser.add_argument("overrides", nargs="*", help="added to those of the run, such as trainer.max_epochs=60")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="train again from the checkpoint before the last to the last, elsewhere, and compare the two states",
+        help="train again from the second-to-last checkpoint to the last, elsewhere, and compare the states",
     )
-    trust = "with --verify, as security.allow: trust it first"
+    trust = "with --verify: a package that the config may name, as security.allow"
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=trust)
     arguments = parser.parse_args(argv)
     if not (arguments.run / "config.yaml").is_file():
         raise RunError(f"{arguments.run} has no config.yaml; expected a run directory, outputs/<name>/<date>/<time>")
     if not arguments.verify:
-        return go_on(arguments.run, arguments.overrides)
+        return resume(arguments.run, arguments.overrides)
     if arguments.overrides:
-        raise config_error(
-            "--verify", got=" ".join(arguments.overrides), expected="the run as it is, without overrides"
-        )
-    difference, told = verify(arguments.run, allow=arguments.allow)
-    print(told)
+        raise config_error("--verify", got=" ".join(arguments.overrides), expected="no overrides")
+    difference, text = verify(arguments.run, allow=arguments.allow)
+    print(text)
     return EXACT if difference is None else DIFFERS
 
 
-def go_on(run: Path, overrides: Sequence[str]) -> int:
-    """`python -m exp.train` with the run's overrides, these, and its newest whole checkpoint."""
+def resume(run: Path, overrides: Sequence[str]) -> int:
+    """Run exp.train with the overrides of a run, further overrides, and the run's newest intact checkpoint."""
     from exp.check.starting_point import newest_of
     from exp.cli import train
     from exp.config.found_run import merge_overrides
@@ -66,35 +65,39 @@ def go_on(run: Path, overrides: Sequence[str]) -> int:
     from exp.files import is_locked
 
     if is_locked(run / "config.yaml"):
-        raise RunError(f"{run} is still going on. Wait for its end, or end it: SIGTERM lets it save its state")
+        raise RunError(f"{run} is still running. Wait for its end, or stop it: after SIGTERM it saves its state")
     found = newest_of(run)
     for note in found.notes:
         print(note, file=sys.stderr)
     if found.path is None:
-        raise RunError(f"{run} has no whole checkpoint to go on from. Its command: {' '.join(read_overrides(run))}")
+        raise RunError(f"{run} has no intact checkpoint to resume from. Its command: {' '.join(read_overrides(run))}")
     return train.main([*merge_overrides(run, overrides), f"resume='{found.path}'"])
 
 
 def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
-    """Train from the checkpoint before the last to the last once more, in a directory of its own, and compare.
+    """Train again from the second-to-last checkpoint to the last, in a temporary directory, and compare.
 
-    Returns: the first difference, None where there is none; and what to print.
-    Raises: ConfigError for a config with errors; RunError where there is nothing to compare, or training fails.
+    Returns:
+        The first difference, None without one; and the text to print.
+
+    Raises:
+        ConfigError: The config has errors.
+        RunError: The run has no checkpoint, or the training fails.
     """
     from exp.engine.checkpoint import read_checkpoint
 
     own = positions_of(run)
     if not own:
-        raise RunError(f"{run} has no checkpoint of its own to verify")
+        raise RunError(f"{run} has no checkpoint to verify")
     last = max(own, key=lambda path: (own[path]["batches"], path.name == "last.ckpt"))
     before, found = train_again(run, to=own[last], allow=allow)
     difference = next(differences(read_checkpoint(last), found), None)
-    told = f"{last}, step {own[last]['step']}, trained again from {before}"
-    return difference, f"exact: {told}" if difference is None else f"differs: {told}\n  {difference}"
+    text = f"{last}, step {own[last]['step']}, trained again from {before}"
+    return difference, f"exact: {text}" if difference is None else f"differs: {text}\n  {difference}"
 
 
 def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
-    """The whole checkpoints of a run, and where it was; not what it brought along from one with another config."""
+    """Return the intact checkpoints that a run wrote, with their positions."""
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import CONFIG, POSITION
     from exp.engine.progress import Position
@@ -108,10 +111,18 @@ def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
 
 
 def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) -> tuple[str, State]:
-    """Train from the checkpoint before a position up to it, in a directory that goes again.
+    """Train from the last checkpoint before a position up to the position, in a temporary directory.
 
-    to: fields of the position, its step among them.
-    Returns: where it began; the state there. Raises: RunError where the run does not come there.
+    Args:
+        run: The run directory.
+        to: Fields of the position, with its step.
+        allow: Packages that the config may name.
+
+    Returns:
+        The checkpoint or "the start"; and the state at the position.
+
+    Raises:
+        RunError: The run does not reach the position.
     """
     from exp.config.frozen import read_frozen, refuse_more_than
     from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
@@ -123,7 +134,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     config = read_frozen(run)
     own = positions_of(run)
     earlier = [path for path in own if own[path]["step"] < to["step"]]
-    # A fork began there; and may have had nothing left to do.
+    # A fork begins at its start.ckpt, and may have had no steps.
     start = [str(path) for path in own if path.name == START] or [config.resume]
     before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else start[0]
     with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
@@ -132,7 +143,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
         try:
             fit(_replayed(config, again, before=before, to=to))
         except RunError:
-            # Behind it one batch is taken, which may be the one that the run itself failed at.
+            # After the position one batch is loaded, which may be the batch that the run failed at.
             if not reached.is_file():
                 raise
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
@@ -142,7 +153,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
 
 
 def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
-    """The run's config, to be run in another directory up to a position, with nothing that is written elsewhere."""
+    """Return the config of a run that trains in another directory up to a position, and writes nowhere else."""
     from omegaconf import OmegaConf, open_dict
 
     from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS
@@ -153,10 +164,10 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
         config.checkpoint.every_n_steps = config.checkpoint.every_n_minutes = None
         config.checkpoint.save_last = True
         if config.trainer.max_time is not None:
-            # The time it took is another; as a limit it leaves the number of steps open, and so does this one.
+            # The repeated run may take longer. A limit of time leaves the number of steps open.
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
-        # Before the others, as the callback that saves last.ckpt is.
+        # Before the other callbacks, as the callback that saves last.ckpt.
         state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
         config.callbacks = {"verified_state": state, **config.callbacks}
         config[COMPOSITION] = OmegaConf.create(
@@ -173,9 +184,9 @@ def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Ma
 
 
 def differences(expected: State, found: State) -> Iterator[str]:
-    """What is not the same in two states, the weights first."""
+    """Yield the differences of two states, the weights first."""
     for key in dict.fromkeys([*FIRST, *sorted({*expected, *found})]):
-        if key not in BESIDE:
+        if key not in NOT_COMPARED:
             yield from _differences(expected.get(key), found.get(key), key)
 
 
@@ -184,17 +195,17 @@ def _differences(expected: object, found: object, key: str) -> Iterator[str]:
 
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         if expected.shape != found.shape or expected.dtype != found.dtype:
-            yield f"{key}: {found.dtype} {list(found.shape)} in the place of {expected.dtype} {list(expected.shape)}"
+            yield f"{key}: {found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
         elif not torch.equal(expected, found):
             other = expected != found
             largest = (expected.double() - found.double()).abs().max()
             yield f"{key}: {int(other.sum())} of {other.numel()} values, by {float(largest):.3g} at most"
     elif isinstance(expected, Mapping) and isinstance(found, Mapping):
         for name in dict.fromkeys([*expected, *found]):
-            if name != "Timer":  # Lightning's, of the time that it took
+            if name != "Timer":  # Lightning's timer
                 yield from _differences(expected.get(name), found.get(name), f"{key}.{name}")
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(expected) == len(found):
         for place, pair in enumerate(zip(expected, found, strict=True)):
             yield from _differences(*pair, f"{key}.{place}")
     elif repr(expected) != repr(found):
-        yield f"{key}: {found!r:.60} in the place of {expected!r:.60}"
+        yield f"{key}: {found!r:.60} instead of {expected!r:.60}"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from exp.errors import ConfigError, ErrorDetails, config_error
+from exp.errors import command_line_error, config_error, raise_errors
 from exp.output import announce_torch_import, command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @command(interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from")
 def main(argv: Sequence[str]) -> int:
-    """Does what the command line says.
+    """Run or sweep as the command line says.
 
-    Returns: the exit status: 0 done, 2 an error in the config, 1 an error while running, 128 + n ended by signal n.
+    Returns:
+        0 on success, 2 for errors of the config, 1 for a failed run, 128 + n if signal n ended it.
     """
-    # Hydra comes in here, and what else takes longer than a Ctrl-C: main answers that.
+    # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
     from exp.config.compose import SweepAskedError
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if answer_question(arguments):
         return 0
     refuse_ranks("exp.train")
-    # What a run says is no reason to end it, whoever has stopped reading.
+    # A closed output does not end a run.
     with survive_output_errors():
         if arguments.multirun:
             return _sweep(arguments)
@@ -49,15 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse_ranks(command: str) -> None:
-    """Under torchrun every rank would compose, and train, a whole run of its own.
-
-    Raises: ConfigError.
-    """
+    """Raise ConfigError under torchrun, where every rank would compose and train a separate run."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise config_error(
             "torchrun",
-            got=f"it starts {command} once a rank",
-            expected=f"{command} alone, which starts its ranks itself, or the frozen run that torchrun shares",
+            got=f"{command} in every rank",
+            expected=f"{command} without torchrun, which starts its own ranks, or a worker of a frozen run",
             fix=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
         )
 
@@ -67,7 +65,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
-    # What starts processes comes in after the errors of the composition.
+    # Imported after the errors of the composition.
     from exp.sweeps.job import JobProcesses
 
     processes = JobProcesses(fit_job, validate)
@@ -77,10 +75,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
-    """Return the executor that hydra/launcher names: that of a cluster or of this machine.
+    """Return the executor that hydra/launcher selects: that of a cluster or of this machine.
 
-    config: composed, with its hydra node. processes: starts those in which jobs are checked, frozen and run.
-    prepare: freezes a job, `prepare`; a function that another process finds by its name.
+    Args:
+        config: The composed config, with its hydra node.
+        processes: Starts the processes that check, freeze and run jobs.
+        prepare: Freezes a job. Other processes find the function by its name.
     """
     from omegaconf import OmegaConf
 
@@ -98,7 +98,7 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
     return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))
 
 
-# torch and lightning come in with these, after every error of the composition.
+# These import torch and lightning, after the errors of the composition.
 def fit(config: DictConfig) -> Report:
     from exp import start
 
@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
     from exp.config.frozen import frozen_yaml
 
-    # Said at once, for it is what the seconds before the first step are.
+    # Shown at once, because the import is most of the time before the first step.
     with announce_torch_import():
         config = compose(
             arguments.overrides,
@@ -150,12 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
-    """One run has no sampler: whoever sets one has left out -m."""
+    """Raise ConfigError for settings of a sweep without -m."""
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
-    of_sweep = [key for key in keys if key.startswith("sweep.")]
-    if of_sweep:
-        fix = "Put -m in front of the overrides"
-        raise ConfigError([
-            ErrorDetails(key=key, got="set for one run", expected="a sweep, of which it is a setting", fix=fix)
-            for key in of_sweep
-        ])  # fmt: skip
+    expected, fix = "a sweep, which this key configures", "Put -m in front of the overrides"
+    raise_errors(command_line_error(key, "set for one run", expected, fix) for key in keys if key.startswith("sweep."))

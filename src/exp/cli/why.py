@@ -1,9 +1,9 @@
-"""python -m exp.why KEY [overrides]: which file, group, override or interpolation gave a key its value.
+"""python -m exp.why KEY [overrides]: show the file, group, override or interpolation that set a key.
 
-python -m exp.why optimizer.lr model=mlp optimizer=sgd        every layer that set it, the one that counts last
-python -m exp.why hooks debug=overfit                         what is below it, with the place of each value
-python -m exp.why data.num_classes data=wine                  what the data filled in
-python -m exp.why seed from_run=outputs/train/2026-01-31/12-00-00  of the command of an earlier run
+python -m exp.why optimizer.lr model=mlp optimizer=sgd        every layer that set it, the effective one last
+python -m exp.why hooks debug=overfit                         the values below it, each with its source
+python -m exp.why data.num_classes data=wine                  a value that the data determine
+python -m exp.why seed from_run=outputs/train/2026-01-31/12-00-00  the command of an earlier run
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from exp.check.stages import allowed, compose
 from exp.cli.command_line import answer_question, parse_arguments
+from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
@@ -31,7 +32,7 @@ from exp.redaction import mask_secrets, redact
 from exp.spelling import among, find_nearest, show
 
 PROGRAM = "python -m exp.why"
-# Of a value in a table.
+# The width of a value in a table.
 MOST_CHARACTERS = 60
 # A run determines these keys before it begins.
 DETERMINED = ("data.", "resume", "weights.from")
@@ -83,7 +84,7 @@ class Question:
 
     def __init__(self, config: DictConfig, *, typed: Sequence[str]) -> None:
         self._config, self._typed = config, typed
-        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))
+        raw = raw_values(config)
         raw.pop(COMPOSITION, None)
         self._plain = {name: value for name, value in read(config)[0].items() if name in raw}
         self._raw, self._values = dict(leaves(raw)), dict(leaves(self._plain))
@@ -91,26 +92,26 @@ class Question:
     def answer(self, key: str) -> Iterator[str]:
         """Yield the lines about a key. Raise ConfigError if it does not exist."""
         settings = history_of(self._config, key)
-        holder: Any = self._values.get(key.rpartition(".")[0])
+        holder: object = self._values.get(key.rpartition(".")[0])
         if isinstance(self._raw.get(key), Mapping) and self._raw[key]:
             yield f"{key}:"
             yield from _table([self._summary(*one) for one in _values_below(self._raw, key)])
         elif key in self._raw:
             value, note = self._value(key)
-            yield f"{key} = {shown(value)}"
+            yield f"{key} = {show_value(value)}"
             yield from _table([self._row(one, key) for one in settings])
             yield from islice(self._references(key), MOST_STEPS)
             yield from [note] if note else ()
         elif settings and key.partition(".")[0] != "hydra":
-            yield f"{key}: not there any more"
+            yield f"{key}: removed"
             yield from _table([self._row(one, key) for one in settings])
         elif is_node(holder) and fix_of_key(key, "") is None and (default := self._default(holder, key)) is not None:
             yield f"{key} = {default}"
-            yield f"  nobody set it: it is the default of {holder['_target_']}"
+            yield f"  not set: the default of {holder['_target_']}"
         else:
             raise self._unknown(key)
 
-    def _value(self, key: str) -> tuple[Any, str]:
+    def _value(self, key: str) -> tuple[object, str]:
         """Return the value of a key, and a note if the data, or a search before the run, determine it."""
         value = self._values.get(key, UNKNOWN)
         if value is not UNKNOWN and not (key.startswith(DETERMINED) and value in (None, "auto")):
@@ -123,22 +124,22 @@ class Question:
             return value, next((f"  not known until this is fixed: {error}" for error in decided.errors), "")
         is_of_data = key.startswith("data.") or value is UNKNOWN
         who = f"the data, {decided.settings.data['_target_']}," if is_of_data else "the search for it before the run"
-        return found, f"  {who} filled in {shown(found)}"
+        return found, f"  {who} filled in {show_value(found)}"
 
     def _row(self, one: Setting, key: str) -> Row:
         if one.value is REMOVED:
             value = "(removed)"
         elif one.key == key:
-            value = shown(one.value)
+            value = show_value(one.value)
         else:
-            value = "(the whole node anew)" if isinstance(one.value, Mapping) else f"({one.key} is {shown(one.value)})"
+            value = "(the whole node)" if isinstance(one.value, Mapping) else f"({one.key} is {show_value(one.value)})"
         return self._place(one), value, mask_secrets(one.text) if one.layer is None else one.layer.config_path
 
-    def _summary(self, key: str, written: Any) -> Row:
+    def _summary(self, key: str, written: object) -> Row:
         value = self._values.get(key, UNKNOWN)
-        text = shown(written if value is UNKNOWN else value)
+        text = show_value(written if value is UNKNOWN else value)
         if isinstance(written, str) and "${" in written and value is not UNKNOWN:
-            text = f"{shown(written)} = {text}"
+            text = f"{show_value(written)} = {text}"
         return key, text, self._last_place(key)
 
     def _place(self, one: Setting) -> str:
@@ -160,13 +161,13 @@ class Question:
         for match in REFERENCE.finditer(text):
             there = _whole(match[1], key)
             place = self._last_place(there)
-            found = f"{there} is {shown(self._raw[there])}" if there in self._raw else f"there is no {there}"
+            found = f"{there} is {show_value(self._raw[there])}" if there in self._raw else f"there is no {there}"
             yield f"{indent}{match[0]}: {found}{f'  [{place}]' if place else ''}"
             yield from self._references(there, (*trail, key))
         for match in ENVIRONMENT.finditer(text):
             yield f"{indent}{match[0]}}}: {match[1]} is {'set' if match[1].strip() in os.environ else 'not set'}"
 
-    def _default(self, holder: Any, key: str) -> str | None:
+    def _default(self, holder: Mapping[str, Any], key: str) -> str | None:
         """Return the default of a parameter of a node's target; None if the target has no such parameter."""
         from exp.check.signature import signature_of  # imports the target
         from exp.config.targets import resolve
@@ -178,7 +179,7 @@ class Question:
         parameter = signature_of(target).parameters.get(key.rpartition(".")[2])
         if parameter is None:
             return None
-        return "(must be given)" if parameter.default is inspect.Parameter.empty else shown(parameter.default)
+        return "(must be given)" if parameter.default is inspect.Parameter.empty else show_value(parameter.default)
 
     def _unknown(self, key: str) -> ConfigError:
         if key.partition(".")[0] == "hydra":
@@ -215,14 +216,14 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"  {first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip()
 
 
-def shown(value: Any) -> str:
+def show_value(value: object) -> str:
     """Return a value in one line, as in YAML."""
     if isinstance(value, str):
         text = value if value and "\n" not in value and value == value.strip() else repr(value)
     elif isinstance(value, Mapping):
-        text = f"{{{', '.join(f'{name}: {shown(inner)}' for name, inner in value.items())}}}"
+        text = f"{{{', '.join(f'{name}: {show_value(inner)}' for name, inner in value.items())}}}"
     elif isinstance(value, list | tuple):
-        text = f"[{', '.join(map(shown, value))}]"
+        text = f"[{', '.join(map(show_value, value))}]"
     else:
         text = "(not known yet)" if value is UNKNOWN else show(value)
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."

@@ -1,4 +1,4 @@
-"""One rank of a frozen run: `python -m exp.worker RUN_DIR`, started by exp itself, by torchrun or by SLURM."""
+"""python -m exp.worker RUN_DIR: run one rank of a frozen run. exp, torchrun or SLURM starts it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from exp.strategies.rank import Rank
 
 
 def main() -> NoReturn:
-    """Run one rank as the command line says, and end the process."""
+    """Run one rank, and end the process."""
     parser = argparse.ArgumentParser(prog="python -m exp.worker", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory with a frozen config.yaml")
-    parser.add_argument("--resume", type=Path, default=None, help="a checkpoint to go on from, instead of the config's")
+    parser.add_argument("--resume", type=Path, default=None, help="the checkpoint to resume, instead of the config's")
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow of the run: trust it first"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package that the config may name",
     )
     parser.add_argument(
         "--requeues", type=int, default=None, metavar="N",
-        help="of a scheduler's job: go on from the newest checkpoint here; at the end of its time SLURM queues it "
-        "again, N times at most",
+        help="for a job of a scheduler: resume from the newest checkpoint; at its time limit SLURM requeues it "
+        "at most N times",
     )  # fmt: skip
     arguments = parser.parse_args()
     live(lambda rank: work(rank, **vars(arguments)))
@@ -34,9 +38,15 @@ def work(
 ) -> None:
     """Join the run's process group and run it.
 
-    requeues: as of exp.run.run.
-    allow: the packages that whoever started this rank trusts; what the run directory says of that is not believed.
-    Raises: ConfigError where it asks for others.
+    Args:
+        rank: The rank.
+        directory: The run directory.
+        resume: A checkpoint, instead of the config's.
+        allow: The packages that the command allows. Those of the run directory do not count.
+        requeues: As in exp.run.run.
+
+    Raises:
+        ConfigError: The config allows other packages.
     """
     with pause_garbage_collection():
         from exp.check.plan import Plan

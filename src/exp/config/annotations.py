@@ -1,4 +1,4 @@
-"""Read what functions annotate: their parameters' kinds, and what they return."""
+"""Read the annotations of functions: the types of their parameters and of their result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 EMPTY = inspect.Parameter.empty
 
 
-def evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
-    """An annotation with its names looked up in the module that wrote it; EMPTY where that module lacks them."""
+def evaluate_annotation(annotation: Any, function: Callable[..., Any]) -> Any:
+    """Return an annotation with its names looked up in the function's module; EMPTY if the module lacks them."""
     if annotation is EMPTY or not _holds_text(annotation):
         return annotation
     stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
@@ -20,13 +20,13 @@ def evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
         names = vars(inspect.getmodule(inspect.unwrap(function)))
         return typing.get_type_hints(stand_in, globalns=names, include_extras=True)["value"]
     except (NameError, TypeError, AttributeError, SyntaxError):
-        # Names under TYPE_CHECKING are not there at run time: such a parameter takes any value.
+        # Names under TYPE_CHECKING do not exist at run time. Such a parameter takes any value.
         return EMPTY
 
 
 @functools.lru_cache(maxsize=1024)
 def annotations_of(target: Any) -> Mapping[str, Any]:
-    """The annotation of each parameter that a class, its bases or a function names; EMPTY where there is none."""
+    """Return the annotation of each parameter of a class, its bases or a function; EMPTY without one."""
     if inspect.isclass(target):
         makers = [vars(base)[name] for base in target.__mro__ for name in ("__init__", "__new__") if name in vars(base)]
     else:
@@ -38,33 +38,33 @@ def annotations_of(target: Any) -> Mapping[str, Any]:
             continue
         try:
             parameters = inspect.signature(function).parameters.values()
-        except ValueError:  # functions written in C may carry no signature
+        except ValueError:  # functions written in C may have no signature
             continue
         for parameter in parameters:
-            found.setdefault(parameter.name, evaluated(parameter.annotation, function))
+            found.setdefault(parameter.name, evaluate_annotation(parameter.annotation, function))
     return found
 
 
 def return_annotation(function: Callable[..., Any]) -> type | None:
-    """The class that a function says it returns; None where it says nothing, or no one class."""
+    """Return the class in a function's return annotation; None without an annotation, and for a union."""
     try:
         annotation = inspect.signature(function).return_annotation
     except ValueError:
         return None
-    said = type(None) if annotation is None else evaluated(annotation, function)
-    said = typing.get_origin(said) or said
-    return said if inspect.isclass(said) and said is not EMPTY and said is not object else None
+    kind = type(None) if annotation is None else evaluate_annotation(annotation, function)
+    kind = typing.get_origin(kind) or kind
+    return kind if inspect.isclass(kind) and kind is not EMPTY and kind is not object else None
 
 
-def is_array(value: Any) -> bool:
-    """Whether a plain value is a number, or lists of numbers of which each is as long as its neighbours."""
+def is_array(value: object) -> bool:
+    """Return whether a plain value is a number, or nested lists of numbers with equal lengths."""
     if isinstance(value, list):
         shapes = {len(item) if isinstance(item, list) else None for item in value}
         return len(shapes) == 1 and all(map(is_array, value))
     return isinstance(value, int | float)
 
 
-def _holds_text(annotation: Any) -> bool:
+def _holds_text(annotation: object) -> bool:
     if isinstance(annotation, str | typing.ForwardRef):
         return True
     return any(

@@ -17,7 +17,9 @@ RAY = "hydra_plugins.exp.launcher.RayLauncher"
 class Cluster:
     """A kind of cluster.
 
-    word: hydra/launcher=WORD. executor: the class that runs the jobs.
+    Args:
+        word: The option of hydra/launcher.
+        executor: The class that runs the jobs.
     """
 
     word: str

@@ -1,4 +1,4 @@
-"""The run directory, made once and exclusively, and the files that are written into it before anything is built.
+"""Make the run directory of one run, and write its first files.
 
 config.yaml      the resolved config that every rank reads
 overrides.yaml   the command line's overrides, a list
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from exp.config.frozen import COMPOSITION, OUTPUT, TAKEN, frozen_yaml, literal, versions, with_texts
+from exp.config.frozen import COMPOSITION, OUTPUT, TAKEN, frozen_yaml, literal, map_texts, versions
 from exp.config.revision import revision
 from exp.errors import RunError
 from exp.files import write_atomic
@@ -59,7 +59,7 @@ def write_frozen(
     *,
     text: str,
     overrides: ListConfig,
-    origin: Mapping[str, Any] | None = None,
+    origin: Mapping[str, object] | None = None,
     is_synced: bool = True,
 ) -> None:
     """Write overrides.yaml, provenance.json and config.yaml of a run.
@@ -77,7 +77,7 @@ def write_frozen(
         RunError: A file cannot be written.
     """
     texts = list(overrides)
-    found = _covered(provenance(texts)) if origin is None else {**origin, **_covered({"overrides": texts})}
+    found = _mask(provenance(texts)) if origin is None else {**origin, **_mask({"overrides": texts})}
     try:
         for name, content in (
             ("overrides.yaml", OmegaConf.to_yaml(overrides, resolve=True)),
@@ -92,12 +92,12 @@ def write_frozen(
 def _unwritable(directory: Path, error: OSError) -> RunError:
     return RunError(
         f"the run directory {directory} cannot be written: {error.strerror or error}. "
-        "Free the place, or choose another with hydra.run.dir=outputs/elsewhere"
+        "Remove it, or set another with hydra.run.dir=outputs/elsewhere"
     )
 
 
 def take_directory(config: DictConfig, directory: Path) -> None:
-    """Have `freeze` take a directory that was made for this config already, as for what its process prints before."""
+    """Let `freeze` use a directory that was made for this config."""
     composition = config[COMPOSITION]
     with open_dict(composition):
         composition.directory = literal(str(directory))
@@ -105,7 +105,7 @@ def take_directory(config: DictConfig, directory: Path) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Take away what a run left that was killed before its first checkpoint, so that it can begin anew in its place."""
+    """Remove the files of a run that was killed before its first checkpoint, except its output."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -114,20 +114,20 @@ def clear(directory: Path) -> None:
 
 
 def make_exclusively(wanted: Path) -> Path:
-    """Makes `wanted`, or `wanted-2`, `wanted-3`, ... where it stands already. Two at once never get the same one."""
+    """Make and return a new directory: `wanted`, or `wanted-2`, `wanted-3` and so on if it exists."""
     wanted = wanted.absolute()
     candidate = wanted
     for count in itertools.count(2):
         with contextlib.suppress(FileExistsError):
-            return _made(candidate)
+            return _make(candidate)
         candidate = wanted.with_name(f"{wanted.name}-{count}")
     raise AssertionError("numbers do not end")
 
 
-def _made(directory: Path) -> Path:
+def _make(directory: Path) -> Path:
     parent = directory.parent
     for _ in range(MAX_TRIES):
-        # A sweep of which nothing was started takes empty directories away, and may do so in between.
+        # A sweep that started no job removes its empty directories, also between these calls.
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -139,28 +139,28 @@ def _made(directory: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             directory.mkdir()
             return directory
-    raise FileNotFoundError(errno.ENOENT, "another program takes its parent away again and again", str(directory))
+    raise FileNotFoundError(errno.ENOENT, "another program keeps removing its parent", str(directory))
 
 
-def record_parent(directory: Path, parent: Mapping[str, Any]) -> None:
-    """Adds to provenance.json of which run, and of which step of it, this one is a fork."""
+def record_parent(directory: Path, parent: Mapping[str, object]) -> None:
+    """Add the parent run and its step to provenance.json of a fork."""
     path = directory / "provenance.json"
-    found = _covered({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
+    found = _mask({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
     write_atomic(path, json.dumps(found, indent=2) + "\n")
 
 
-def _covered(found: Mapping[str, object]) -> dict[str, Any]:
-    # The diff may be of a file with secrets, the command of a program that was started with one.
-    return cast(dict[str, Any], with_texts(dict(found), mask_secrets))
+def _mask(found: Mapping[str, object]) -> dict[str, Any]:
+    # The diff and the command may have secrets.
+    return cast(dict[str, Any], map_texts(dict(found), mask_secrets))
 
 
-def shared_origin() -> Mapping[str, Any]:
-    """Where runs of this process come from, without the overrides of each; secrets in it are named."""
-    return _covered(provenance([]))
+def shared_origin() -> Mapping[str, object]:
+    """Return the provenance that the runs of this process share, without overrides and with secrets masked."""
+    return _mask(provenance([]))
 
 
-def provenance(overrides: list[str]) -> dict[str, Any]:
-    """Where a run came from: plain values only."""
+def provenance(overrides: list[str]) -> dict[str, object]:
+    """Return command, git revision and diff, versions and machine of a run as plain values."""
     return {
         "command": sys.argv,
         "overrides": overrides,

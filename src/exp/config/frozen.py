@@ -1,4 +1,4 @@
-"""The files of a run directory that hold its config, as ranks and tools read them."""
+"""Read and write the config files of a run directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from exp.config.reading import UNKNOWN, Values, secrets_kept
 from exp.config.versions import with_present_keys
 from exp.config.yaml_files import parse_yaml, yaml_text
-from exp.errors import ConfigError, ErrorDetails, RunError, describe_exception
+from exp.errors import ConfigError, RunError, config_error, describe_exception
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 # The node of a composed config that records its composition; a frozen config has none.
@@ -28,9 +27,9 @@ OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
 OWN_GROUPS = "own_groups"
 ALLOWED = "allow"
 TAKEN = "is_taken"
-# 1 if a search has pruned the job, else 0: TensorBoard's page of hyperparameters has no word for it.
+# 1 if a search pruned the job, else 0. TensorBoard's page of hyperparameters has no state for it.
 PRUNED_TAG = "sweep/pruned"
-# The file for what a job of a sweep prints, which its process holds open.
+# The output of a job of a sweep, which its process keeps open.
 OUTPUT = "output.log"
 DISTRIBUTIONS = (
     "exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy",
@@ -58,18 +57,18 @@ def read_frozen(directory: Path | str) -> DictConfig:
 
 
 def from_text(text: str, *, name: str) -> DictConfig:
-    """Return the config of a text that `frozen_yaml` made. name: of its file, for messages.
+    """Return the config of a text that `frozen_yaml` wrote. name: The file, for messages.
 
     Raises:
-        RunError: The text is another one.
+        RunError: The text is no config.
     """
     content = with_present_keys(_mapping(text, name=name))
-    # What is left of interpolations is text: only the object that is built with a secret resolves it.
-    return cast(DictConfig, OmegaConf.create(with_texts(content, literal)))
+    # Interpolations that are left are text. Only the object that is built with a secret resolves them.
+    return cast(DictConfig, OmegaConf.create(map_texts(content, literal)))
 
 
 def frozen_values(directory: Path) -> dict[str, Any]:
-    """Return the values of a frozen config as they are in its file.
+    """Return the values in the file of a frozen config.
 
     Raises:
         RunError: The directory holds none.
@@ -96,7 +95,7 @@ def read_parent(directory: Path) -> Mapping[str, Any] | None:
 def _config_text(directory: Path | str) -> tuple[str, Path]:
     path = Path(directory) / "config.yaml"
     if not path.is_file():
-        raise RunError(f"{path} is not there: a run directory made by exp.train holds a frozen config.yaml")
+        raise RunError(f"{path} does not exist; a run directory of exp.train has a frozen config.yaml")
     return _text(path), path
 
 
@@ -104,13 +103,13 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} cannot be read: {describe_exception(error)}. Take the file of the run") from error
+        raise RunError(f"{path} cannot be read: {describe_exception(error)}. Restore the file of the run") from error
 
 
 def _mapping(text: str, *, name: str) -> dict[str, Any]:
     content = _parsed(text, name=name)
     if not isinstance(content, dict):
-        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Take the file of the run")
+        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Restore the file of the run")
     return content
 
 
@@ -118,20 +117,20 @@ def _parsed(text: str, *, name: str) -> Any:
     try:
         return parse_yaml(text, name=name)
     except ConfigError as error:
-        raise RunError(f"{name} is not as exp wrote it: {error.errors[0].got}. Take the file of the run") from error
+        raise RunError(f"{name} is not as exp wrote it: {error.errors[0].got}. Restore the file of the run") from error
 
 
-def with_texts(value: object, change: Callable[[str], str]) -> Any:
-    """Return a plain tree with other texts."""
+def map_texts(value: object, change: Callable[[str], str]) -> Any:
+    """Return a plain tree with each text changed by a function."""
     if isinstance(value, dict):
-        return {name: with_texts(inner, change) for name, inner in value.items()}
+        return {name: map_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
-        return [with_texts(inner, change) for inner in value]
+        return [map_texts(inner, change) for inner in value]
     return change(value) if isinstance(value, str) else value
 
 
 def literal(text: str) -> str:
-    """Return a text that OmegaConf gives back as it is: `${name}` in the record of an override is not resolved."""
+    """Return a text escaped so that OmegaConf does not resolve `${name}` in the record of an override."""
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
@@ -151,15 +150,14 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
         return
     flags = " ".join(f"--allow {package}" for package in others)
     keys = f"'security.allow=[{','.join(others)}]' to the command, in Python allow={others} to exp.load"
-    error = ErrorDetails(
-        key="security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command names",
-        fix=f"If you trust them, add {keys if is_override else flags}",
+    raise config_error(
+        "security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command names",
+        fix=f"If you trust them, add {keys if is_override else flags}", source=source,
     )  # fmt: skip
-    raise ConfigError([replace(error, source=source)])
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide a run's numbers, without importing them."""
+    """Return the versions of Python and of the packages that affect a run's numbers, without importing them."""
     return {"python": platform.python_version(), **_installed()}
 
 

@@ -1,8 +1,8 @@
-"""The revision of the working directory and what is not committed, read so that nothing configured there can run.
+"""Read the git revision and the uncommitted changes of the working directory without running configured programs.
 
-A folder from elsewhere may bring a `.git` that names programs: `core.fsmonitor`, filters, `textconv`, hooks, a remote
-to fetch a missing object from. So git compares the files in a repository without settings, made for this one question.
-It has the objects and the index of the folder's `.git`, and nothing else of it.
+The `.git` of a downloaded folder may name programs: `core.fsmonitor`, filters, `textconv`, hooks, a remote for missing
+objects. So git compares the files in a temporary repository without settings, which has only the objects and the index
+of that `.git`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-# A diff is for reading beside the figures; one that holds a data file by accident would fill the disk run by run.
+# A longer diff has a data file by accident, and would fill the disk run by run.
 MAX_DIFF_CHARACTERS = 1_000_000
-# Larger files are named only.
+# The diff only names larger files.
 MAX_FILE_BYTES = 1_000_000
-# For all of this.
+# The time limit of all calls of git.
 MAX_SECONDS = 5.0
-# Of the outer GIT_* variables these alone stay, for they can but end the search for a repository.
+# The only GIT_* variables that are kept. They only end the search for a repository.
 KEPT = frozenset({"GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM"})
 SAFE = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
-    # Nothing is fetched for a partial clone; git before 2.44 knows only that no protocol is allowed.
+    # Fetch nothing for a partial clone. Git before 2.44 only has the list of allowed protocols.
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_ALLOW_PROTOCOL": "",
 }

@@ -1,4 +1,4 @@
-"""Where configs are read from: the user's ./conf, then exp's own, then the plug-ins'. No file is run."""
+"""The directories of configs: the user's ./conf, exp's own, and those of plug-ins. No file is run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ OWN_CONF = Path(__file__).parent.parent / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One directory of configs. An earlier place wins over a later one."""
+    """A directory of configs. An earlier place takes precedence over a later one."""
 
     provider: str
     directory: Path
 
 
 def search_places(*, config_dir: str | None = None) -> list[Place]:
-    """The places of this working directory, best first.
+    """Return the places for this working directory, the first with the highest precedence.
 
-    config_dir: of --config-dir; behind the user's ./conf and before exp's own.
-    Raises: ConfigError where config_dir is not a directory.
+    config_dir: The value of --config-dir, between the user's ./conf and exp's own.
+
+    Raises:
+        ConfigError: config_dir is not a directory.
     """
     places = []
     own = users_conf()
@@ -47,7 +49,7 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
 
 
 def own_groups(places: Sequence[Place]) -> list[str]:
-    """The config groups that others than exp bring and exp has none of that name: folders with a YAML file, or more."""
+    """Return the config groups, folders with YAML files, that exp does not have."""
     folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
     own = {path.name for path in OWN_CONF.iterdir()}
     return sorted({path.name for path in folders if path.name not in {*own, "local", "module", "hydra"}})
@@ -64,13 +66,13 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def users_conf() -> Path | None:
-    """The user's own ./conf where it counts as one: it holds a group of exp's, and it is not exp's own."""
+    """Return the user's ./conf, or None."""
     directory = Path.cwd() / "conf"
     return directory if is_users_conf(directory) else None
 
 
 def is_users_conf(directory: Path) -> bool:
-    """Whether a ./conf is a user's own: it holds a group or file of exp's names, and it is not exp's own."""
+    """Return whether a ./conf is a user's: it has a group or file with a name of exp's, and is not exp's own."""
     if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
         return False
     known = {path.name for path in OWN_CONF.iterdir()} | {"local", "module"}
@@ -78,9 +80,9 @@ def is_users_conf(directory: Path) -> bool:
 
 
 def make_importable() -> None:
-    """Lets the modules beside the user's ./conf be imported, once a config names one of them.
+    """Make the modules next to the user's ./conf importable, when a config first names one.
 
-    The working directory goes to the end of the path, so that no file in it hides an installed package.
+    The working directory is appended to the path, so that no file in it hides an installed package.
     """
     here = str(Path.cwd())
     if users_conf() is not None and here not in sys.path and "" not in sys.path:
@@ -88,9 +90,9 @@ def make_importable() -> None:
 
 
 def plugin_places() -> list[Place]:
-    """The conf directories of installed packages with an `exp.conf` entry point, by name.
+    """Return the conf directories of installed packages with an `exp.conf` entry point, by name.
 
-    An entry point names a package: its `conf` directory counts or, where it has none, the package itself.
+    An entry point names a package. Its directory `conf` is used or, without one, the package.
     """
     points = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
     places = []
@@ -105,7 +107,7 @@ def plugin_places() -> list[Place]:
 
 def _conf_of(dotted: str) -> Path | None:
     top, *rest = dotted.split(".")
-    # Only the top package is looked up: a dotted name would import its parents.
+    # find_spec of a dotted name would import the parents.
     found = importlib.util.find_spec(top)
     if found is None or found.submodule_search_locations is None:
         return None
@@ -118,10 +120,10 @@ def _conf_of(dotted: str) -> Path | None:
 
 
 def display_path(path: Path | str) -> str:
-    """A config file as a reader knows it: relative to the working directory, `exp/conf/...` where it is installed."""
+    """Return the path of a config file for messages: relative to the working directory, or `exp/conf/...`."""
     path = Path(path)
-    for base in (Path.cwd(), Path.cwd().resolve()):
-        for candidate in (path, path.resolve()):
+    for candidate in (path, path.resolve()):
+        for base in (Path.cwd(), Path.cwd().resolve()):
             if candidate.is_relative_to(base):
                 return str(candidate.relative_to(base))
     if path.is_relative_to(OWN_CONF):

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from exp.config.annotations import EMPTY, annotations_of, is_array
 from exp.config.reading import secrets_kept
 from exp.config.settings import Settings
-from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_error, returned_at, slot_of, trains_itself
+from exp.config.slots import MODULE, SPLITS, nodes_in, own_training_error, returned_classes, slot_of, trains_itself
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
 from exp.data.labels import IGNORED
@@ -88,7 +88,7 @@ def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> An
 
 
 def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Mapping[str, Any]) -> Any:
-    target = resolve(node["_target_"], returns=returned_at(key), allow=allow)
+    target = resolve(node["_target_"], returns=returned_classes(key), allow=allow)
     arguments = {
         name: construct(value, key=f"{key}.{name}", allow=allow)
         for name, value in node.items()
@@ -147,7 +147,7 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
     """What a target gave; of a function it must be of a class that its place takes."""
     if inspect.isclass(target):
         return made
-    wanted = returned_at(key)
+    wanted = returned_classes(key)
     # What has a length and numbers its parts is no data set for that.
     other: tuple[type, ...] = (tuple, str) if MODULE in wanted else (tuple, str, nn.Module)
     other += () if wanted == SPLITS else (dict,)

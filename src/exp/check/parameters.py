@@ -23,7 +23,7 @@ from exp.config.slots import (
     nodes_in,
     own_loaders_error,
     own_training_error,
-    returned_at,
+    returned_classes,
     slot_of,
     trains_itself,
 )
@@ -73,7 +73,7 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
     if not isinstance(node.get("_args_"), list) or not isinstance(node["_target_"], str):
         return ()
     try:
-        target = resolve(node["_target_"], returns=returned_at(place), allow=allow)
+        target = resolve(node["_target_"], returns=returned_classes(place), allow=allow)
         return signature_of(target).positional[: len(node["_args_"])]
     except (ConfigError, MissingExtraError):
         return ()  # the node's own error
@@ -88,7 +88,7 @@ def node_errors(
     if name is UNKNOWN:
         return
     try:
-        target = resolve(name, base=slot.bases or None, returns=returned_at(place), allow=allow)
+        target = resolve(name, base=slot.bases or None, returns=returned_classes(place), allow=allow)
     except TargetError as error:
         yield replace(error.errors[0], key=f"{key}._target_")
         return

@@ -92,7 +92,7 @@ def _parser(program: str) -> _Parser:
     parser.add_argument("--config-name", "-cn", default=PRIMARY)
     parser.add_argument("--config-dir", "-cd")
     if program.endswith("exp.data"):
-        parser.add_argument("--samples", type=_how_many, default=MOST_SAMPLES)
+        parser.add_argument("--samples", type=_read_samples, default=MOST_SAMPLES)
     return parser
 
 
@@ -161,7 +161,7 @@ def _read_mode(arguments: argparse.Namespace) -> None:
             arguments.multirun, arguments.run = arguments.multirun or is_sweep, arguments.run or not is_sweep
 
 
-def _how_many(text: str) -> int | None:
+def _read_samples(text: str) -> int | None:
     """Return the number of samples; None for all."""
     if text == "all":
         return None
@@ -227,16 +227,16 @@ def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
     rows = [line for name in shown for line in _row(name, titles[name], vocabulary.options(name))]
     if groups:
         return "\n".join(rows)
-    others = _wrapped([name for name in titles if name not in shown and vocabulary.options(name)], indent="  ")
+    others = _wrap([name for name in titles if name not in shown and vocabulary.options(name)], indent="  ")
     return HELP.format(program=PROGRAM, groups="\n".join(rows), others="\n".join(others)).rstrip()
 
 
-def _wrapped(words: Sequence[str], *, indent: str) -> list[str]:
+def _wrap(words: Sequence[str], *, indent: str) -> list[str]:
     return textwrap.wrap(", ".join(words), width=HELP_WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
 
 
 def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
-    return _wrapped(options, indent=f"  {group:<11} {title:<15} ")
+    return _wrap(options, indent=f"  {group:<11} {title:<15} ")
 
 
 def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:

@@ -29,13 +29,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     from exp.run_report import print_report
 
-    run, step = _parsed(arguments.parent)
+    run, step = _parse_parent(arguments.parent)
     report = fork(run, step, arguments.overrides)
     print_report(report)
     return 0 if report.status == "completed" else 1
 
 
-def _parsed(parent: str) -> tuple[Path, int | None]:
+def _parse_parent(parent: str) -> tuple[Path, int | None]:
     name, _, step = parent.rpartition("@")
     if not name:
         name, step = parent, ""
@@ -71,20 +71,20 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
 
     config = compose(merge_overrides(run, overrides, without=("resume", "runtime.autoresume", "hydra.run.dir")))
     config.resume, config.runtime.autoresume = None, False
-    path, state = _chosen(run, step)
+    path, state = _find_checkpoint(run, step)
     resolved = resolve(config)
     changed = {}
     if not resolved.errors:  # which fit reports
         errors = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).errors
         before, now = with_present_keys(yaml.safe_load(state[CONFIG])), yaml.safe_load(resolved.yaml)
         changed = changed_values({**before, "resume": None}, now)
-        if errors or (errors := tuple(_unfit(state, changed, now))):
+        if errors or (errors := tuple(_unfit_errors(state, changed, now))):
             raise ConfigError(errors)
         state = with_values(state, changed, groups=(now["optimizer"] or {"groups": {}})["groups"])
     return fit(config, begin=partial(_begin, run=run, path=path, state=state, changed=changed))
 
 
-def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
+def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
     """Return the checkpoint to begin from, and its state."""
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import POSITION
@@ -99,7 +99,9 @@ def _chosen(run: Path, step: int | None) -> tuple[Path, State]:
     return found[wanted]
 
 
-def _unfit(state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
+def _unfit_errors(
+    state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]
+) -> Iterator[ErrorDetails]:
     """Yield the errors of values that the optimizer's state does not have."""
     from exp.check.continuation import INCIDENTAL
 

@@ -35,8 +35,8 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
     """
     parts = [
         summary,
-        "\n".join(aligned(_layers(estimate), left=3)),
-        "\n".join([*aligned(_memory(estimate), left=1), *_rest(estimate)]),
+        "\n".join(align(_layers(estimate), left=3)),
+        "\n".join([*align(_memory(estimate), left=1), *_rest(estimate)]),
         "\n".join(_fit(estimate, limit=limit, largest=largest)),
         "\n".join(_time(estimate)),
         "\n".join(_savings(estimate, savings)),
@@ -74,7 +74,7 @@ def ways(found: Findings) -> str:
     for one in found.fitting:
         rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])
     rest = f"{found.too_large} other configurations do not fit, and {found.refused} have errors"
-    return "\n".join([*aligned(rows, left=4), rest])
+    return "\n".join([*align(rows, left=4), rest])
 
 
 def _layers(estimate: Estimate) -> list[list[str]]:
@@ -143,7 +143,7 @@ def _time(estimate: Estimate) -> Iterator[str]:
         ]
         if estimate.footprint.transfers:
             rows.append(["  communication", seconds(time.communication), f"{size(int(device.link))} a second"])
-        yield from aligned(rows, left=3)
+        yield from align(rows, left=3)
     for one in estimate.footprint.transfers:
         yield f"each rank sends {size(int(one.sent))} a step: {one.what} over {one.over}"
 
@@ -152,10 +152,10 @@ def _savings(estimate: Estimate, savings: Sequence[Saving]) -> Iterator[str]:
     if savings:
         yield f"what would help most, of {size(estimate.total)}:"
     rows = [[f"  saves {size(one.saved)}", " ".join(one.overrides), one.what] for one in savings]
-    yield from aligned(rows, left=3) if rows else ()
+    yield from align(rows, left=3) if rows else ()
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+def align(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Return rows as lines with aligned columns. left: The number of columns that are aligned to the left."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = []

@@ -49,7 +49,7 @@ def refuse_place(path: Path, *, given: Path) -> None:
 
 def refuse_names(keep: Sequence[str]) -> None:
     """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
-    raise_errors(_taken(name) for name in keep if ANSWERS.fullmatch(name))
+    raise_errors(_taken_name_error(name) for name in keep if ANSWERS.fullmatch(name))
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:
@@ -96,17 +96,17 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
     if predictions.files:
         arrays["file"] = np.array([str(file) for file in predictions.files])
     kept = {name: np.array(["" if one is None else one for one in held]) for name, held in predictions.kept.items()}
-    write_atomic(path, archive_of(_beside(kept, arrays)))
+    write_atomic(path, archive_of(_join(kept, arrays)))
 
 
-def _beside(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+def _join(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
     """Return columns that are kept and answers. Raises: ConfigError for a name that both have."""
     if both := [name for name in kept if name in answers]:
-        raise ConfigError([_taken(both[0])])
+        raise ConfigError([_taken_name_error(both[0])])
     return {**kept, **answers}
 
 
-def _taken(name: str) -> ErrorDetails:
+def _taken_name_error(name: str) -> ErrorDetails:
     got, fix = f"{name}, which the answers have, too", "Rename the column of the input"
     return ErrorDetails(key="keep", got=got, expected="columns that have no name of an answer", fix=fix)
 
@@ -117,7 +117,7 @@ def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, An
     for name, values in predictions.outputs.items():
         is_read = name in predictions.readings
         columns |= _columns(predictions, name, is_flat=is_flat) if is_read else _plain(name, values, is_flat)
-    columns = _beside(predictions.kept, columns)
+    columns = _join(predictions.kept, columns)
     for place in range(len(predictions)):
         yield {name: values[place] for name, values in columns.items()}
 

@@ -141,7 +141,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
         again = Path(place) / "run"
         reached = again / CHECKPOINTS / STATE
         try:
-            fit(_replayed(config, again, before=before, to=to))
+            fit(_replay_config(config, again, before=before, to=to))
         except RunError:
             # After the position one batch is loaded, which may be the batch that the run failed at.
             if not reached.is_file():
@@ -152,7 +152,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     return before or "the start", found
 
 
-def _replayed(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
+def _replay_config(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
     """Return the config of a run that trains in another directory up to a position, and writes nowhere else."""
     from omegaconf import OmegaConf, open_dict
 

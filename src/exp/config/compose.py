@@ -172,7 +172,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
     with open_dict(config):
         del config["hydra"]
         config[COMPOSITION] = {
-            "overrides": recorded(composition.overrides),
+            "overrides": job_overrides(composition.overrides),
             "of_sweep": [literal(text) for text in composition.overrides if text.lstrip("+~").startswith("sweep.")],
             "directory": literal(directory),
             ALLOWED: [literal(package) for package in packages_allowed_by(composition.overrides)],
@@ -192,7 +192,7 @@ def own_groups_chosen(composition: Composition) -> list[str]:
     return [group for group in composition.vocabulary.own if group in chosen]
 
 
-def recorded(overrides: Sequence[str]) -> list[str]:
+def job_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a job as its config records them."""
     return [literal(text) for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 

@@ -80,7 +80,7 @@ def frozen_values(directory: Path) -> dict[str, Any]:
 def read_overrides(directory: Path | str) -> list[str]:
     """Return the overrides that a frozen config was composed with, as text: `name=a${seed}` is not resolved."""
     path = Path(directory) / "overrides.yaml"
-    return cast(list[str], _parsed(_text(path), name=str(path)))
+    return cast(list[str], _parse(_text(path), name=str(path)))
 
 
 def read_parent(directory: Path) -> Mapping[str, Any] | None:
@@ -107,13 +107,13 @@ def _text(path: Path) -> str:
 
 
 def _mapping(text: str, *, name: str) -> dict[str, Any]:
-    content = _parsed(text, name=name)
+    content = _parse(text, name=name)
     if not isinstance(content, dict):
         raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Restore the file of the run")
     return content
 
 
-def _parsed(text: str, *, name: str) -> Any:
+def _parse(text: str, *, name: str) -> Any:
     try:
         return parse_yaml(text, name=name)
     except ConfigError as error:
@@ -158,11 +158,11 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect a run's numbers, without importing them."""
-    return {"python": platform.python_version(), **_installed()}
+    return {"python": platform.python_version(), **_installed_versions()}
 
 
 @functools.cache
-def _installed() -> Mapping[str, str]:
+def _installed_versions() -> Mapping[str, str]:
     # Reading them takes 2 ms.
     return {name: importlib.metadata.version(name) for name in DISTRIBUTIONS}
 

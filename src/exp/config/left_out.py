@@ -38,7 +38,7 @@ def leave_out(config: DictConfig) -> None:
     others = {name: node for name, node in plain.items() if name not in (*REPLACED, COMPOSITION)}
     referred = set(REFERENCE.findall(str(others)))
     left = [name for name in REPLACED if name in config and name not in referred]
-    found = {key: source for key, source in _chosen(config) if key.partition(".")[0] in left}
+    found = {key: source for key, source in _user_choices(config) if key.partition(".")[0] in left}
     setters = setters_of(config)
     with open_dict(config):
         config[COMPOSITION][REFUSED_KEYS] = [f"{key}={source}" for key, source in found.items()]
@@ -51,7 +51,7 @@ def leave_out(config: DictConfig) -> None:
             config[name] = REPLACED[name][0]
 
 
-def _chosen(config: DictConfig) -> Iterator[tuple[str, str]]:
+def _user_choices(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield each key of the replaced nodes that the user set or chose, and where."""
     for text in config[COMPOSITION].overrides:
         line = parse_override(str(text))

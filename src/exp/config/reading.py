@@ -89,12 +89,12 @@ def name_gpu(config: DictConfig) -> None:
 
     `read` replaces the value of an interpolation: it may call a function, whose name is checked before.
     """
-    launch = held(config, "launch")
+    launch = held_node(config, "launch")
     if isinstance(launch, DictConfig) and raw_values(launch).get("accelerator") == "gpu":
         launch.accelerator = GPU
 
 
-def held(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
+def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
     """Return the mapping or list of a config under a name. None for another value, `???` and interpolations."""
     if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
         return None

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
 from exp.config.copying import raw_values
-from exp.config.reading import held
+from exp.config.reading import held_node
 from exp.config.targets import TargetError, resolve_resolver
 from exp.errors import ConfigError, ErrorDetails
 from exp.spelling import show
@@ -52,7 +52,7 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
     kept[NODE] = _Calls(allow, kept[NODE].values if NODE in kept else {})
     for name in _declared(config):
         if name in _registered or not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, _late(name), replace=True)
+            OmegaConf.register_new_resolver(name, _make_resolver(name), replace=True)
             _registered.add(name)
 
 
@@ -80,7 +80,7 @@ def resolver_errors(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterat
 
 def _declared(config: DictConfig) -> dict[str, str]:
     """Return the functions of resolvers by name, where both can be names."""
-    node = held(config, NODE)
+    node = held_node(config, NODE)
     return {
         name: dotted
         for name, dotted in (raw_values(node) if isinstance(node, DictConfig) else {}).items()
@@ -88,7 +88,7 @@ def _declared(config: DictConfig) -> dict[str, str]:
     }
 
 
-def _late(name: str) -> Callable[..., object]:
+def _make_resolver(name: str) -> Callable[..., object]:
     """Return a resolver that calls the function which the resolved config declares."""
 
     def called(*arguments: object, _root_: DictConfig) -> object:

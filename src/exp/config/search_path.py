@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -89,14 +90,23 @@ def make_importable() -> None:
         sys.path.append(here)
 
 
+def conf_points() -> Sequence[importlib.metadata.EntryPoint]:
+    """Return the `exp.conf` entry points of installed packages, by name."""
+    return _points(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _points(_path: tuple[str, ...]) -> Sequence[importlib.metadata.EntryPoint]:
+    return sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+
+
 def plugin_places() -> list[Place]:
     """Return the conf directories of installed packages with an `exp.conf` entry point, by name.
 
     An entry point names a package. Its directory `conf` is used or, without one, the package.
     """
-    points = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
     places = []
-    for point in points:
+    for point in conf_points():
         directory = _conf_of(point.module)
         if directory is None:
             print(f"exp: the plug-in {point.name} has no directory of configs in {point.value}", file=sys.stderr)

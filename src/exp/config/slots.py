@@ -145,7 +145,7 @@ def slot_of(key: str) -> Slot:
     return LAYER if parts[0] == "model" and is_layer(parts) else ANYWHERE
 
 
-def returned_at(key: str) -> tuple[str, ...]:
+def returned_classes(key: str) -> tuple[str, ...]:
     """Return dotted names of classes, one of which a function at this key must return; empty if none is allowed."""
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):

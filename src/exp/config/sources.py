@@ -67,7 +67,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
         # No key stands for a whole file: its target does.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
         if setter is not None:
-            return COMMAND_LINE if setter.file is None else _placed(setter.file, setter.keys)
+            return COMMAND_LINE if setter.file is None else _display_position(setter.file, setter.keys)
     return None
 
 
@@ -94,7 +94,7 @@ def _as_written(setters: Mapping[str, Setting], key: str) -> str:
     return ".".join(way)
 
 
-def _placed(file: Path, keys: Sequence[str]) -> str:
+def _display_position(file: Path, keys: Sequence[str]) -> str:
     line = yaml_files.line_of(file, keys)
     return display_path(file) if line is None else f"{display_path(file)}, line {line}"
 

@@ -16,7 +16,6 @@ So a name that an allowed module happens to import (`logging.os.system`) is refu
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import pkgutil
 import re
@@ -28,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from exp.config.annotations import return_annotation
-from exp.config.search_path import ENTRY_POINTS, is_users_conf, make_importable
+from exp.config.search_path import conf_points, is_users_conf, make_importable
 from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of, one_line
 from exp.spelling import among, find_nearest
@@ -218,7 +217,7 @@ def _attribute(dotted: str, *, home: str) -> Any:
     module = _import(module_name, dotted)
     value = _member(module, attribute)
     if value is _NOTHING:
-        raise _absent(dotted, module, home=home)
+        raise _absent_error(dotted, module, home=home)
     return value
 
 
@@ -236,7 +235,7 @@ def _member(module: ModuleType, name: str) -> Any:
     except AttributeError:
         return _NOTHING
     except (Exception, SystemExit) as error:
-        raise _broken(f"{module.__name__}.{name}", module.__name__, error) from error
+        raise _import_error(f"{module.__name__}.{name}", module.__name__, error) from error
 
 
 def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[str]) -> None:
@@ -274,10 +273,10 @@ def _import(module_name: str, dotted: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise _absent_module(dotted, error.name) from error
-        raise _broken(dotted, module_name, error) from error
+            raise _absent_module_error(dotted, error.name) from error
+        raise _import_error(dotted, module_name, error) from error
     except (Exception, SystemExit) as error:
-        raise _broken(dotted, module_name, error) from error
+        raise _import_error(dotted, module_name, error) from error
 
 
 def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
@@ -327,7 +326,7 @@ def _similar(word: str, names: Iterable[str], *, of: str) -> str | None:
     return f"Did you mean {of}.{near[0]}?" if near else None
 
 
-def _absent(dotted: str, module: ModuleType, *, home: str) -> TargetError:
+def _absent_error(dotted: str, module: ModuleType, *, home: str) -> TargetError:
     own = vars(module)
     known = [name for name, value in own.items() if inspect.isclass(value)]
     if home not in LISTED.values():
@@ -338,7 +337,7 @@ def _absent(dotted: str, module: ModuleType, *, home: str) -> TargetError:
     return TargetError(f"{dotted}, which is not there", f"a class of {module_name}", fix)
 
 
-def _absent_module(dotted: str, missing: str) -> TargetError:
+def _absent_module_error(dotted: str, missing: str) -> TargetError:
     parent, _, word = missing.rpartition(".")
     name = dotted.rpartition(".")[2]
     fix = None
@@ -354,7 +353,7 @@ def _absent_module(dotted: str, missing: str) -> TargetError:
     return TargetError(f"{dotted}: no module {missing}", "a class in a module", fix)
 
 
-def _broken(dotted: str, module_name: str, error: BaseException) -> TargetError:
+def _import_error(dotted: str, module_name: str, error: BaseException) -> TargetError:
     got = f"{dotted}: importing {module_name} failed with {one_line(error)}"
     return TargetError(got, "a module that can be imported")
 
@@ -366,7 +365,7 @@ def closed_packages() -> set[str]:
 
 def plugin_packages() -> set[str]:
     """Return the top-level packages with an `exp.conf` entry point: installing one allows it."""
-    return {point.module.split(".")[0] for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    return {point.module.split(".")[0] for point in conf_points()}
 
 
 def is_next_to_conf(package: str) -> bool:

@@ -116,7 +116,7 @@ def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, 
             del holder[name]
             return
         old = held_value(holder, last)
-        value = _whole(override, old)
+        value = _read_value(override, old)
         if (
             is_node(value)
             and override.type is OverrideType.CHANGE
@@ -137,7 +137,7 @@ def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
     return int(part) if part.isdecimal() and is_numbered else part
 
 
-def _whole(override: Override, old: object) -> object:
+def _read_value(override: Override, old: object) -> object:
     """Return the value of an override: for `1e3`, which Hydra reads as 1000.0, an int if an int or null is there."""
     value: Any = override.value()
     text = (override.input_line or "").partition("=")[2]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from exp.config.plain_tree import are_same, is_node, leaves, value_at
 
 # Keys that every config has now, with the value for a config without the key.
-PRESENT: Mapping[str, Any] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
+PRESENT: Mapping[str, object] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
 # Keys that change nothing at these values; configs of earlier versions do not have them.
-ADDED: Mapping[str, Any] = {
+ADDED: Mapping[str, object] = {
     "runtime.compile_mode": None,
     "data.split": {"stratify": False, "group": None, "column": None, "folds": None, "fold": 0},
     "data.eval_transforms": {},
@@ -19,7 +19,7 @@ ADDED: Mapping[str, Any] = {
     "data.dataset.any_size": False,
 }
 # Keys that no longer exist, with the values that they had by default.
-REMOVED: Mapping[str, Any] = {
+REMOVED: Mapping[str, object] = {
     "checkpoint.keep": 1,
     "precision.report": False,
     "runtime.cuda_graph": False,
@@ -76,7 +76,7 @@ class Removed(NamedTuple):
         is_written: Whether frozen configs of earlier versions always hold the parameter, with the first value.
     """
 
-    values: Sequence[Any] | None = None
+    values: Sequence[object] | None = None
     is_written: bool = False
 
 
@@ -118,7 +118,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
 }
 
 
-def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_present_keys(content: Mapping[str, object]) -> dict[str, Any]:
     """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
     found: dict[str, Any] = _with_targets(dict(content), current_target)
     for (key, value), chosen in CHOSEN_CLASSES.items():
@@ -130,12 +130,12 @@ def with_present_keys(content: Mapping[str, Any]) -> dict[str, Any]:
         node, name = _place(found, key)
         node.pop(name, None)
     _replace_removed_values(found)
-    for key, value in PRESENT.items():
-        _add(found, key, value)
+    for key, default in PRESENT.items():
+        _add(found, key, default)
     return found
 
 
-def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
+def as_before(plain: Mapping[str, object]) -> dict[str, Any]:
     """Return a config as the earliest version would have it: equal for all versions that compute the same."""
     found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
@@ -148,16 +148,16 @@ def as_before(plain: Mapping[str, Any]) -> dict[str, Any]:
             for name, removed in REMOVED_PARAMETERS.get(current_target(target), {}).items():
                 if removed.is_written and removed.values:
                     _add(found, f"{key.removesuffix('_target_')}{name}", removed.values[0])
-    for key, value in ADDED.items():
+    for key, default in ADDED.items():
         node, name = _place(found, key)
-        if name in node and are_same(node[name], value):
+        if name in node and are_same(node[name], default):
             del node[name]
-    for key, value in REMOVED.items():
-        _add(found, key, value)
+    for key, default in REMOVED.items():
+        _add(found, key, default)
     return found
 
 
-def removed_keys(content: Mapping[str, Any]) -> list[str]:
+def removed_keys(content: Mapping[str, object]) -> list[str]:
     """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
     nodes = {key: value for key, value in leaves(content) if is_node(value) and isinstance(value["_target_"], str)}
     hooks = [key for key, node in nodes.items() if node["_target_"] in REMOVED_HOOKS]
@@ -172,14 +172,14 @@ def removed_keys(content: Mapping[str, Any]) -> list[str]:
 
 def current_target(dotted: str) -> str:
     """Return the name that a class or function has in this version."""
-    return _renamed(dotted, MOVED)
+    return _rename(dotted, MOVED)
 
 
 def _earlier_target(dotted: str) -> str:
-    return _renamed(dotted, EARLIER)
+    return _rename(dotted, EARLIER)
 
 
-def _renamed(dotted: str, names: Mapping[str, str]) -> str:
+def _rename(dotted: str, names: Mapping[str, str]) -> str:
     """Return the name of a class after it, or its module, is renamed."""
     module, _, name = dotted.rpartition(".")
     return names[dotted] if dotted in names else f"{names[module]}.{name}" if module in names else dotted
@@ -208,7 +208,7 @@ def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     return (node if isinstance(node, dict) else {}), last
 
 
-def _add(tree: dict[str, Any], key: str, value: Any) -> None:
+def _add(tree: dict[str, Any], key: str, value: object) -> None:
     node, name = _place(tree, key)
     node.setdefault(name, copy.deepcopy(value))
 

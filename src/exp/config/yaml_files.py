@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
@@ -23,7 +24,9 @@ MAX_FAST_SIGNS = 3_000
 # Plain scalars that YAML 1.1, which PyYAML implements, and YAML 1.2 read differently: yes, 012, 0b101, 1:30.
 MISREAD = re.compile(r"(?i:yes|no|on|off)|[-+]?(0[0-7_]+|0b[01_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
 TRUTH = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-TEXT = "tag:yaml.org,2002:str"
+TEXT, DATE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"
+# Floats of YAML 1.2 that PyYAML reads as texts: 1e3, 1e-3.
+FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.[\d_]*([eE][-+]?\d+)?|\d+(_\d+)*[eE][-+]?\d+|\.\d+(_\d+)*[eE][-+]\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +52,25 @@ def read_yaml(path: Path) -> Any:
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise _refused(display_path(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
+        raise _error(display_path(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
 
 
 # A sweep composes the same files for every job.
 @functools.lru_cache(maxsize=512)
 def _read(path: Path, _changed: int, size: int) -> Any:
     if size > MAX_BYTES:
-        raise _refused(display_path(path), f"{size} bytes", f"at most {MAX_BYTES} bytes")
+        raise _error(display_path(path), f"{size} bytes", f"at most {MAX_BYTES} bytes")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise _refused(display_path(path), str(error), "valid YAML in UTF-8") from error
+        raise _error(display_path(path), str(error), "valid YAML in UTF-8") from error
     return parse_yaml(text, name=display_path(path))
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
     """Return the content of YAML text, or raise ConfigError as `read_yaml`. name: The file, for messages."""
     if len(text) > MAX_BYTES:
-        raise _refused(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
+        raise _error(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
     try:
         loader = _loader(fast=sum(map(text.count, "[{-?")) < MAX_FAST_SIGNS)(text)
         root = loader.get_single_node()
@@ -78,11 +81,11 @@ def parse_yaml(text: str, *, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise _refused(name, f"{where}{error.problem or error.context}", "valid YAML") from error
+        raise _error(name, f"{where}{error.problem or error.context}", "valid YAML") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise _refused(name, " ".join(str(error).split()), "valid YAML in UTF-8") from error
+        raise _error(name, " ".join(str(error).split()), "valid YAML in UTF-8") from error
     except RecursionError as error:
-        raise _too_deep(name) from error
+        raise _depth_error(name) from error
 
 
 class Choice(NamedTuple):
@@ -168,7 +171,7 @@ def _check(name: str, root: yaml.Node) -> None:
 
     def size_of(node: yaml.Node, key: str, above: tuple[int, ...]) -> int:
         if id(node) in above or len(above) > MAX_DEPTH:
-            raise _too_deep(name)
+            raise _depth_error(name)
         if id(node) in sizes:
             return sizes[id(node)]
         inner: list[tuple[str, yaml.Node]] = []
@@ -179,17 +182,17 @@ def _check(name: str, root: yaml.Node) -> None:
             inner = [(f"{key}.{place}", one) for place, one in enumerate(node.value)]
         # A plain scalar has the style "" in libyaml, and None in PyYAML.
         elif not node.style and node.tag != TEXT and MISREAD.fullmatch(node.value):
-            errors.append(_misread(name, key.removeprefix("."), node))
+            errors.append(_misread_error(name, key.removeprefix("."), node))
         sizes[id(node)] = 1 + sum(size_of(one, below, (*above, id(node))) for below, one in inner)
         return sizes[id(node)]
 
     size = size_of(root, "", ())
     if size > MAX_NODES:
-        raise _refused(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
+        raise _error(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
     raise_errors(errors)
 
 
-def _misread(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
+def _misread_error(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
     text = node.value
     value = TRUTH.get(text.lower()) or (str(int(text)) if text.lstrip("+-").isdecimal() else "a decimal number")
     return ErrorDetails(
@@ -200,29 +203,37 @@ def _misread(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
 
 @functools.cache
 def _loader(*, fast: bool) -> Any:
-    # OmegaConf's dialect: 1e-3 is a number, a repeated key is an error, dates are text.
-    from omegaconf._utils import get_yaml_loader
+    """Return a loader of OmegaConf's dialect: 1e-3 is a number, a repeated key is an error, dates are text.
 
-    dialect = get_yaml_loader()
-    if not (fast and yaml.__with_libyaml__):
-        return dialect
+    fast: use libyaml, in a tenth of the time. Reading YAML is half of the time of --cfg job.
+    """
+    base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
 
-    class FastLoader(yaml.cyaml.CParser, dialect):  # type: ignore[misc, valid-type]  # a base of C, without types
-        """The dialect on libyaml's parser, in a tenth of the time. Reading YAML is half of the time of --cfg job."""
+    class Loader(base):  # type: ignore[misc, valid-type]
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+            sign: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
+            for sign, resolvers in base.yaml_implicit_resolvers.items()
+        }
 
-        def __init__(self, stream: str) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key in (key for key, _ in node.value if key.tag == TEXT):
+                if key.value in seen:
+                    problem = f"found duplicate key {key.value}"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+            found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+            return found
 
-    return FastLoader
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+    return Loader
 
 
-def _too_deep(name: str) -> ConfigError:
-    return _refused(name, "nested too deeply, or into itself", f"at most {MAX_DEPTH} levels")
+def _depth_error(name: str) -> ConfigError:
+    return _error(name, "nested too deeply, or into itself", f"at most {MAX_DEPTH} levels")
 
 
-def _refused(name: str, got: str, expected: str) -> ConfigError:
+def _error(name: str, got: str, expected: str) -> ConfigError:
     return config_error(name, got=got, expected=expected, source=name)
 
 
@@ -238,15 +249,18 @@ def yaml_text(plain: object) -> str:
 
 @functools.cache
 def _dumper() -> Any:
-    # Private in OmegaConf 2.3: its representers quote texts that YAML would read as other values. test_freeze fails
-    # if they change.
-    from omegaconf._utils import get_omega_conf_dumper
-
-    by_omegaconf = get_omega_conf_dumper()
-    base = yaml.CDumper if yaml.__with_libyaml__ else by_omegaconf
+    base = yaml.CDumper if yaml.__with_libyaml__ else yaml.Dumper
     # A value that two interpolations return is not an anchor.
-    return type(
-        "_Dumper",
-        (base,),
-        {"yaml_representers": by_omegaconf.yaml_representers, "ignore_aliases": lambda self, data: True},
-    )
+    dumper: Any = type("_Dumper", (base,), {"ignore_aliases": lambda self, data: True})
+    dumper.add_representer(str, _represent_text)
+    return dumper
+
+
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Return the node of a text, in quotes if it could be read as a truth value or a number, as OmegaConf writes it."""
+    style = "'" if text.lower() in (*TRUTH, "true", "false", "y", "n") else None
+    with contextlib.suppress(ValueError):
+        float(text)
+        style = "'"
+    node: yaml.ScalarNode = dumper.represent_scalar(TEXT, text, style=style)
+    return node

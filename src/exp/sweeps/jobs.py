@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import early_errors, once, refuse_early
-from exp.config.compose import Composition, composition_of, job_config, recorded
+from exp.config.compose import Composition, composition_of, job_config, job_overrides
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
 from exp.config.groups import Vocabulary
@@ -195,7 +195,7 @@ class Jobs:
         config = cast(DictConfig, pickle.loads(pattern.pickled))
         for line in changed:
             set_value(config, line)
-        config[COMPOSITION].overrides = recorded(job.overrides)
+        config[COMPOSITION].overrides = job_overrides(job.overrides)
         paths = {line.key_or_group: tuple(line.key_or_group.split(".")) for line in changed}
         directory = self._directory / str(job.number)
         if are_referred(paths.values(), pattern.raw):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from exp.config.compose import recorded
+from exp.config.compose import job_overrides
 from exp.config.frozen import chosen_values, compared_tags
 from exp.errors import ConfigError, ExpError, Interrupted, RunError
 from exp.redaction import redact
@@ -139,7 +139,7 @@ class SweepView:
             if job.packed is None or seen >= job.swept.items():
                 continue
             seen |= job.swept.items()
-            for key, value in chosen_values(job.plain, recorded(job.overrides)).items():
+            for key, value in chosen_values(job.plain, job_overrides(job.overrides)).items():
                 values.setdefault(key, []).append(value)
             tags += compared_tags(job.plain, is_trial=self._settings.is_search)
         try:
@@ -151,7 +151,7 @@ class SweepView:
         """Write the end of a job for TensorBoard if its own process could not write it."""
         if row.status in FINISHED or not row.directory or not _has_tensorboard(job):
             return
-        params, tags = chosen_values(job.plain, recorded(job.overrides)), compared_tags(job.plain)
+        params, tags = chosen_values(job.plain, job_overrides(job.overrides)), compared_tags(job.plain)
         try:
             write_bad_end(self._directory / row.directory, params, tags, status=row.status)
         except RunError as error:

@@ -6,7 +6,6 @@ import argparse
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.compose import composition_of
 from exp.config.found_run import key_of
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
-from exp.config.habits import fix_of_flag
+from exp.config.habits import fix_of_flag, fix_of_subcommand
 from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config
-from exp.config.overrides import SUBCOMMANDS, as_override, checked_lines
+from exp.config.overrides import as_override, checked_lines
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
 from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, command_line_error, raise_errors, unknown_word
@@ -29,14 +28,6 @@ FLAGS = (
     "--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-name", "--config-dir",
     "--samples",
 )  # fmt: skip
-# Flags that only Hydra has, with the fix.
-HYDRAS_FLAGS = {
-    "--config-path": "Write --config-dir {value}",
-    "--experimental-rerun": "Write from_run={folder}",
-    "--shell-completion": 'Write eval "$(python -m exp completion bash)", or zsh',
-    "--hydra-help": "Write --help",
-    "--info": "Write --cfg job; python -m exp.why KEY shows the files that set a key",
-}
 # The default of --samples: exp.data reads so many of each split.
 MOST_SAMPLES = 100_000
 HELP = """\
@@ -105,11 +96,8 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
     """
     foreign = list(_foreign_flags(argv, FLAGS))
     if foreign:
-        commands = [
-            command_line_error(word, f"{word!r} has no =", "key=value", SUBCOMMANDS[word])
-            for word in argv[:1]
-            if word in SUBCOMMANDS
-        ]
+        fix = fix_of_subcommand(argv[0])
+        commands = [command_line_error(argv[0], f"{argv[0]!r} has no =", "key=value", fix)] if fix else []
         raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
     arguments = _parser(program).parse_intermixed_args(list(argv))
     _read_mode(arguments)
@@ -142,9 +130,7 @@ def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list
     for flag, value in foreign:
         text = f"{flag.lstrip('-').rstrip('+').replace('-', '_')}={value}"
         fix = fix_of_flag(flag, value)
-        if flag in HYDRAS_FLAGS:
-            fix = HYDRAS_FLAGS[flag].format(value=value, folder=PurePath(value).parent)
-        elif fix is None:
+        if fix is None:
             _, wrong = checked_lines([text], vocabulary, multirun=multirun)
             fix = as_override(text, wrong[0].fix, vocabulary) if wrong else f"Write {text}"
         errors.append(command_line_error(flag, "not a flag of this command", "key=value, without dashes", fix))

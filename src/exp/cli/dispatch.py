@@ -17,12 +17,6 @@ from exp.cli.commands import COMMANDS, PACKAGE, SECTIONS
 
 ENTRY_POINTS = "exp.commands"
 HELP = ("-h", "--help", "help")
-# Words of Lightning's CLI, TensorBoard and other trainers, with the commands of exp that do the same.
-HABITS = {
-    "fit": "train", "run": "train", "start": "train", "sweep": "train -m", "multirun": "train -m", "eval": "evaluate",
-    "test": "evaluate", "validate": "evaluate", "tune": "find_lr", "lr_find": "find_lr", "tensorboard": "dashboard",
-    "compare": "report", "show": "report", "infer": "predict", "list": "gallery", "info": "doctor",
-}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,6 +105,7 @@ def suggest_line(words: Sequence[str]) -> str | None:
     """
     import shlex
 
+    from exp.config.habits import command_of
     from exp.spelling import find_nearest
 
     first, rest = words[0], list(words[1:])
@@ -118,5 +113,6 @@ def suggest_line(words: Sequence[str]) -> str | None:
         named = next((word for word in rest if word in COMMANDS), None)
         return shlex.join([named or "train", first, *(word for word in rest if word != named)])
     plain = first.lower().removeprefix("exp.").removeprefix("exp-").replace("-", "_")
-    near = [plain] if plain in COMMANDS else HABITS[plain].split() if plain in HABITS else find_nearest(plain, COMMANDS)
+    line = plain if plain in COMMANDS else command_of(plain)
+    near = line.split() if line else find_nearest(plain, COMMANDS)
     return shlex.join([*near, *rest]) if near else None

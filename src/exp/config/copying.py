@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def raw_values(config: DictConfig) -> dict[str, Any]:
-    """Return the values of a config as they are written, with interpolations unresolved."""
+    """Return the values of a config, with interpolations unresolved."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
 

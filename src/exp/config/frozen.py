@@ -14,6 +14,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from exp.config.reading import UNKNOWN, Values, secrets_kept
+from exp.config.settings import settings_of
 from exp.config.versions import with_present_keys
 from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, RunError, config_error, describe_exception
@@ -189,8 +190,8 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             values[key] = f"{values[key]}, {typed}"
         else:
             values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
-    if plain["tags"]:
-        values["tags"] = ", ".join(map(str, plain["tags"]))
+    if known["tags"]:
+        values["tags"] = ", ".join(map(str, known["tags"]))
     return values
 
 
@@ -201,12 +202,12 @@ def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> 
         plain: The values of the config.
         is_trial: The run is the job of a search. None: as the config says.
     """
-    sweep = plain["sweep"]
-    stages = [stage for stage in ("train", "val", "test") if stage in plain["metric_stages"]]
-    monitor = plain["monitor"]
-    tags = [] if monitor is None or not plain["checkpoint"]["save_best"] else [BEST_VALUE, BEST_STEP]
-    tags += [monitor, *searched_tags(sweep["monitor"], mode=plain["mode"])]
-    if sweep["pruner"] != "none" and (sweep["trial"] is not None if is_trial is None else is_trial):
+    settings = settings_of(plain)
+    monitor, sweep = settings.monitor, settings.sweep
+    stages = [stage for stage in ("train", "val", "test") if stage in settings.metric_stages]
+    tags: list[str | None] = [] if monitor is None or not settings.checkpoint.save_best else [BEST_VALUE, BEST_STEP]
+    tags += [monitor, *searched_tags(sweep.monitor, mode=settings.mode)]
+    if sweep.pruner != "none" and (sweep.trial is not None if is_trial is None else is_trial):
         tags.append(PRUNED_TAG)
-    tags += [f"{name}/{stage}" for name in plain["metrics"] for stage in stages]
+    tags += [f"{name}/{stage}" for name in settings.metrics for stage in stages]
     return [tag for tag in dict.fromkeys(tags) if tag is not None]

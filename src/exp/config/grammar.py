@@ -56,7 +56,7 @@ def _parser() -> OverridesParser:
 
 
 def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
-    """Return the numbers `start + i * step` before `stop`, computed in decimals as they are typed.
+    """Return the numbers `start + i * step` before `stop`, computed from the typed decimals.
 
     Hydra adds the step in binary, so that its `range(0.01,0.05,0.01)` contains 0.05. Its `sort` of a range with
     `reverse` gives numbers that are not in the range.

@@ -1,6 +1,6 @@
-"""What is written in exp instead of words of Hydra, Lightning and its template: the tables of habits.yaml.
+"""Look up the equivalents in exp of words of Hydra, Lightning and lightning-hydra-template, in habits.yaml.
 
-Each fix is a sentence whose words after `Write` can be typed as they are: a test types them.
+In each fix, the words after `Write` can be typed. A test types them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,29 @@ def fix_of_value(key: str, value: object) -> str | None:
 
 
 def fix_of_flag(flag: str, value: str) -> str | None:
-    """Return what is written instead of a flag of LightningCLI; None for any other flag."""
-    if flag == "--config":
-        return f"Write --config-name {PurePath(value).stem}, for conf/{PurePath(value).stem}.yaml"
+    """Return what is written instead of a flag of Hydra or LightningCLI; None for any other flag."""
     if flag.endswith(".help"):
         return "Write --cfg job"
-    flags: Mapping[str, str] = habits()["flags"]
-    return flags.get(flag)
+    path, fix = PurePath(value), _entry(habits(), "flags", flag)
+    return fix and fix.format(value=value, stem=path.stem, folder=path.parent)
+
+
+def fix_of_subcommand(word: str) -> str | None:
+    """Return what is written instead of a subcommand of LightningCLI; None for any other word."""
+    return _entry(habits(), "subcommands", word)
+
+
+def command_of(word: str) -> str | None:
+    """Return the command of exp that does what a command of another trainer does; None for any other word."""
+    return _entry(habits(), "commands", word)
+
+
+def target_of_habit(dotted: str) -> str | None:
+    """Return the name of a class that another spelling names; None for any other name."""
+    for other, name in habits()["targets"].items():
+        if dotted == other or (other.endswith(".") and dotted.startswith(other)):
+            return f"{name}{dotted[len(other) :]}"
+    return None
 
 
 def fix_of_option(group: str, option: object) -> str | None:

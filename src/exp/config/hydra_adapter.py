@@ -88,7 +88,7 @@ _loaded: dict[tuple[object, ...], bytes] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One file of the defaults list, in the order of merging: `model/mlp` merged at `model`."""
+    """A file of the defaults list, such as `model/mlp` merged at `model`."""
 
     config_path: str
     package: str

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.grammar import Numbers, parse_override
 from exp.config.groups import USED_GROUPS, Vocabulary, dotted_keys
-from exp.config.habits import fix_of_key, fix_of_option
+from exp.config.habits import fix_of_key, fix_of_option, fix_of_subcommand
 from exp.config.hydra_node import hydra_key_error
 from exp.config.plain_tree import leaves
 from exp.config.slots import AXIS, MANY, OF_CLASSES
@@ -37,14 +37,6 @@ CALLS: dict[type, str] = {
 }
 # The keys of Hydra's grammar (1.3.8), with the place of a group after an @.
 KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
-# LightningCLI's subcommands.
-SUBCOMMANDS = {
-    "fit": "Leave it out: exp.train trains",
-    "train": "Leave it out: exp.train trains",
-    "validate": "Write train=false test=false validate=true resume=auto",
-    "test": "Write train=false resume=auto",
-    "predict": "Write train=false test=false predict=true resume=auto",
-}
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 # Keys that may be added without a +. A model of a container's class has no `container`; `sweep.when` takes any keys.
 ADDING = ("model.container", "sweep.when")
@@ -54,7 +46,7 @@ TOO_DEEP = ("nested too deeply", "a value of a few levels")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One override.
+    """An override.
 
     Args:
         text: As typed.
@@ -457,7 +449,7 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
     if not sign:
         pair = re.fullmatch(r"[+~]*([\w.]+):(.+)", text)
         fix = f"Write {pair[1]}={pair[2]}" if pair else "Flags begin with -, see --help"
-        return _error(key, f"{short!r} has no =", "key=value", SUBCOMMANDS.get(text) or fix)
+        return _error(key, f"{short!r} has no =", "key=value", fix_of_subcommand(text) or fix)
     if not KEY.fullmatch(typed):
         near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
         fixed = f"Did you mean {_shorten(f'{near}={value}')}?" if KEY.fullmatch(near) else None

@@ -18,7 +18,7 @@ def is_node(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key of nested dicts; ABSENT if there is none."""
+    """Return the value at a dotted key of nested dicts; ABSENT if a key is missing."""
     node = tree
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:

@@ -54,7 +54,7 @@ Reading = tuple[dict[str, Any], list[ErrorDetails]]
 def secrets_kept() -> Iterator[None]:
     """Let interpolations return the name of a secret, `${oc.env:HF_TOKEN}`, instead of its value.
 
-    Use it, also as a decorator, wherever a config is resolved to be written or shown. Only construct.py has the value.
+    Use it, also as a decorator, to resolve configs that are written or shown. Only construct.py has the value.
     Contexts may nest.
     """
     _resolvers.append(_name_secret)

@@ -22,13 +22,13 @@ UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
 
 def _is_folder(value: object) -> bool:
-    """Whether a name may become a part of a path: it may not leave its directory."""
+    """Return whether a name may be a part of a path: it must stay in its directory."""
     text = str(value)
     return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and is_valid_path(text)
 
 
 def _is_duration(value: object) -> bool:
-    """One of Lightning's two ways to write one."""
+    """Return whether a value is one of Lightning's two forms of a duration."""
     if isinstance(value, dict):
         return bool(value) and value.keys() <= UNITS
     return re.fullmatch(r"\d+(:\d+){3}", str(value)) is not None
@@ -38,12 +38,12 @@ def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
 
 
-# In a sample. A batch of more overflows torch's own numbers.
+# The limit for a sample. A batch of larger samples overflows torch's sizes.
 MOST_NUMBERS = 10**12
 
 
 def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
-    """A shape and a dtype for each name; `target` is what the outputs are compared with."""
+    """Return whether each name has a shape and a dtype. The name `target` is reserved for the targets."""
     sizes = [size for one in inputs.values() if isinstance(one.get("shape"), list) for size in one["shape"]]
     return (
         bool(inputs)
@@ -56,7 +56,7 @@ def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
 
 
 Count = Annotated[int, Ge(1)]
-# More of them would keep a machine busy before anything is said.
+# More processes would occupy a machine before the first message.
 Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
 Workers = Annotated[int, Interval(ge=0, le=1024)]
 Repeats = Annotated[int, Interval(ge=1, le=10_000)]
@@ -64,17 +64,17 @@ Index = Annotated[int, Ge(0)]
 Number = Annotated[float, "a finite number", Predicate(math.isfinite)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Gt(0)]
-# A clock that is told more gives up with an OverflowError.
+# Longer waits raise an OverflowError.
 Seconds = Annotated[float, Interval(gt=0, le=366 * 24 * 3600)]
 NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
-# Or a whole number, which a command line makes of `name=1`. Of 1.10 it makes 1.1.
+# Also an integer, because a command line reads `name=1` as one. It reads 1.10 as 1.1.
 Folder = Annotated[
     str | int,
     "text without a leading / or .., a name of 250 bytes at most for a directory in outputs/",
     Predicate(_is_folder),
 ]
-# A number of epochs or steps, or one of Lightning's two ways to say none.
+# A number of epochs or steps, or one of Lightning's two forms of no limit.
 Limit = Annotated[
     int | None,
     "an integer, 1 or more; -1 or null for no limit",
@@ -310,13 +310,13 @@ class Settings:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples in a batch over all ranks; None if the user's loaders do not say it."""
+        """The number of samples in a batch over all ranks; None if it is unknown for the user's loaders."""
         size = self.data.get("batch_size")
         return size if isinstance(size, int) else None
 
     @property
     def has_own_loaders(self) -> bool:
-        """Whether the data of a run with a module is of the user's class, which makes the batches."""
+        """Return whether a class of the user makes the batches of a run with a module."""
         return self.module is not None and not str(self.data["_target_"]).startswith("exp.")
 
 
@@ -343,7 +343,7 @@ def _schema(kind: Any) -> dict[str, Any]:
 # The annotation of each setting. A mapping is a node that holds these keys and no others.
 SCHEMA = {key: rule for key, rule in _schema(Settings).items() if key not in (*NODES, *COLLECTIONS, PHASES)}
 
-# Below nodes whose other keys are their target's: checked where they are there. `*` is one name.
+# Settings of nodes whose other keys belong to their target, checked if they are set. `*` is one name.
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,
@@ -369,7 +369,7 @@ VALUES: dict[str, Any] = {
     "metrics.*.output": Text,
     "metrics.*.target": Text,
     "metrics.*.inputs": Annotated[dict[str, Text], "a mapping of parameters to names of values"] | None,
-    # A loss of torch has weights of its classes there.
+    # For a loss of torch, these are weights of classes.
     "objective.*.weight": Number | list[Number],
     "hooks.*.every_n_steps": Literal["auto"] | Count,
     "hooks.*.heat_map_every_n_steps": Literal["auto"] | Count | None,

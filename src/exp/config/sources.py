@@ -58,7 +58,7 @@ class Setting:
 def source_of(config: DictConfig, key: str) -> str | None:
     """Return the file and line that set a dotted key last, such as `conf/model/mlp.yaml, line 4`, or `command line`.
 
-    For a key that no layer set, this is the source of the nearest key above it. None if there is none, or if
+    For a key that no layer set, this is the source of the nearest key above it. None if no key has a source, or if
     exp.compose did not compose the config.
     """
     setters = setters_of(config)

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from exp.config.annotations import return_annotation
+from exp.config.habits import target_of_habit
 from exp.config.search_path import conf_points, is_users_conf, make_importable
 from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of, one_line
@@ -78,16 +79,6 @@ FUNCTIONS = frozenset(
         "sparse_", "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_", "zeros_",
     )}
 )  # fmt: skip
-# Other spellings of listed names.
-MOVED = {
-    "pytorch_lightning.": "lightning.pytorch.",
-    "lightning.Trainer": "lightning.pytorch.Trainer",
-    "torch.Linear": "torch.nn.Linear",
-    "nn.": "torch.nn.",
-    "optim.": "torch.optim.",
-    "torch.nn.optim.": "torch.optim.",
-    "src.": "",
-}
 _NOTHING = object()
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
 
@@ -305,9 +296,8 @@ def _is_inside(name: str, package: str) -> bool:
 
 
 def _fix_outside(dotted: str) -> str | None:
-    for wrong, right in MOVED.items():
-        if dotted == wrong or (wrong.endswith(".") and dotted.startswith(wrong)):
-            return f"Did you mean {right}{dotted[len(wrong) :]}?"
+    if (name := target_of_habit(dotted)) is not None:
+        return f"Did you mean {name}?"
     package, _, name = dotted.rpartition(".")
     top = dotted.split(".")[0]
     near = find_nearest(package, [listed for listed in LISTED if find_nearest(top, [listed.split(".")[0]])])

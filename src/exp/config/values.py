@@ -22,7 +22,7 @@ Container = DictConfig | ListConfig
 
 
 def held_value(node: object, part: str) -> Any:
-    """Return the value of an entry: ABSENT if there is none, None if it has no value yet or cannot be resolved."""
+    """Return the value of an entry: ABSENT if it is missing, None if it has no value yet or cannot be resolved."""
     name = _entry(node, part)
     if name is ABSENT or not isinstance(node, Container):
         return ABSENT

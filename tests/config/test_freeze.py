@@ -73,7 +73,7 @@ def test_unusable_directories_are_reported(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RunError, match=r"cannot be written.*hydra\.run\.dir"):
         freeze(composed(tmp_path / "file" / "run"))
-    with pytest.raises(RunError, match=r"config\.yaml is not there"):
+    with pytest.raises(RunError, match=r"config\.yaml does not exist"):
         read_frozen(tmp_path)
 
 

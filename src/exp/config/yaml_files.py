@@ -209,7 +209,7 @@ def _loader(*, fast: bool) -> Any:
     """
     base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
 
-    class Loader(base):  # type: ignore[misc, valid-type]
+    class Loader(base):  # type: ignore[misc, valid-type]  # a base chosen at run time
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
             sign: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
             for sign, resolvers in base.yaml_implicit_resolvers.items()

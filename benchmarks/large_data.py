@@ -165,8 +165,7 @@ from exp.data.data import Data
 from exp.data.token_file import TokenFile
 imported = own()
 made = TokenFile(path=PLACE, vocabulary_size=50257, block_size=1024)
-block = int(os.environ["BLOCK"]) or None
-data = Data(dataset=made, batch_size=16, parts={"train": 0.9, "val": 0.05, "test": 0.05}, shuffle_block=block)
+data = Data(dataset=made, batch_size=16, parts={"train": 0.9, "val": 0.05, "test": 0.05})
 measure(data.loader("train"), lambda batch: batch.size, peak=own, imported=imported)
 """
 STEP = """
@@ -246,14 +245,13 @@ def forget(place: Path) -> None:
     os.close(descriptor)
 
 
-def measured(program: str, place: Path, *words: str, block: int = 0) -> dict[str, float]:
+def measured(program: str, place: Path, *words: str) -> dict[str, float]:
     sources = str(Path(__file__).resolve().parents[1] / "src")
     environment = os.environ | {
         "PYTHONPATH": sources,
         "OMP_NUM_THREADS": "1",
         "PLACE": str(place),
         "SECONDS": str(SECONDS),
-        "BLOCK": str(block),
         "START": str(time.time()),
     }
     with tempfile.TemporaryDirectory() as directory:
@@ -277,7 +275,6 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=100_000)
     parser.add_argument("--bytes", type=int, default=10 * 10**9, help="of the file of tokens")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--block", type=int, default=0, help="data.shuffle_block of the tokens; 0 for none")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--folder", type=Path)
@@ -300,7 +297,7 @@ def main() -> None:
                 for which in (0, 1) if number % 2 == 0 else (1, 0):
                     if arguments.cold and name == "tokens":
                         forget(place)
-                    found[which] = measured(PROGRAMS[name][which], place, block=arguments.block)
+                    found[which] = measured(PROGRAMS[name][which], place)
                 pairs.append((found[0], found[1]))
             for figure in pairs[0][0]:
                 ours, theirs = ([pair[which][figure] for pair in pairs] for which in (0, 1))

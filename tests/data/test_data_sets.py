@@ -113,9 +113,9 @@ def test_a_constant_column_becomes_zero():
 
 
 def test_splits_of_different_kinds_are_refused():
-    with pytest.raises(ConfigError, match=r"data.train: a training part that tells nothing, beside .* ShippedTable"):
+    with pytest.raises(ConfigError, match=r"data.train: a training split with no statistics, and .* ShippedTable"):
         Data(train=torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1)), val=table([[1.0]], [1]))
-    with pytest.raises(ConfigError, match="no training part"):
+    with pytest.raises(ConfigError, match="no training split"):
         Data(test=table([[1.0]], [1]))
     with pytest.raises(ConfigError, match="columns"):
         Data(train=table([[1.0]], [1]), val=table([[1.0, 2.0]], [1]))
@@ -170,5 +170,5 @@ def test_errors_of_texts(tmp_path):
         Text(files="nothing.txt")
     with pytest.raises(ConfigError, match="not UTF-8 at byte 3"):
         Text(files=str(tmp_path / "latin.txt"))
-    with pytest.raises(ConfigError, match=r"block_size: 8, and a part of 3 characters; expected 2 at most"):
+    with pytest.raises(ConfigError, match=r"block_size: 8, and a split of 3 characters; expected 2 at most"):
         Data(train=Text(files=str(tmp_path / "short.txt"), block_size=8))

@@ -62,7 +62,7 @@ def test_folders_of_parts_are_the_parts(pets):
     assert {Path(file).parts[-3] for file in {*files["train"], *files["val"]}} == {"Train"}
     assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
     assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
-    with pytest.raises(ConfigError, match=r"data.split: rules, and Images with parts of its own"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, and Images, which defines its splits"):
         Data(dataset=made, split={"folds": 3})
     with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this part; expected null"):
         Data(dataset=made, parts={"train": 0.5, "test": 0.5})
@@ -130,7 +130,9 @@ def test_validation_uses_the_classes_of_training(pets, tmp_path):
         (pets / name / "0.png").rename(tmp_path / "val" / name / "0.png")
     train, val = Images(path=str(pets)), Images(path=str(tmp_path / "val"))
     assert Data(train=train, val=val).part("val").targets.tolist() == [1, 2]
-    with pytest.raises(ConfigError, match=r"the class blue, which training does not know; expected .* green, red"):
+    with pytest.raises(
+        ConfigError, match=r"the class blue, which is not in the training split; expected .* green, red"
+    ):
         Data(train=val, val=train)
 
 
@@ -171,7 +173,11 @@ LIST = {"path": "list.csv"}
 @pytest.mark.parametrize(
     ("spoil", "settings", "message"),
     [
-        (lambda pets: (pets / "blue/1.png").write_bytes(b"no picture"), {}, r"1.png, which cannot be read: not of a"),
+        (
+            lambda pets: (pets / "blue/1.png").write_bytes(b"no picture"),
+            {},
+            r"1.png, which cannot be read: the format is unknown",
+        ),
         (lambda pets: (pets / "owl").mkdir(), {}, r"pets/owl without a picture; expected a file that ends in .png"),
         (save("RGB", (9, 9)), {}, r"dataset.resize: null, and pictures"),
         (save("RGB", (9, 9)), {"resize": 4}, r"data.dataset.resize: 4, and"),
@@ -195,9 +201,9 @@ LIST = {"path": "list.csv"}
         (lambda pets: None, {"background": "wite"}, r"background: wite; expected a color such as white"),
         (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
-        (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null beside data.dataset.mean; expected both"),
+        (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null, and data.dataset.mean; expected both"),
         (write_list("red/0.png,a\nred/1.png,a\n"), LIST, r"one class, a, in"),
-        (write_list("red/0.png,a\nred/7.png,b\n"), LIST, r"red/7.png, which is not there, in line 3 of"),
+        (write_list("red/0.png,a\nred/7.png,b\n"), LIST, r"red/7.png, which does not exist, in line 3 of"),
     ],
 )
 def test_errors_of_pictures(pets, spoil, settings, message):

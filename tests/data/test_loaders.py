@@ -198,7 +198,7 @@ def test_a_data_set_keeps_its_length_over_epochs():
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_beyond_the_data_are_refused(kind):
     loader = data(kind, train=SizedStream()).loader("train") if kind == "stream" else data(kind).loader("train")
-    with pytest.raises(RunError, match=r"batch 6 of epoch 0.*5 batches of the train part"):
+    with pytest.raises(RunError, match=r"batch 6 of epoch 0.*5 batches of the train split"):
         loader.set_position(0, 6)
 
 
@@ -237,7 +237,7 @@ def test_drop_last_changes_training_only(kind):
 def test_lengths_are_known_if_the_data_state_them():
     assert [len(data(kind).loader("train")) for kind in ("indexed", "workers")] == [5, 5]
     assert len(data("stream", train=SizedStream()).loader("train")) == 5
-    with pytest.raises(TypeError, match="does not know its length"):
+    with pytest.raises(TypeError, match="length of this stream is unknown"):
         len(data("stream").loader("train"))
 
 

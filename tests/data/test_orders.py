@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exp.data.data import Data
 from exp.data.loader import GlobalBatches, ShareSampler
-from exp.data.orders import LISTED, Permuted, PermutedBlocks, shuffled, shuffled_blocks
+from exp.data.orders import LISTED, Permuted, shuffle_order
 from exp.data.randomness import (
     initialisation,
     permutation,
@@ -21,18 +21,8 @@ from exp.data.randomness import (
     sample_generator,
     seed_for,
 )
-from exp.errors import ConfigError
 
-made = st.one_of(
-    st.builds(Permuted, length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1)),
-    st.builds(
-        PermutedBlocks,
-        length=st.integers(1, 300),
-        block=st.integers(1, 40),
-        window=st.integers(1, 6),
-        seed=st.integers(0, 2**64 - 1),
-    ),
-)
+made = st.builds(Permuted, length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
 
 
 @given(order=made, data=st.data())
@@ -48,13 +38,11 @@ def test_an_order_is_a_permutation_read_from_anywhere(order, data):
 def test_orders_of_old_checkpoints_are_unchanged():
     # Another order would change every resumed run.
     assert Permuted(length=11, seed=7).slice(0, 11).tolist() == [1, 4, 6, 0, 10, 5, 9, 8, 2, 3, 7]
-    blocks = shuffled_blocks(11, seed=7, epoch=1, block=2, window=2)
-    assert blocks.slice(0, 11).tolist() == [10, 5, 9, 6, 4, 3, 7, 8, 2, 0, 1]
 
 
 def test_only_long_epochs_are_computed():
-    assert torch.equal(shuffled(1000, seed=1, epoch=2).slice(0, 1000), permutation(seed=1, epoch=2, length=1000))
-    computed = [shuffled(LISTED + 1, seed=seed, epoch=epoch) for seed, epoch in ((1, 2), (1, 3), (2, 2))]
+    assert torch.equal(shuffle_order(1000, seed=1, epoch=2).slice(0, 1000), permutation(seed=1, epoch=2, length=1000))
+    computed = [shuffle_order(LISTED + 1, seed=seed, epoch=epoch) for seed, epoch in ((1, 2), (1, 3), (2, 2))]
     assert {type(order) for order in computed} == {Permuted}
     assert len({tuple(order.slice(0, 9).tolist()) for order in computed}) == 3
 
@@ -94,28 +82,11 @@ def test_the_computed_order_looks_random():
         assert float(((counts - len(part) / 8) ** 2 / (len(part) / 8)).sum()) < 30
 
 
-def test_blocks_are_mixed_within_their_window():
-    # As in a file that is sorted by class: 10 classes of 1000 samples.
-    order = PermutedBlocks(length=10_000, block=20, window=32, seed=3).slice(0, 10_000)
-    classes = order // 1000
-    assert int((classes.diff() != 0).sum()) > 0.77 * 10_000  # 9,000 on average of a full shuffle
-    for batch in classes[: 10_000 // 64 * 64].view(-1, 64):
-        assert torch.bincount(batch, minlength=10).max() <= 40
-    # A window of 640 samples reads few stretches of 20 consecutive samples.
-    for window in order[:9_600].view(-1, 640):
-        assert len((window // 20).unique()) <= 64
-    batches = GlobalBatches(length=1000, batch_size=10, shuffle=True, drop_last=False, seed=0, block=50, window=1)
-    first = [batches.order(epoch).slice(0, 50) for epoch in range(20)]
-    assert len({int(block.min()) % 50 for block in first}) > 5, "blocks begin at the same samples in each epoch"
-
-
 class Numbers(torch.utils.data.Dataset):
     """Numbers. read: those that were read."""
 
-    def __init__(self, length, block=None):
+    def __init__(self, length):
         self.length, self.read = length, []
-        if block is not None:
-            self.block = block
 
     def __len__(self):
         return self.length
@@ -125,9 +96,8 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([float(index)]), 0
 
 
-@pytest.mark.parametrize("choices", [{"shuffle_block": 8, "shuffle_window": 4}, {}])
-def test_a_resumed_loader_reads_no_earlier_samples(choices):
-    data = Data(train=Numbers(500, block=8 if not choices else None), num_classes=1, batch_size=16, seed=2, **choices)
+def test_a_resumed_loader_reads_no_earlier_samples():
+    data = Data(train=Numbers(500), num_classes=1, batch_size=16, seed=2)
     whole = [batch.data[0].flatten().tolist() for batch in data.loader("train")]
     assert sorted(index for batch in whole for index in batch) == list(range(500))
     data.part("train").read.clear()
@@ -137,13 +107,6 @@ def test_a_resumed_loader_reads_no_earlier_samples(choices):
     assert data.part("train").read == [int(index) for batch in whole[20:] for index in batch]
 
 
-@pytest.mark.parametrize("choices", [{"sampler": "balanced"}, {"shuffle": False}])
-def test_blocks_need_shuffling(choices):
-    dataset = [(torch.zeros(2), place % 2) for place in range(20)]
-    with pytest.raises(ConfigError, match=r"data.shuffle_block: 4, and .*; expected null"):
-        Data(dataset=dataset, parts={"train": 1.0}, num_classes=2, shuffle_block=4, **choices)
-
-
 plans = st.builds(
     GlobalBatches,
     length=st.integers(1, 80),
@@ -151,8 +114,6 @@ plans = st.builds(
     shuffle=st.booleans(),
     drop_last=st.booleans(),
     seed=st.integers(0, 5),
-    block=st.none() | st.integers(1, 9),
-    window=st.integers(1, 4),
 )
 
 
@@ -166,7 +127,7 @@ def test_ranks_see_each_sample_once(batches, world_size, epoch):
         assert len(mine) == len(batches)
         for number, pairs in enumerate(mine):
             assert {at for at, _ in pairs} == {epoch}
-            if sampler.share_of(batches.size(number)).size:
+            if sampler.share_of(min(batches.batch_size, batches.length - number * batches.batch_size)).size:
                 seen += [index for _, index in pairs]
     left_out = batches.length % batches.batch_size if batches.drop_last else 0
     assert len(seen) == len(set(seen)) == batches.length - left_out

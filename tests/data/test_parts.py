@@ -44,7 +44,7 @@ def test_sizes_may_count_samples():
     data = Data(dataset=numbers(), parts={"train": 10, "val": 0.5, "test": 0})
     assert [len(data.part(stage)) for stage in data.stages] == [10, 20]
     assert data.stages == ("train", "val")
-    with pytest.raises(RunError, match=r"no test part.*data.parts.test"):
+    with pytest.raises(RunError, match=r"no test split.*data.parts.test"):
         data.loader("test")
 
 
@@ -53,7 +53,7 @@ def test_a_stage_may_have_a_separate_data_set():
     data = Data(dataset=numbers(), parts={"train": 0.8, "val": 0.2}, test=test)
     assert [len(data.part(stage)) for stage in data.stages] == [32, 8, 3]
     assert len(Data(dataset=numbers(), test=test).part("test")) == 3
-    with pytest.raises(ConfigError, match=r"data.test: a data set of its own, and a part.*data.parts.test=0"):
+    with pytest.raises(ConfigError, match=r"data.test: a data set, and a split.*data.parts.test=0"):
         Data(dataset=numbers(), parts={"train": 0.5, "test": 0.5}, test=test)
 
 
@@ -118,11 +118,11 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
 
 
 @pytest.mark.parametrize(("split", "words"), [
-    ({"grup": "a"}, "data.split.grup: no such key.*Did you mean group"),
+    ({"grup": "a"}, "data.split.grup: grup; expected a rule.*Did you mean group"),
     ({"fold": 3, "folds": 3}, "data.split.fold: 3; expected 0 to 2"),
     ({"folds": 500}, "data.split: Cannot have number of splits n_splits=500"),
     ({"column": "kind"}, "data.split.column: kind, which is 'a' in sample 0"),
-    ({"group": "number"}, r"data.split.group: number, which is an input.*data.dataset.ignore=\[number\]"),
+    ({"group": "number"}, r"data.split.group: number, which is an input.*Add number to data.dataset.ignore"),
     ({"group": "nobody"}, "data.split.group: nobody; expected a column of"),
     ({"group": "group", "folds": 42}, "data.split.group: 42 values for group; expected 43 at least"),
     ({"stratify": "yes"}, "data.split.stratify: 'yes'; expected a value of the type bool"),
@@ -130,7 +130,7 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
 def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
     with pytest.raises(ConfigError, match=words):
         table(tmp_path, **split)
-    with pytest.raises(ConfigError, match=r"data.split: rules, and a data set for each part"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, and a data set for each split"):
         Data(train=numbers(), val=numbers(), split={"folds": 3})
 
 
@@ -161,13 +161,16 @@ def test_fractions_are_rounded_cumulatively(length, sizes, whole):
     [
         ({"parts": {"train": 0.9, "val": 0.2}}, r"data.parts: fractions that add up to 1.1; expected 1 at most"),
         ({"parts": {"train": True}}, r"data.parts.train: true; expected"),
-        ({"parts": {"training": 0.5}}, r"data.parts.training: no part; expected train, val or test"),
-        ({"parts": {"train": 30, "val": 20}}, r"data.parts: 50 samples asked for; expected 40 at most"),
-        ({"parts": {"train": 0.9, "val": 0.001}}, r"data.parts.val: 0.001 of 40 samples, an empty part"),
-        ({"batch_size": 64, "drop_last": True}, r"data.batch_size: 64 with drop_last=true, and 28 training samples"),
-        ({"input_shape": [2]}, r"data.input_shape: \[2\]; expected \[1\], which is what the data holds"),
+        ({"parts": {"training": 0.5}}, r"data.parts.training: no split; expected train, val or test"),
+        ({"parts": {"train": 30, "val": 20}}, r"data.parts: splits of 50 samples; expected 40 at most"),
+        ({"parts": {"train": 0.9, "val": 0.001}}, r"data.parts.val: 0.001 of 40 samples, an empty split"),
+        (
+            {"batch_size": 64, "drop_last": True},
+            r"data.batch_size: 64 with drop_last=true, and only 28 training samples",
+        ),
+        ({"input_shape": [2]}, r"data.input_shape: \[2\]; expected \[1\], the value of the data"),
         ({"input_dtype": "int64"}, r"data.input_dtype: int64; expected float32"),
-        ({"num_classes": 1}, r"data.num_classes: 1; expected 2 or more: the data holds the class 1"),
+        ({"num_classes": 1}, r"data.num_classes: 1; expected 2 or more: .* has the class 1"),
         ({"dataset": None}, r"data.dataset: null; expected a data set"),
         ({"dataset": None, "train": numbers(0)}, r"data.train: an empty data set"),
         ({"pin_memory": True}, r"data.pin_memory: true; expected a machine with a CUDA device"),
@@ -213,7 +216,7 @@ def test_unknown_numbers_of_classes_are_requested():
         def __getitem__(self, index):
             return torch.zeros(2), index
 
-    with pytest.raises(ConfigError, match=r"data.num_classes: null, and the data set does not say it"):
+    with pytest.raises(ConfigError, match=r"data.num_classes: null, and the data set does not state it"):
         Data(train=Rows())
     assert Data(train=Rows(), num_classes=4).spec.num_outputs == 4
     assert Data(train=Rows(), num_classes=2, num_outputs=1).spec.num_outputs == 1, "one output for two classes"

@@ -18,7 +18,7 @@ from exp.check.first_samples import refuse_other_data
 from exp.check.resolution import resolve
 from exp.data.data import Data
 from exp.data.shards import Shards
-from exp.errors import ConfigError, ExpError, RunError, is_installed
+from exp.errors import ConfigError, RunError, is_installed
 
 EACH = (7, 5, 8, 3)
 SAMPLES = sum(EACH)
@@ -91,24 +91,18 @@ def rows(batches) -> list[list[float]]:
     return [row for batch in batches for row in batch.data[0][: batch.size].tolist()]
 
 
-CASES = [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("csv", "jsonl", "tar"))]
-
-
-@pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind} index" if index else kind for kind, index in CASES])
-def test_ranks_workers_and_resumed_runs_share_one_order(tmp_path, kind, index):
-    # An index has an entry for every 256th record.
-    each = (300, 280) if index else EACH
-    write(tmp_path, kind, each=each)
-    wanted = NUMBERS[: sum(each)].tolist()
-    settings = {"dataset": {"index": index}, "batch_size": 64 if index else 4}
-    ordered = data(tmp_path, kind, shuffle=False, **settings)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_workers_and_resumed_runs_share_one_order(tmp_path, kind):
+    write(tmp_path, kind)
+    wanted = NUMBERS[: sum(EACH)].tolist()
+    ordered = data(tmp_path, kind, shuffle=False)
     assert (ordered.spec.input_shape, ordered.spec.input_dtype, ordered.spec.num_classes) == ((3,), "float32", 3)
     batches = list(ordered.loader("train"))
     assert rows(batches) == wanted
     classes = torch.cat([batch.data[1] for batch in batches])
-    assert classes.tolist() == [place % 3 for place in range(sum(each))]
+    assert classes.tolist() == [place % 3 for place in range(sum(EACH))]
 
-    made = data(tmp_path, kind, **settings)
+    made = data(tmp_path, kind)
     loader = made.loader("train")
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:
@@ -118,7 +112,7 @@ def test_ranks_workers_and_resumed_runs_share_one_order(tmp_path, kind, index):
     for number, whole in enumerate(epochs[0]):
         parts = [batches[number].data[0][: batches[number].size] for batches in ranks]
         assert torch.equal(torch.cat(parts), whole.data[0])
-    resumed = data(tmp_path, kind, num_workers=2, **settings).loader("train")
+    resumed = data(tmp_path, kind, num_workers=2).loader("train")
     for epoch, batch in [(1, 3), (0, 5)]:
         resumed.set_position(epoch, batch)
         assert plain(resumed) == plain(epochs[epoch][batch:])
@@ -142,8 +136,7 @@ def test_the_length_is_known_if_files_state_it(tmp_path):
         write(tmp_path, kind)
     assert len(data(tmp_path, "npz").loader("train")) == 6
     assert len(data(tmp_path, "csv", dataset={"count": True}).loader("train")) == 6
-    assert len(data(tmp_path, "csv", dataset={"index": True}, sampler="balanced").loader("train")) == 6
-    with pytest.raises(TypeError, match="does not know its length"):
+    with pytest.raises(TypeError, match="length of this stream is unknown"):
         len(data(tmp_path, "csv").loader("train"))
 
 
@@ -153,23 +146,11 @@ def test_forked_workers_read_an_archive_independently(tmp_path):
     for number in range(120):
         members += [(f"{number:04}.row.npy", npy(np.full(5000, number, dtype=np.float32))), (f"{number:04}.cls", b"1")]
     write_tar(tmp_path / "0.tar", members)
-    made = data(tmp_path, "tar", dataset={"index": True}, num_workers=2, multiprocessing_context="fork")
+    made = data(tmp_path, "tar", num_workers=2, multiprocessing_context="fork")
     for _ in range(2):
         seen = torch.cat([batch.data[0] for batch in made.loader("train")])
         assert (seen == seen[:, :1]).all()
         assert sorted(seen[:, 0].int().tolist()) == list(range(120))
-
-
-def test_a_file_that_changed_since_it_was_indexed_is_named(tmp_path):
-    write(tmp_path, "csv")
-    made = data(tmp_path, "csv", dataset={"index": True})
-    for path in tmp_path.glob("*.csv"):
-        path.write_text(path.read_text()[:-3])
-    with pytest.raises(ExpError, match=r"\d.csv, which .* at sample 0: it has changed since it was indexed"):
-        list(made.loader("train"))
-    (tmp_path / "1.csv").write_text('u,v,w,kind\n1,2,3,0\n"2,3,4,1\n')
-    with pytest.raises(ConfigError, match=r"1.csv, which cannot be read at sample 1"):
-        data(tmp_path, "csv", dataset={"index": True})
 
 
 def test_files_of_one_glob_are_divided_into_splits(tmp_path):
@@ -182,12 +163,12 @@ def test_files_of_one_glob_are_divided_into_splits(tmp_path):
     made = [Shards(files=str(tmp_path / "*.npz"), target="kind", parts_seed=seed) for seed in range(9)]
     assert len({one.divide(parts)["val"].files[0].file.name for one in made}) > 1
     for sizes, message in (
-        ({"train": 0.9, "val": 0.1}, r"data.parts.val: 0.1 of 4 files, an empty part"),
-        ({"train": 0.5, "val": 8}, r"data.parts.val: 8; expected a fraction: whole files"),
+        ({"train": 0.9, "val": 0.1}, r"data.parts.val: 0.1 of 4 files, an empty split"),
+        ({"train": 0.5, "val": 8}, r"data.parts.val: 8; expected a fraction of the files"),
     ):
         with pytest.raises(ConfigError, match=message):
             data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=sizes)
-    with pytest.raises(ConfigError, match=r"data.parts: sizes, beside data.dataset.files with files for each part"):
+    with pytest.raises(ConfigError, match=r"data.parts: sizes, and data.dataset.files with files for each split"):
         data(tmp_path, parts={"train": 0.5, "val": 0.5})
 
 
@@ -279,7 +260,7 @@ def pack(*members):
             lambda folder: np.savez(folder / "1.npz", row=NUMBERS, kind=[1]),
             r"row has 600, kind has 1",
         ),
-        ("tar", cut("1.tar", left=2048), r"1.tar \(it has no end"),
+        ("tar", cut("1.tar", left=2048), r"1.tar \(without a block of zeros"),
         ("tar", link, r"1.tar, which cannot be read at sample 0: a.cls is a link or a device"),
         ("tar", pack(("1.row.pkl", b"x"), ("1.cls", b"1")), r"row.npy, which sample 0 of .*1.tar does not have"),
         ("tar", pack(("1.cls", b"one"), ("1.row.npy", npy(NUMBERS[0]))), r"sample 0: its cls: "),
@@ -330,11 +311,10 @@ def test_ranks_and_workers_name_the_damaged_file(tmp_path, rank, workers):
     ("settings", "message"),
     [
         ({"files": {"train": "none-*.npz"}}, r"data.dataset.files.train: none-\*.npz, which finds no file"),
-        ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: no part; expected train, val or test"),
+        ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: no split; expected train, val or test"),
         ({"files": ["0.npz", "0.csv"]}, r"0.csv and 0.npz; expected files of one kind"),
         ({"files": "a.tar.gz"}, r"a.tar.gz; expected a file that ends in .csv, .* not compressed"),
-        ({"files": {"train": None}}, r"data.dataset.files: no file of any part"),
-        ({"files": {"train": "0.npz"}, "index": True}, r"data.dataset.index: true, .*0.npz.*expected files .* in .csv"),
+        ({"files": {"train": None}}, r"data.dataset.files: no file of any split"),
     ],
 )
 def test_errors_of_globs(tmp_path, monkeypatch, settings, message):
@@ -373,7 +353,7 @@ def test_the_first_samples_are_checked_before_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "jsonl")
     (tmp_path / "3.jsonl").write_text('{"row": [1, 2, 3], "kind": 1}\n{"row": [1, 2, 3], "kind": 3}\n')
-    with pytest.raises(ConfigError, match=r"data.num_classes: 3; expected 4 or more: .* class 3, in sample 1 of val"):
+    with pytest.raises(ConfigError, match=r"data.num_classes: 3; expected 4 or more: sample 1 of val has the class 3"):
         refuse_other_data(plan(resolve(exp.compose(WORDS))))
 
 

@@ -202,7 +202,7 @@ def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     path.write_text(f"{name},a,c\n7,0.5,x\n3,1.5,y\n4,2.5,y\n")
     data = Data(train=Csv(path=str(path), target="c"))
     assert data.spec.input_shape == (1,)
-    assert "is left out of the input: pandas names an index so" in data.notes[0]
+    assert "is not an input, because pandas gives this name to an index" in data.notes[0]
     path.write_text(f"{name},a,b\n7,0,1\n3,2,1\n")
     assert Windows(path=str(path), targets="a", length=1).inputs == ("a", "b")
     assert Windows(path=str(path), targets="a", length=1, columns=["b", name]).inputs == ("b", name)
@@ -275,13 +275,13 @@ ABC = "a,b,c\n"
     [
         (FLOWERS, {"target": "knd"}, r"data.dataset.target: knd; expected a column of .*Did you mean kind\?"),
         (FLOWERS, {"target": "kind", "ignore": ["idd"]}, r"data.dataset.ignore: idd; .*mean id\?"),
-        (FLOWERS, {"target": "kind", "ignore": ["id", "colour", "height"]}, r"ignore: every column but the target"),
+        (FLOWERS, {"target": "kind", "ignore": ["id", "colour", "height"]}, r"ignore: every column except the target"),
         (ABC + "1,red,x\n", {}, r"'red' in line 2 of .*column b; .* Put the column in data.dataset.categorical"),
         (ABC + "1,2,x\n?,3,y\n", {}, r"'\?' in line 3 of .*data.dataset.missing_values"),
         (ABC + "1,2,x\n-inf,1,y\n", {}, r"'-inf' in line 3 of"),
         (ABC + "1,1,x\n,1,y\n", {}, r"no value in line 3 of .*column a; .*data.dataset.impute=mean"),
-        (ABC + "1,2,x\n,3,y\n,3,y\n", {}, r"no value there and in 1 more rows, in line 3 of .*column a"),
-        (ABC + ",2,x\n,3,y\n", {"impute": "mean"}, r"the column a, without a single number in the training part"),
+        (ABC + "1,2,x\n,3,y\n,3,y\n", {}, r"2 missing values, the first in line 3 of .*column a"),
+        (ABC + ",2,x\n,3,y\n", {"impute": "mean"}, r"the column a, without a number in the training split"),
         (ABC + '"x\ny",2,x\n1,inf,y\n', {"categorical": ["a"]}, r"'inf' in line 4 of"),
         (ABC + "1,1,x\n2\n", {}, r"1 values in line 3 of .*; expected 3, as in its first line"),
         (ABC + "1,yesterday,x\n", {"dates": ["b"]}, r"'yesterday' in line 2 of .*column b; .* date in ISO 8601"),
@@ -289,13 +289,13 @@ ABC = "a,b,c\n"
         (ABC + "1,2,x\n", {"target": []}, r"data.dataset.target: no column"),
         (ABC + "1,2,x\n", {"target": {"k": "c", "p": "a"}, "task": {"k": "classification"}}, r"a task for each"),
         ("a,a,c\n1,2,x\n", {}, r"with a twice"),
-        (ABC, {}, r"without a row"),
-        (ABC + '1,"1,x\n', {}, r"near line 2.*expected CSV in UTF-8"),
+        (ABC, {}, r"without a sample"),
+        (ABC + '1,"1,x\n', {}, r"after line 1.*expected CSV in UTF-8"),
         (ABC + "2_31,1,x\n", {}, r"'2_31' in line 2 of .*column a; expected a finite number"),
         (ABC + "1,1,x\n\u0661\uff12,1,y\n", {}, r"'\u0661\uff12' in line 3 of .*column a; expected a finite number"),
         (ABC + "1,\uff1224-1,x\n", {"dates": {"b": "%Y-%m"}}, r"column b; expected a date"),
-        ("a;b;c\n1,234;2;x\n", {"delimiter": ";"}, r"column a; .*data.dataset.decimal is the sign before"),
-        (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*data.dataset.decimal is the sign before"),
+        ("a;b;c\n1,234;2;x\n", {"delimiter": ";"}, r"column a; .*data.dataset.decimal is the decimal sign"),
+        (ABC + '"1,5",2,x\n', {}, r"'1,5' in line 2 of .*column a; .*data.dataset.decimal is the decimal sign"),
         (ABC + "1,2,x\n", {"decimal": ","}, r"data.dataset.decimal: ',', which is the delimiter, too"),
         ("a;b;c\n1.234,5;2;x\n", {"decimal": ",", "delimiter": ";"}, r"'1.234,5' in line 2 of .*; expected a finite"),
         (ABC + "1,NA,x\n", {"categorical": ["b"]}, r"no value in line 2 .*data.dataset.missing_values lists"),
@@ -356,7 +356,9 @@ def test_a_number_is_one_word_in_every_format(ending, tmp_path):
         found = part.prepare(fitted).entries["input"][:, 1:]
         assert [order[one] for one in found.argmax(1)[:2].tolist()] == ["1", "0.1" if grades is small else "2"]
         assert found.sum(1).tolist() == [1, 1, 0]
-        assert "training has not seen the grade of 1 of 3 rows of the input" in part.notes_in(fitted, stage="test")[0]
+        assert (
+            "grade of 1 of 3 rows of the input is not in the training split" in part.notes_in(fitted, stage="test")[0]
+        )
 
 
 def test_a_table_with_a_line_that_is_no_json_names_the_path(tmp_path):
@@ -369,7 +371,9 @@ def test_a_class_unknown_to_training_is_named(tmp_path):
     for name, label in (("train", "x"), ("val", "z")):
         (tmp_path / f"{name}.csv").write_text(f"a,c\n1,x\n2,{label}\n")
     train, val = (Csv(path=str(tmp_path / f"{name}.csv"), target="c") for name in ("train", "val"))
-    with pytest.raises(ConfigError, match=r"class z of target in row 1, which training does not know; .*classes, x"):
+    with pytest.raises(
+        ConfigError, match=r"class z of target in row 1, which is not in the training split; .*classes, x"
+    ):
         Data(train=train, val=val)
     assert Data(train=val, val=train).part("val").entries[1].tolist() == [0, 0]
 
@@ -413,7 +417,7 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
     np.testing.assert_array_equal(mine.targets["price"], theirs.targets["price"])
     with pytest.raises(ConfigError, match=r"'\w+' in row \d+ of .*column size; .* Put the column in data"):
         Parquet(path=path, target="kind", categorical=["colour"], impute="mean")
-    with pytest.raises(ConfigError, match=r"no value there and in .* more rows, in row \d+ of .*column age"):
+    with pytest.raises(ConfigError, match=r"missing values, the first in row \d+ of .*column age"):
         Parquet(path=path, target="kind", categorical=["colour", "size"])
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(ConfigError, match=r"bad.parquet \(.*\); expected a Parquet file"):

@@ -66,7 +66,7 @@ def test_a_large_file_is_not_read_into_memory(tmp_path):
         file.write(b"\1\0" * 2**20)
     tracemalloc.start()
     dataset = TokenFile(path="tokens.bin", directory=str(tmp_path), vocabulary_size=1000, block_size=1024)
-    data = Data(dataset=dataset, parts={"train": 1.0}, batch_size=8, shuffle_block=4)
+    data = Data(dataset=dataset, parts={"train": 1.0}, batch_size=8)
     loader = data.loader("train")
     loader.set_position(3, len(loader) // 2)
     batch = next(iter(loader))
@@ -93,11 +93,11 @@ NPY = {"path": "tokens.npy"}
         (b"123", {}, r"tokens.bin of 3 bytes; expected numbers of 2 bytes each, data.dataset.dtype=uint16"),
         (b"", {}, r"tokens.bin of 0 bytes"),
         (bytes(80), {"vocabulary_size": None}, r"data.dataset.vocabulary_size: null, without a tokenizer"),
-        (b"\x93NUMPY" + bytes(80), {"path": "tokens.pt"}, r"tokens.pt; expected a .npy, or a .bin of numbers"),
-        (bytes(80), {"block_size": 40}, r"data.dataset.block_size: 40, and a part of 40 tokens; expected 39 at most"),
-        (array(np.zeros((4, 4), dtype=np.int64)), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
-        (array(np.zeros(40)), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
-        (array(np.zeros(40, dtype=">u2")), NPY, r"tokens.npy of shape .*; expected whole numbers in a row"),
+        (b"\x93NUMPY" + bytes(80), {"path": "tokens.pt"}, r"tokens.pt; expected a .npy, or a .bin of raw numbers"),
+        (bytes(80), {"block_size": 40}, r"data.dataset.block_size: 40, and a split of 40 tokens; expected 39 at most"),
+        (array(np.zeros((4, 4), dtype=np.int64)), NPY, r"tokens.npy of shape .*; expected integers"),
+        (array(np.zeros(40)), NPY, r"tokens.npy of shape .*; expected integers"),
+        (array(np.zeros(40, dtype=">u2")), NPY, r"tokens.npy of shape .*; expected integers"),
     ],
 )
 def test_errors_of_files(tmp_path, content, choices, message):
@@ -153,8 +153,12 @@ def test_a_tokenizer_is_read_from_a_file(story, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "parts", "message"),
     [
-        ({"block_size": 4000}, PARTS, r"data.dataset.block_size: 4000, and a part of \d+ tokens; expected \d+ at most"),
-        ({}, {"train": 0.8, "val": 20}, r"data.parts.val: 20; expected a fraction: how many blocks there are"),
+        (
+            {"block_size": 4000},
+            PARTS,
+            r"data.dataset.block_size: 4000, and a split of \d+ tokens; expected \d+ at most",
+        ),
+        ({}, {"train": 0.8, "val": 20}, r"data.parts.val: 20; expected a fraction: the number of blocks"),
         ({"tokenizer": "story.txt"}, PARTS, r"data.dataset.tokenizer: story.txt \(.*\); expected a tokenizer.json"),
         ({"tokenizer": "stry.txt"}, PARTS, r"no file at .*stry.txt.*Did you mean story.txt"),
     ],

@@ -94,7 +94,7 @@ def test_transforms_run_in_order_for_their_stage():
 
 
 def test_unsuitable_transforms_are_reported():
-    with pytest.raises(ConfigError, match="which takes input; expected parameters among the entries of a sample"):
+    with pytest.raises(ConfigError, match="which takes input; expected parameters with the names of entries"):
         data(train=Rows(), val=None, transforms=[Flip()])
     with pytest.raises(RunError, match="returns 1 values; expected those of input, target"):
         data(train_transforms=[lambda input, target: input])

@@ -93,7 +93,7 @@ def test_columns_are_kept_and_unknown_words_counted(pets_run, pets, write_csv, c
         rows = read_answers("answers.csv")
         assert list(rows[0])[:3] == ["id", "kind", "class"]
         assert [[row["id"] for row in rows], [row["kind"] for row in rows]] == [list(given["id"]), list(given["kind"])]
-        assert "training has not seen the colour of 3 of 4 rows of the input" in capsys.readouterr().err
+        assert "colour of 3 of 4 rows of the input is not in the training split" in capsys.readouterr().err
     for typed, message in (("[di]", "keep: di; expected a column of"), ("id", "keep: id; expected a list of columns")):
         assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", f"keep={typed}"]) == 2
         assert message in capsys.readouterr().err

@@ -82,7 +82,11 @@ class Removed(NamedTuple):
 
 # Parameters that classes no longer have. The names of the classes are those of this version.
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
+    "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None])},
+    # Without blocks the window had no effect.
+    "exp.data.data.Data": {"shuffle_block": Removed([None]), "shuffle_window": Removed()},
     "exp.data.delimited.Csv": {"packed": Removed()},
+    "exp.data.shards.Shards": {"index": Removed([False], is_written=True)},
     "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},
     "exp.extras.debugging.nan_guard.NanGuard": {"steps_in_flight": Removed()},
     "exp.extras.debugging.operators.Operators": {"every_n_steps": Removed()},

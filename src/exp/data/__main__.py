@@ -1,4 +1,4 @@
-"""python -m exp.data: figures, leaks and pictures of the data."""
+"""python -m exp.data: statistics, leaks and pictures of the data."""
 
 from exp.cli.dispatch import run
 

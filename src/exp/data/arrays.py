@@ -1,9 +1,8 @@
-"""Arrays by name from NumPy's files: .npy mapped into memory, so that a data set may be larger than it; or .npz."""
+"""Arrays by name from NumPy's files: memory-mapped .npy, which may be larger than memory, or .npz."""
 
 from __future__ import annotations
 
 import functools
-import math
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,35 +11,36 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from exp.data.data_errors import data_error, name_fix
+from exp.data.data_errors import data_error, file_error, name_error, require_equal_lengths
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
-from exp.data.in_memory import Entries
+from exp.data.in_memory import Entries, Gathered
 from exp.data.labels import classes_in
-from exp.nested import map_tensors
 
-# Floating and complex numbers, whole ones, booleans; no texts, dates or objects.
+# Floating and complex numbers, integers and booleans; no texts, dates or objects.
 NUMERIC = "fciub"
 
 
-class Arrays(Dataset[Entries]):
-    """Arrays `[N, ...]` of one length by name, of which one is the target.
+class Arrays(Gathered):
+    """Arrays `[N, ...]` of one length by name, with one target.
 
-    A sample is (input, target) with one input, else a mapping of the inputs' names and `target`. float64, complex128
-    and booleans (masks) stay, other floating numbers and bytes (pixels) become float32, other integers (tokens,
-    classes) int64. A run rounds float64 to float32 unless its precision is fp64. Nothing in a file is executed:
-    pickles and arrays of objects are refused.
+    A sample is (input, target) with one input, otherwise a mapping of the inputs' names and `target`. float64,
+    complex128 and booleans (masks) stay. Other floating numbers and bytes (pixels) become float32, other integers
+    (tokens, classes) int64. A run rounds float64 to float32 unless its precision is fp64. Nothing in a file is
+    executed: pickles and arrays of objects are errors.
 
-    path: a folder of .npy files, which are read where a batch needs them, or an .npz file, which is read whole;
-        relative to the current folder, or else to directory.
-    target: the target's name, labels for labels.npy. Whole numbers, bytes too, are classes; floating
-        ones `[N]` become `[N, 1]`.
-    inputs: the names of the inputs; None for all that are there but the target.
-    scale: factor on bytes, 0.00392 for pixels between 0 and 1.
+    Args:
+        path: A folder of memory-mapped .npy files, or an .npz file, which is read as a whole, relative to the current
+            folder or to `directory`.
+        target: The name of the target, labels for labels.npy. Integers and bytes are classes. Floating numbers `[N]`
+            become `[N, 1]`.
+        directory: The folder in which the path is looked up after the current one.
+        inputs: The names of the inputs; None for all arrays except the target.
+        scale: A factor on bytes; 0.00392 for pixels between 0 and 1.
 
-    Raises: ConfigError for a file or a name that is not there, arrays of unequal length, and what holds no numbers.
+    Raises:
+        ConfigError: A file or a name does not exist, arrays differ in length, or an array has no numbers.
     """
 
     def __init__(
@@ -59,20 +59,16 @@ class Arrays(Dataset[Entries]):
         names = [name for name in held if name != target] if inputs is None else list(inputs)
         for key, name in (("dataset.target", target), *(("dataset.inputs", name) for name in names)):
             if name not in held:
-                raise data_error(
-                    key, got=name, expected=f"an array that {self.place} holds", fix=name_fix(name, list(held))
-                )
+                raise name_error(key, name, list(held), expected=f"an array of {self.place}")
         if not names:
-            raise data_error("dataset.path", got=f"{self.place} with {target} alone", expected="an input, too")
+            raise data_error("dataset.path", got=f"{self.place} with only {target}", expected="an input, too")
         self.names = {**{name: name for name in names}, TARGET: target}
         if len(names) == 1:
             self.names = {"input": names[0], TARGET: target}
         for name in self.names.values():
             _require_rows(held[name], f"{name} of {self.place}")
         lengths = {name: len(held[name]) for name in self.names.values()}
-        if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise data_error("dataset.path", got=f"{self.place}, where {told}", expected="as many samples in each")
+        require_equal_lengths(lengths, self.place)
         self.num_classes = classes_in(self._tensor(TARGET, held[target])) if lengths[target] else None
 
     @functools.cached_property
@@ -80,14 +76,11 @@ class Arrays(Dataset[Entries]):
         return read_archive(self.place) if self.place.is_file() else _map_folder(self.place)
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker maps the files itself: pickled, a mapped array is its whole content.
+        # A worker maps the files again: a pickled mapping would contain the whole array.
         return {name: value for name, value in vars(self).items() if name != "_held"}
 
     def __len__(self) -> int:
         return len(self._held[self.names[TARGET]])
-
-    def __getitem__(self, index: int) -> Entries:
-        return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
     def gather(self, indices: Tensor) -> Entries:
         rows = indices.numpy()
@@ -100,10 +93,13 @@ class Arrays(Dataset[Entries]):
     def _tensor(self, entry: str, rows: np.ndarray) -> Tensor:
         if rows.dtype == np.uint8 and entry != TARGET:
             return torch.from_numpy(rows.astype(np.float32) * np.float32(self.scale))
-        kinds = {"f": np.float32, "c": np.complex64, "b": np.bool_}
-        wide = {"f": np.float64, "c": np.complex128}
-        is_wide = rows.dtype.itemsize >= {"f": 8, "c": 16}.get(rows.dtype.kind, math.inf)
-        return torch.from_numpy(rows.astype((wide if is_wide else kinds).get(rows.dtype.kind, np.int64)))
+        is_wide = rows.dtype.itemsize >= 8
+        floating, complexes = (
+            (np.float64 if is_wide else np.float32),
+            (np.complex128 if rows.dtype.itemsize >= 16 else np.complex64),
+        )
+        kinds = {"f": floating, "c": complexes, "b": np.bool_}
+        return torch.from_numpy(rows.astype(kinds.get(rows.dtype.kind, np.int64)))
 
 
 def _map_folder(folder: Path) -> dict[str, np.ndarray]:
@@ -114,34 +110,30 @@ def _map_folder(folder: Path) -> dict[str, np.ndarray]:
 
 
 def map_file(file: Path) -> np.ndarray:
-    """A .npy file's array, read where it is looked at.
-
-    Raises: ConfigError where it is no array of numbers.
-    """
+    """Return the memory-mapped array of a .npy file. Raise ConfigError for other content than an array of numbers."""
     try:
-        rows: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        found: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise data_error("dataset.path", got=f"{file} ({error})", expected="an array of numbers in .npy") from error
-    _require_rows(rows, f"{file}")
-    return rows
+        raise file_error(file, error, "an array of numbers in .npy") from error
+    _require_rows(found, f"{file}")
+    return found
 
 
 def read_archive(file: Path) -> dict[str, np.ndarray]:
-    """All arrays of an .npz file, by name. Nothing in it is executed.
+    """Return the arrays of an .npz file by name. Nothing in it is executed.
 
-    Raises: ConfigError where it is no such file, or holds objects.
+    Raises:
+        ConfigError: The file is not an .npz file, or has objects.
     """
     try:
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (ValueError, TypeError, OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise data_error(
-            "dataset.path", got=f"{file} ({error})", expected="arrays of numbers in NumPy's .npz"
-        ) from error
+        raise file_error(file, error, "arrays of numbers in NumPy's .npz") from error
 
 
 def _require_rows(array: np.ndarray, what: str) -> None:
     if array.dtype.kind not in NUMERIC:
         raise data_error("dataset.path", got=f"{what}, which holds {array.dtype}", expected="an array of numbers")
     if not array.ndim:
-        raise data_error("dataset.path", got=f"{what}, which is one number", expected="an array of a row a sample")
+        raise data_error("dataset.path", got=f"{what}, which is one number", expected="an array [N, ...]")

@@ -1,55 +1,53 @@
-"""Batch samplers: samples of like length together, with so many samples or so many tokens in a global batch.
+"""Batch samplers that batch samples of similar length, by number of samples or of tokens.
 
-Each is made once for each split. exp seeds the generators from (seed, split, epoch) before each pass.
+exp makes a batch sampler for each split, and seeds the generators from (seed, split, epoch) before each epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
-from annotated_types import Ge, MinLen
+from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset
 from exp.data.loader import batch_count
-from exp.data.sample_values import entry_of, given_values, stated_values, values_of
+from exp.data.sample_values import attribute_values, entry_of, given_values, values_of
 
 KEY = "batch_sampler"
-# The attribute of a data set with the lengths of all its samples, which are then not read for them.
+# The attribute of a data set that has the lengths of all its samples.
 LENGTHS = "lengths"
 
 
 class LengthBuckets(Sampler[list[int]]):
-    """Batches of samples whose lengths lie in one bucket; each bucket ends with a short batch.
+    """Batches of samples whose lengths are in one bucket. Each bucket ends with a short batch.
 
     Args:
-        data_source: a split.
-        batch_size: samples of a global batch, by default data.batch_size.
-        shuffle: whether the samples of a bucket and the batches are shuffled; given by exp: in training.
-        drop_last: whether the short batches of training are left out.
-        boundaries: the lengths at which the next bucket begins, rising.
-        buckets: instead of boundaries, the number of buckets, of about as many samples each.
-        lengths: of each sample of the split or of the whole data.dataset; None takes the data set's `lengths`, or reads
-            every sample once.
-        entry: the entry of a sample whose length counts.
-        inputs: the names of a sample's values.
+        data_source: A split.
+        batch_size: The samples of a global batch, by default data.batch_size.
+        shuffle: Whether the samples of a bucket and the batches are shuffled. exp sets it in training.
+        drop_last: Whether the short batches of training are left out.
+        buckets: The number of buckets, which have about the same number of samples.
+        lengths: The length of each sample of the split or of the whole data.dataset. None takes the data set's
+            `lengths`, or reads every sample once.
+        entry: The entry of a sample whose length counts.
+        inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: as lengths_of.
+        ConfigError: As in lengths_of.
     """
 
     def __init__(
         self,
-        data_source: Any,
+        data_source: AnyDataset,
         *,
         batch_size: Annotated[int, Ge(1)],
         shuffle: bool,
         drop_last: bool = False,
-        boundaries: Annotated[Sequence[Annotated[int, Ge(1)]], MinLen(1)] | None = None,
         buckets: Annotated[int, Ge(1)] = 8,
         lengths: Sequence[Annotated[int, Ge(0)]] | None = None,
         entry: str = "input",
@@ -57,13 +55,7 @@ class LengthBuckets(Sampler[list[int]]):
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         found = lengths_of(data_source, lengths, entry=entry, inputs=inputs)
-        pieces = found.argsort(stable=True).tensor_split(buckets)
-        if boundaries is not None:
-            if sorted(set(boundaries)) != list(boundaries):
-                raise data_error(f"{KEY}.boundaries", got=str(list(boundaries)), expected="rising lengths")
-            place = torch.bucketize(found, torch.tensor(boundaries), right=True)
-            pieces = tuple((place == number).nonzero().flatten() for number in range(len(boundaries) + 1))
-        self.buckets = [piece for piece in pieces if len(piece)]
+        self.buckets = [piece for piece in found.argsort(stable=True).tensor_split(buckets) if len(piece)]
 
     def __len__(self) -> int:
         return sum(batch_count(len(piece), self.batch_size, drop_last=self.drop_last) for piece in self.buckets)
@@ -74,31 +66,31 @@ class LengthBuckets(Sampler[list[int]]):
             order = piece[torch.randperm(len(piece))] if self.shuffle else piece
             cut = [batch.tolist() for batch in order.split(self.batch_size)]
             batches += [batch for batch in cut if len(batch) == self.batch_size or not self.drop_last]
-        yield from shuffled(batches) if self.shuffle else batches
+        yield from shuffle_batches(batches) if self.shuffle else batches
 
 
 class TokenBatches(Sampler[list[int]]):
-    """Batches of as many samples as `tokens` has room for, the padding counted: samples times the longest of them.
+    """Batches with a limited number of tokens, including padding: the samples times the length of the longest.
 
-    Samples are in the order of their lengths, so that little is padded. Of samples of one length each epoch of training
-    takes others together, and it shuffles the batches.
+    Samples are sorted by length, which minimizes padding. In training, samples of one length and the batches are
+    shuffled.
 
     Args:
-        data_source: see LengthBuckets.
-        tokens: of a global batch, over all ranks.
-        shuffle: see LengthBuckets.
-        max_samples: of a batch; None leaves that to the tokens.
-        lengths: see LengthBuckets.
-        entry: see LengthBuckets.
-        inputs: see LengthBuckets.
+        data_source: As in LengthBuckets.
+        tokens: The most tokens of a global batch, over all ranks.
+        shuffle: As in LengthBuckets.
+        max_samples: The most samples of a batch; None for no limit.
+        lengths: As in LengthBuckets.
+        entry: As in LengthBuckets.
+        inputs: As in LengthBuckets.
 
     Raises:
-        ConfigError: for a sample that is longer than a batch.
+        ConfigError: A sample is longer than a batch.
     """
 
     def __init__(
         self,
-        data_source: Any,
+        data_source: AnyDataset,
         *,
         tokens: Annotated[int, Ge(1)],
         shuffle: bool,
@@ -111,11 +103,11 @@ class TokenBatches(Sampler[list[int]]):
         self.lengths = lengths_of(data_source, lengths, entry=entry, inputs=inputs)
         longest = int(self.lengths.max())
         if longest > tokens:
-            got = f"{tokens}, and sample {int(self.lengths.argmax())} of the part has a length of {longest}"
+            got = f"{tokens}, and sample {int(self.lengths.argmax())} of the split has a length of {longest}"
             raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more")
         self.sizes: list[int] = []
         count = 0
-        # Lengths rise, so that each sample is the longest of its batch so far.
+        # Lengths increase, so that each sample is the longest of its batch so far.
         for length in self.lengths.sort().values.tolist():
             if count and ((count + 1) * length > tokens or count == max_samples):
                 self.sizes.append(count)
@@ -130,10 +122,10 @@ class TokenBatches(Sampler[list[int]]):
         order = torch.randperm(len(self.lengths)) if self.shuffle else torch.arange(len(self.lengths))
         order = order[self.lengths[order].argsort(stable=True)]
         batches = [batch.tolist() for batch in order.split(self.sizes)]
-        yield from shuffled(batches) if self.shuffle else batches
+        yield from shuffle_batches(batches) if self.shuffle else batches
 
 
-def shuffled(batches: Sequence[list[int]]) -> list[list[int]]:
+def shuffle_batches(batches: Sequence[list[int]]) -> list[list[int]]:
     """Return batches in a random order."""
     return [batches[index] for index in torch.randperm(len(batches)).tolist()]
 
@@ -141,13 +133,14 @@ def shuffled(batches: Sequence[list[int]]) -> list[list[int]]:
 def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inputs: Sequence[str]) -> Tensor:
     """Return the length of each sample along its first axis, int64 `[N]`.
 
-    Raises: ConfigError for another number of lengths, and for an entry without a length.
+    Raises:
+        ConfigError: The number of lengths is wrong, or the entry has no length.
     """
     if given is not None:
         return given_values(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
-    if (stated := stated_values(part, LENGTHS)) is not None:
-        return stated.long()
-    # Of several inputs none may be called so.
+    if (found := attribute_values(part, LENGTHS)) is not None:
+        return found.long()
+    # Several inputs may have other names.
     name = inputs[0] if entry == "input" and inputs and entry not in inputs else entry
 
     def pick(sample: object) -> int:

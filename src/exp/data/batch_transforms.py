@@ -1,6 +1,6 @@
-"""Transforms of a whole batch, on the device: its samples are mixed in pairs.
+"""Transforms of a whole batch on the device, which mix its samples in pairs.
 
-Each rank mixes its own share. exp seeds the generators from (seed, rank, epoch, batch) before them.
+Each rank mixes its own share. exp seeds the generators from (seed, rank, epoch, batch) before each batch.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from exp.errors import RunError
 
 
 class _Mix(ABC):
-    """What both have in common: a share drawn from Beta(alpha, alpha), and targets mixed by what the inputs hold.
+    """The base of both: draws a share from Beta(alpha, alpha), and mixes targets as the inputs.
 
-    alpha: 1 draws shares evenly, less draws them near 0 and 1. num_classes: of targets that are class numbers `[B]`,
-        which become probabilities `[B, V]`: the loss must take those, as torch.nn.CrossEntropyLoss does. None leaves
-        numbers to predict.
+    Args:
+        alpha: 1 draws shares uniformly; less draws them near 0 and 1.
+        num_classes: The number of classes of targets `[B]` that are class numbers. They become probabilities `[B, V]`,
+            which the loss must support, as torch.nn.CrossEntropyLoss does. None for numbers to predict.
     """
 
     def __init__(self, *, alpha: Annotated[float, Gt(0)] = 1.0, num_classes: int | None = None) -> None:
         self.alpha, self.num_classes = alpha, num_classes
-        # Where the draws are is said here, so that they are the same on every device.
+        # On the CPU, so that the draws are the same on every device.
         self._beta = torch.distributions.Beta(torch.tensor(alpha).double(), torch.tensor(alpha).double())
 
     def __call__(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """input `[B, ...]`, floating. target: `[B]` class numbers, or `[B, ...]` numbers to predict.
+        """Return the mixed inputs and targets.
 
-        Raises: RunError where they cannot be mixed.
+        Args:
+            input: Floating numbers `[B, ...]`.
+            target: Class numbers `[B]`, or numbers to predict `[B, ...]`.
+
+        Raises:
+            RunError: The input or the target cannot be mixed.
         """
         if not input.is_floating_point():
             raise RunError(f"{type(self).__name__} mixes floating inputs, and the input is {input.dtype}")
         share = float(self._beta.sample())
         partner = torch.randperm(len(input)).to(input.device)
-        mixed, kept = self.mixed(input, input[partner], share)
+        mixed, kept = self.mix(input, input[partner], share)
         targets = self._soft(target).to(mixed.dtype)
         return mixed, kept * targets + (1 - kept) * targets[partner]
 
     @abstractmethod
-    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
-        """The mixed inputs, and the share of `input` in them."""
+    def mix(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+        """Return the mixed inputs, and the share of `input` in them."""
 
     def _soft(self, target: Tensor) -> Tensor:
         if not is_whole(target):
@@ -60,22 +66,22 @@ class _Mix(ABC):
 
 
 class Mixup(_Mix):
-    """Mixes each sample with another: share * input + (1 - share) * other, and the targets alike.
+    """Mixes each sample with another: share * input + (1 - share) * other, and its target in the same way.
 
     Zhang, Cisse, Dauphin and Lopez-Paz, mixup: Beyond Empirical Risk Minimization, 2018.
     """
 
-    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+    def mix(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
         return share * input + (1 - share) * other, share
 
 
 class CutMix(_Mix):
-    """Puts a box of another picture in the place of each one's own; targets are mixed by area. Inputs `[B, ..., H, W]`.
+    """Replaces a box of each picture `[B, ..., H, W]` by that of another. Targets are mixed by area.
 
     Yun et al., CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features, 2019.
     """
 
-    def mixed(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
+    def mix(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
         if input.dim() < 3:
             raise RunError(f"CutMix cuts pictures [B, ..., H, W], and the input has the shape {list(input.shape)}")
         height, width = input.shape[-2:]
@@ -88,6 +94,6 @@ class CutMix(_Mix):
 
 
 def _span(length: int, share: float) -> tuple[int, int]:
-    """Where a piece of about this share of a length begins and ends; its middle is drawn, and edges cut it."""
+    """Return the start and stop of a piece of about this share of a length, around a random middle."""
     middle, half = int(torch.randint(length, ())), round(length * share) / 2
     return max(0, math.floor(middle - half)), min(length, math.floor(middle + half))

@@ -4,44 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.loader import EpochBatches, GlobalBatches
-from exp.data.sampling import MakeSampler, SampledBatches, SampledOrder, maker
+from exp.data.sampling import AnySampler, MakeSampler, SampledBatches, SampledOrder, maker
 from exp.errors import ConfigError
 from exp.shared_types import Stage
 
 
 @dataclass(kw_only=True)
 class Batching:
-    """Decides which samples make a global batch.
+    """The samples of each global batch.
 
     Args:
-        parts: the splits by stage.
-        batch_size: samples of a global batch.
-        shuffle: whether the samples of training are shuffled.
-        drop_last: whether a short last batch of training is left out.
-        block: samples that follow each other and are shuffled together; None for the `block` of the data set.
-        window: blocks whose samples are shuffled together.
-        seed: of the run.
-
-    order: an attribute, the samples that data.sampler draws; None if each sample is taken once.
-    sampled: an attribute, the batches that data.batch_sampler makes, by stage.
+        parts: The splits by stage.
+        batch_size: The samples of a global batch.
+        shuffle: Whether the training samples are shuffled.
+        drop_last: Whether a short last batch of training is left out.
+        seed: The seed of the run.
+        order: The samples that data.sampler draws; None if each sample is read once.
+        sampled: The batches of data.batch_sampler, by stage.
 
     Raises:
-        ConfigError: for a split without a sample or without a batch.
+        ConfigError: A split has no samples or no batches.
     """
 
     parts: Mapping[Stage, AnyDataset]
     batch_size: int
     shuffle: bool
     drop_last: bool
-    block: int | None
-    window: int
     seed: int
     order: SampledOrder | None = None
     sampled: dict[Stage, SampledBatches] = field(default_factory=dict)
@@ -56,7 +50,7 @@ class Batching:
                 raise self._no_batch(samples_in(part))
 
     def of(self, stage: Stage) -> EpochBatches:
-        """Return the global batches of a split with an index."""
+        """Return the global batches of a split that is not a stream."""
         if stage in self.sampled:
             return self.sampled[stage]
         train, part = stage == "train", self.parts[stage]
@@ -68,8 +62,6 @@ class Batching:
             drop_last=self.drop_last and train,
             seed=self.seed,
             draw=order,
-            block=self.block or _block_of(part),
-            window=self.window,
         )
 
     def choose(
@@ -83,25 +75,21 @@ class Batching:
         """Let samplers choose the samples and the batches.
 
         Args:
-            sampler: data.sampler.
-            batch_sampler: data.batch_sampler.
-            inputs: the names of a sample's values.
-            num_classes: of the data.
+            sampler: The value of data.sampler.
+            batch_sampler: The value of data.batch_sampler.
+            inputs: The names of a sample's values.
+            num_classes: The number of classes of the data.
 
         Raises:
-            ConfigError: for samplers that cannot be used, or not together.
+            ConfigError: A sampler is not supported with the data, or with the other sampler.
         """
-        if self.block is not None and (sampler is not None or not self.shuffle):
-            why = "a sampler, which chooses the order" if self.shuffle else "data.shuffle=false"
-            expected = "null, or an order that is shuffled here"
-            raise data_error("shuffle_block", got=f"{self.block}, and {why}", expected=expected)
         if sampler is not None and batch_sampler is not None:
-            got, expected = "a batch sampler, beside data.sampler", "one of the two: it chooses the samples, too"
+            got, expected = "a batch sampler, and data.sampler", "one of the two: a batch sampler chooses samples, too"
             raise data_error("batch_sampler", got=got, expected=expected)
         if sampler is not None:
             make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)
             if not self.shuffle:
-                got, expected = "false, beside a sampler", "true: the sampler decides the order"
+                got, expected = "false, and a sampler", "true: the sampler decides the order"
                 raise data_error("shuffle", got=got, expected=expected)
             self.order = SampledOrder(make, samples=samples_in(self.parts["train"]), seed=self.seed)
             if self.drop_last and len(self.order) < self.batch_size:
@@ -115,23 +103,17 @@ class Batching:
                 )  # fmt: skip
                 self.sampled[stage] = SampledBatches(make, samples=samples_in(part), stage=stage, seed=self.seed)
 
-    def _maker(self, make: MakeSampler, stage: Stage, *, key: str, **offers: object) -> Callable[[], Sampler[Any]]:
+    def _maker(self, make: MakeSampler, stage: Stage, *, key: str, **offers: object) -> Callable[[], AnySampler]:
         part = self.parts.get(stage)
         if part is None or isinstance(part, IterableDataset):
-            got = f"a sampler, and {'no' if part is None else 'a stream of samples as'} {stage} part"
-            raise data_error(key, got=got, expected="a data set with an index, to take samples from")
+            got = f"a sampler, and {'no' if part is None else 'a stream as the'} {stage} split"
+            raise data_error(key, got=got, expected="a data set with an index, to draw samples from")
         return maker(make, key=key, offers={"data_source": part, **offers})
 
     def _no_batch(self, held: int) -> ConfigError:
         return data_error(
             "batch_size",
-            got=f"{self.batch_size} with drop_last=true, and {held} training samples: no batch at all",
+            got=f"{self.batch_size} with drop_last=true, and only {held} training samples",
             expected=f"{held} or less",
             fix="Make the batch smaller, or keep the short one with data.drop_last=false",
         )
-
-
-def _block_of(part: object) -> int | None:
-    """Return how many samples that follow each other a data set reads best together, by its attribute `block`."""
-    block = getattr(part, "block", None)  # a data set of the user's own need not have one, or means another thing
-    return block if isinstance(block, int) else None

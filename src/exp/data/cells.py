@@ -15,12 +15,12 @@ DecimalSign = Literal[".", ","]
 
 @dataclass(frozen=True)
 class Missing:
-    """Texts that stand for a missing value, and the numbers that some of the texts are, in any spelling.
+    """The texts and numbers that mean a missing value.
 
     Args:
-        texts: the texts.
-        numbers: the numbers.
-        decimal: the sign before the fraction of a number, here and in the file.
+        texts: The texts.
+        numbers: The numbers, which match in any spelling.
+        decimal: The decimal sign, here and in the file.
     """
 
     texts: frozenset[str]
@@ -43,8 +43,10 @@ class Missing:
 class WordCodes(dict[str, int]):
     """A code for each text: words are numbered from 0 in order of appearance, and a missing one is -1.
 
-    words: an attribute, the words by code. A number has one code however it is written, and its first spelling, with a
-        point before the fraction.
+    All spellings of a number have one code.
+
+    Attributes:
+        words: The words by code. A number has its first spelling, with a decimal point.
     """
 
     def __init__(self, missing: Missing) -> None:
@@ -65,10 +67,14 @@ class WordCodes(dict[str, int]):
 
 
 def number_in(text: str, *, decimal: str = ".") -> float:
-    """Return the number that a text is, in ASCII digits and without signs between them.
+    """Return the number that a text contains, in ASCII digits without separators.
 
-    decimal: the sign before a fraction.
-    Raises: ValueError.
+    Args:
+        text: The text.
+        decimal: The decimal sign.
+
+    Raises:
+        ValueError: The text is not a number.
     """
     if not text.isascii() or "_" in text or (decimal != "." and "." in text):
         raise ValueError(text)
@@ -76,7 +82,7 @@ def number_in(text: str, *, decimal: str = ".") -> float:
 
 
 def finite_number(text: str, *, decimal: str = ".") -> float | None:
-    """Return the finite number that a text is, or None."""
+    """Return the finite number that a text contains, or None."""
     try:
         number = number_in(text, decimal=decimal)
     except ValueError:
@@ -85,9 +91,9 @@ def finite_number(text: str, *, decimal: str = ".") -> float | None:
 
 
 def word_key(word: str) -> Decimal | str:
-    """Return what is equal for spellings of one word: its number, so that 1 is 1.0, or itself.
+    """Return a key that is equal for all spellings of a word, such as 1 and 1.0.
 
-    Zeros in front belong to a word: postal codes are no numbers.
+    A number with leading zeros, such as a postal code, is a word.
     """
     digits = word.lstrip("+-")
     is_code = digits[:1] == "0" and digits[1:2].isdecimal()
@@ -95,7 +101,7 @@ def word_key(word: str) -> Decimal | str:
 
 
 def text_of(value: object) -> str | None:
-    """Return a value of a typed format as a CSV file would have it, so that 3 and 3.0 are one word."""
+    """Return the text of a value as a CSV file would have it, so that 3 and 3.0 are one word. None for nan."""
     if value is None or value != value:
         return None
     if isinstance(value, float | np.floating):

@@ -1,4 +1,4 @@
-"""Make a batch of samples whose tensors vary in size."""
+"""Batches of samples whose tensors vary in size."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from exp.data.data_errors import SampleError, data_error
+from exp.data.data_errors import name_error, sample_error
 from exp.data.entries import TARGET, inputs_in, named_entries
 from exp.data.labels import IGNORED, is_whole
-from exp.errors import ErrorDetails
-from exp.spelling import among, did_you_mean
 
 KEY = "collate"
 Collate = Callable[[Any], Any]
 
 
 class Pad:
-    """Brings the tensors of a batch to one size, each entry to that of its largest, by padding after them.
+    """Pads the tensors of a batch at the end to the size of the largest.
 
-    An entry may be a tensor, an array or a list of numbers; torch batches the other entries of a sample.
+    Tensors, arrays and lists of numbers are padded. torch's function batches the other entries of a sample.
 
     Args:
-        padding_value: the number after the others, for all entries or by entry name. An entry that is not named gets 0,
-            and a target of class numbers -100, which the losses of torch leave out.
-        masks: further entries of the batch, bool `[B, T]`, each with the name of its entry: true for each number of a
-            sample along its first axis.
-        lengths: further entries, int64 `[B]`, each with the name of the entry whose length along the first axis it is.
-        length: by entry name, of its first axis in every batch; an entry that is not named is as long as its longest
-            sample.
+        padding_value: The number that is appended, for all entries or by entry name. The default is 0, and -100 for a
+            target of class numbers, which torch's losses ignore.
+        masks: New entries of the batch, each with the name of a padded entry: bool `[B, T]`, true for data along the
+            first axis.
+        lengths: New entries, each with the name of a padded entry: int64 `[B]`, the lengths along the first axis.
+        length: The fixed length of the first axis by entry name. Other entries are as long as their longest sample.
     """
 
     def __init__(
@@ -49,17 +46,17 @@ class Pad:
         self.inputs: Sequence[str] = ()
 
     def of(self, inputs: Sequence[str]) -> Pad:
-        """Return the same for samples whose values have the names data.inputs, except those that it adds."""
+        """Return the function for samples whose values have the names of data.inputs, without those that it adds."""
         made = copy.copy(self)
         made.inputs = self.held(inputs)
         return made
 
     def held(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        """Return the entries of a batch that samples have."""
+        """Return the names of inputs that samples have."""
         return tuple(name for name in inputs if name not in self.masks and name not in self.lengths)
 
     def __call__(self, samples: Sequence[object]) -> object:
-        """Raises: ConfigError for a name that samples do not have; SampleError for tensors that no padding helps."""
+        """Raise ConfigError for the name of an unknown entry, and SampleError for tensors that cannot be padded."""
         first = samples[0]
         if not self.inputs and isinstance(first, tuple | list) and len(first) > 2:
             inputs_in(first)  # raises the error of values without names
@@ -86,25 +83,23 @@ class Pad:
         for key, entry in {**named, **counted}.items():
             entries: Sequence[str] = list(counts) if key in counted else list(columns)
             if entry not in entries:
-                kind = "an entry of the samples with a length" if key in counted else "an entry of the samples"
-                expected = f"{kind}, {among(entries, word=entry)}"
-                raise data_error(f"{KEY}.{key}", got=entry, expected=expected, fix=did_you_mean(entry, entries))
+                expected = "an entry of the samples with a length" if key in counted else "an entry of the samples"
+                raise name_error(f"{KEY}.{key}", entry, entries, expected=expected)
         for name, entry in self.masks.items():
             batch[name] = torch.arange(batch[entry].shape[1]) < counts[entry][:, None]
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
 
     def _padded(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Return `[B, ...]` of tensors `[...]`, each axis as long as the longest."""
+        """Return `[B, ...]` of tensors `[...]`. Each axis is as long as the longest."""
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
-            raise SampleError(ErrorDetails(key=f"data.{KEY}", got=got, expected="as many axes in every sample"))
+            raise sample_error(KEY, got=got, expected="as many axes in every sample")
         size = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
         if name in self.length:
             if size[0] > self.length[name]:
                 got = f"{self.length[name]}, and a sample whose {name} has the length {size[0]}"
-                expected = f"{size[0]} or more, or null"
-                raise SampleError(ErrorDetails(key=f"data.{KEY}.length.{name}", got=got, expected=expected))
+                raise sample_error(f"{KEY}.length.{name}", got=got, expected=f"{size[0]} or more, or null")
             size[0] = self.length[name]
         value = self.padding_value
         if isinstance(value, Mapping):
@@ -118,7 +113,7 @@ class Pad:
 
 
 def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str]) -> Collate:
-    """Return the function that makes batches. collate: data.collate. inputs: the names of a sample's values."""
+    """Return the function that makes batches from the value of data.collate. inputs: The names in data.inputs."""
     if collate is None:
         return default_collate
     found = Pad() if isinstance(collate, str) else collate

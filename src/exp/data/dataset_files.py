@@ -1,4 +1,4 @@
-"""Find the files of a data set: at a path, by a pattern, or among those that scikit-learn ships."""
+"""Search for the files of a data set: at a path, by a pattern, or in scikit-learn."""
 
 from __future__ import annotations
 
@@ -17,18 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def data_file(path: str, *, directory: str) -> Path:
-    """The file at path, or else at path below the data directory.
-
-    Raises: ConfigError where neither is there.
-    """
+    """Return the file at a path, in the current folder or the data directory. Raise ConfigError without it."""
     return _place(path, directory, Path.is_file, "file")
 
 
 def data_folder(path: str, *, directory: str) -> Path:
-    """The folder at path, or else at path below the data directory.
-
-    Raises: ConfigError where neither is there.
-    """
+    """Return the folder at a path, in the current folder or the data directory. Raise ConfigError without it."""
     return _place(path, directory, Path.is_dir, "folder")
 
 
@@ -48,10 +42,15 @@ def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: st
 
 
 def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = "dataset.files") -> list[Path]:
-    """The files of a pattern, or of several, sorted by name; None is the top level of Python's standard library.
+    """Return the files of one or several patterns, sorted by name.
 
-    key: of the config, below `data.`, that says them.
-    Raises: ConfigError where a pattern finds none.
+    Args:
+        files: The patterns; None for the top level of Python's standard library.
+        directory: The folder that is searched after the current one.
+        key: The config key below `data.` that has the patterns.
+
+    Raises:
+        ConfigError: A pattern finds no file.
     """
     if files is None:
         files = f"{sysconfig.get_path('stdlib')}/*.py"
@@ -72,12 +71,17 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
 def shipped_columns(
     loader: str, *files: str, delimiter: str | None = ",", skip_lines: int = 0, **options: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A data set that scikit-learn ships: features `[rows, columns]` and targets `[rows]`, float64.
+    """Return the features `[rows, columns]` and the targets `[rows]` of a data set of scikit-learn, float64.
 
-    Its files are read without importing scikit-learn, which takes longer than a whole run on digits may. Where they
-    have moved, scikit-learn itself is asked, and that is logged.
+    The files are read without importing scikit-learn, because the import may take longer than a whole run on digits. If
+    the files have moved, scikit-learn is imported and this is logged.
 
-    loader: its function in sklearn.datasets. files: its files in the data folder, side by side, the target last.
+    Args:
+        loader: The function in sklearn.datasets.
+        files: The files in scikit-learn's data folder, whose columns are joined. The target is the last column.
+        delimiter: The sign between values.
+        skip_lines: The lines before the values.
+        options: Arguments of the function.
     """
     package = importlib.util.find_spec("sklearn")
     for place in (package.submodule_search_locations or []) if package else []:
@@ -86,7 +90,7 @@ def shipped_columns(
             tables = [np.loadtxt(path, delimiter=delimiter, skiprows=skip_lines, ndmin=2) for path in paths]
             table = np.hstack(tables)
             return table[:, :-1], table[:, -1]
-    log.warning("scikit-learn does not keep %s where it used to; importing sklearn.datasets to load it", files[0])
+    log.warning("scikit-learn has moved %s; importing sklearn.datasets to load it", files[0])
     from sklearn import datasets
 
     features, targets = getattr(datasets, loader)(return_X_y=True, **options)

@@ -1,4 +1,4 @@
-"""Tables from CSV files, and from files of columns with types."""
+"""Tables from CSV files, and from files whose columns have types."""
 
 from __future__ import annotations
 
@@ -20,41 +20,40 @@ from exp.data.source import NAMELESS, NO_ANSWER, NO_NAME, Columns, Name, Source,
 from exp.data.tables import Encoding, Impute, Table, Words
 
 Targets = Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]
-IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it by the training part, or leave the column out"
+IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it from the training split, or leave the column out"
 
 
 class Csv(Table):
     """A table from a CSV file, with a column to predict, or several.
 
-    A sample is as of Table. Several numbers to predict are one target, float32 `[K]`; targets by name become entries of
-    these names, and a sample is a mapping. Columns without a name, such as an index that pandas wrote, are left out.
+    Samples are those of Table. Several numbers to predict are one target, float32 `[K]`. Targets by name become entries
+    with these names, and a sample is a mapping. Columns without a name, such as an index that pandas wrote, are left
+    out.
 
-    A file that ends in .parquet, .jsonl or .npz has columns with types: whole numbers, floating ones, decimals and
-    booleans are numbers; dates and times are days since 1970, whether `dates` names them or not; nulls and nan are
-    missing.
+    A file that ends in .parquet, .jsonl or .npz has columns with types. Integers, floats, decimals and booleans are
+    numbers. Dates and times are days since 1970, also if `dates` does not name them. Nulls and nan are missing.
 
     Args:
-        path: relative to the current folder, or else to directory.
-        target: the column to predict, by its name, or its number from 0 without a header; a list of columns of numbers;
-            or a mapping of names to either, such as {kind: species, size: [length, width]}.
-        task: "classification", whose labels may be any words, or "regression"; of targets by name one for all, or one
-            each, {kind: classification, size: regression}.
-        directory: the folder in which the path is looked for after the current one.
-        delimiter: the sign between values of a CSV file.
-        decimal: the sign before the fraction of a number that is a text.
-        header: whether the first line of a CSV file names the columns.
-        categorical: columns of words.
-        dates: columns of dates in ISO 8601, or {when: "%d.%m.%Y"}. A date is a number of days.
-        ignore: columns to leave out.
-        missing_values: texts that stand for a missing value, in addition to an empty one; None for the usual ones in a
-            CSV file, and for no others in a file of columns with types.
-        impute: the value of a missing one, see Table; None refuses missing values.
-        encoding: of words, "one_hot" or "index", see Table.
-        standardise: see Table.
+        path: The file, relative to the current folder or to `directory`.
+        target: The column to predict, by name, or by number from 0 without a header; a list of numeric columns; or a
+            mapping of names to either, such as {kind: species, size: [length, width]}.
+        task: "classification", whose labels may be any words, or "regression". For targets by name also one for each,
+            {kind: classification, size: regression}.
+        directory: The folder in which the path is looked up after the current one.
+        delimiter: The sign between values of a CSV file.
+        decimal: The decimal sign of a number that is a text.
+        header: Whether the first line of a CSV file names the columns.
+        categorical: The columns of words.
+        dates: The columns of dates in ISO 8601, or {when: "%d.%m.%Y"}. A date becomes a number of days.
+        ignore: The columns to leave out.
+        missing_values: The texts that mean a missing value, in addition to an empty one. None takes the usual ones in a
+            CSV file, and no others in a file whose columns have types.
+        impute: As in Table; None makes a missing value an error.
+        encoding: As in Table.
+        standardise: As in Table.
 
     Raises:
-        ConfigError: for a file or a column that is not there, and with its line for a value that does not fit its
-            column.
+        ConfigError: The file or a column does not exist, or a value does not fit its column.
     """
 
     def __init__(
@@ -93,7 +92,9 @@ class Csv(Table):
         nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
-            raise data_error("dataset.ignore", got="every column but the target", expected="at least one feature")
+            raise data_error(
+                "dataset.ignore", got="every column except the target", expected="at least one input column"
+            )
         figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
@@ -115,31 +116,32 @@ class Csv(Table):
         )
         self.dates = {source.names[one]: days.get(one) for one in figures if one in days or source.is_date(one)}
         self.notes = tuple(
-            f"the column {source.names[column] or NO_NAME} of {source.file} is left out of the input: pandas names an "
-            "index so; rename it to keep it"
+            f"the column {source.names[column] or NO_NAME} of {source.file} is not an input, because pandas gives this "
+            "name to an index; rename it to keep it"
             for column in nameless
         )
 
     def opener(
         self, path: str, directory: str, dialect: Dialect, missing_values: Sequence[object] | None
     ) -> Callable[[], Source]:
-        """Return the function that reads the file. Raises: ConfigError for a file that is not there."""
+        """Return the function that reads the file. Raise ConfigError if the file does not exist."""
         return partial(open_source, data_file(path, directory=directory), dialect, missing_values=missing_values)
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return a column that is no input, read from the file again; None for a missing value.
+        """Return a column that is not an input, which is read from the file again; None for a missing value.
 
-        Raises: ConfigError at `key` for a column that is not there, or that is an input.
+        Raises:
+            ConfigError: The column does not exist, or is an input; at `key`.
         """
         if name in (*self.columns, *self.words):
-            fix = f"Write data.dataset.ignore=[{name}], next to the columns that it has"
-            raise data_error(key, got=f"{name}, which is an input", expected="a column that is none", fix=fix)
+            fix = f"Add {name} to data.dataset.ignore"
+            raise data_error(key, got=f"{name}, which is an input", expected="a column that is not an input", fix=fix)
         source = self._open()
         return source.texts(source.column(name, key=key))
 
 
 def date_forms(dates: Sequence[Name] | Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the format of each column of dates by its name; None for ISO 8601."""
+    """Return the format of each column of dates by name; None for ISO 8601."""
     return dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
 
 
@@ -151,8 +153,8 @@ def _by_name(target: Targets) -> dict[str, list[Name]]:
 def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
     """Return the task of each target.
 
-    Raises: ConfigError for a target without a task or without a column, for a class of several columns, and for a task
-        of no target.
+    Raises:
+        ConfigError: A target has no task or no column, a class has several columns, or a task has no target.
     """
     if isinstance(task, Mapping) and task.keys() != targets.keys():
         got = ", ".join(task) or "nothing"
@@ -173,7 +175,7 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
 def _targets(
     source: Source, found: Columns, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], *, first: int
 ) -> Iterator[tuple[str, np.ndarray | Words]]:
-    """Yield the values of each target. first: the place of the first number to predict."""
+    """Yield the values of each target. first: The position of the first number to predict."""
     for name, columns in targets.items():
         if tasks[name] == "regression":
             yield name, found.numbers[:, first : first + len(columns)]

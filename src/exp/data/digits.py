@@ -8,8 +8,8 @@ import torch
 from exp.data.dataset_files import shipped_columns
 from exp.data.in_memory import Tensors
 
-# Of the pixels, which run from 0 to 16: about their mean and standard deviation, as round numbers that no part's
-# statistics leak into.
+# About the mean and the standard deviation of the pixels, which are 0 to 16. Round numbers contain no statistics of a
+# split.
 CENTRE, SPREAD = 5.0, 6.0
 
 

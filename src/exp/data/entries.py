@@ -1,4 +1,4 @@
-"""The entries of a sample or a batch by name: the inputs of a network, and the target."""
+"""Access to the entries of a sample or a batch by name: the inputs of a network, and the target."""
 
 from __future__ import annotations
 
@@ -19,34 +19,38 @@ SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchForm:
-    """The form in which batches reach the network: their entries by name, float64 as float32.
+    """The form in which batches reach the network: entries by name, and float64 as float32.
 
     Args:
-        names: the names of the inputs, see by_name.
-        keeps_doubles: whether float64 and complex128 stay.
+        names: The names of the inputs; see by_name.
+        keeps_doubles: Whether float64 and complex128 stay.
     """
 
     names: tuple[str, ...] = ()
     keeps_doubles: bool = False
 
     def __call__(self, data: object) -> object:
-        """Raises: ConfigError for more or fewer values than names."""
+        """Return a batch in this form. Raise ConfigError for more or fewer values than names."""
         named = by_name(data, self.names)
         return named if self.keeps_doubles else map_tensors(named, _single)
 
     def rounded(self, data: object) -> list[str]:
-        """Return the entries of a batch, as it is read, that become float32."""
+        """Return the entries of an unconverted batch that become float32."""
         entries = {} if self.keeps_doubles else named_entries(data, self.names)
         return [name for name, value in entries.items() if isinstance(value, Tensor) and value.dtype in SINGLE]
 
 
 def by_name(data: object, names: Sequence[str] = ()) -> object:
-    """Return a sample or batch as a mapping if its inputs have names; otherwise as it is, (input, target) or an input.
+    """Return a sample or batch as a mapping if its inputs have names; otherwise return it unchanged.
 
-    (image, table, target), ((image, table), target) and ({image: .., table: ..}, target) become mappings alike.
+    (image, table, target), ((image, table), target) and ({image: .., table: ..}, target) become the same mapping.
 
-    names: of the inputs, data.inputs, in the order of a tuple; without them only mappings have names.
-    Raises: ConfigError for more or fewer values than names.
+    Args:
+        data: The sample or batch.
+        names: The names of the inputs in the order of a tuple, data.inputs. Without names, only mappings have names.
+
+    Raises:
+        ConfigError: There are more or fewer values than names.
     """
     if isinstance(data, Mapping):
         return data
@@ -61,12 +65,12 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
         return data
     if len(values) not in (len(names), len(names) + 1):
         got = f"{', '.join(names)}, and samples of {len(values)} values"
-        raise data_error("inputs", got=got, expected="a name for each value but the target, which is the last")
+        raise data_error("inputs", got=got, expected="a name for each value except the target, which is the last")
     return dict(zip((*names, TARGET), values, strict=False))
 
 
 def named_entries(data: object, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the values of a sample or batch by name, `input` and `target` of a pair. names: as of by_name."""
+    """Return the values of a sample or batch by name, `input` and `target` of a pair. names: As in by_name."""
     named = by_name(data, names)
     if isinstance(named, Mapping):
         return named
@@ -85,21 +89,22 @@ def target_in(data: object) -> object:
 
 
 def inputs_in(data: object) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name, without the target; that of a pair, or alone, is `input`.
+    """Return the input tensors of a batch by name. The input of a pair, or a single tensor, is `input`.
 
-    Raises: ConfigError for a batch without one.
+    Raises:
+        ConfigError: The batch has no input tensor.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
         raise data_error(
             "inputs",
             got=f"null, and samples of {len(data)} values",
-            expected="the names of all of them but the target, which is the last",
+            expected="the names of all values except the target, which is the last",
             fix="For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}",
         )
     entries = {name: value for name, value in named_entries(data).items() if name != TARGET}
     found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
     if not found:
         kinds = [f"{name} is {type(value).__name__}" for name, value in entries.items()]
-        got = f"samples whose {' and '.join(kinds)}" if kinds else "samples of a target alone"
+        got = f"samples whose {' and '.join(kinds)}" if kinds else "samples with only a target"
         raise data_error("transforms", got=got, expected="a tensor, an array or a number in data.transforms")
     return found

@@ -1,4 +1,4 @@
-"""The inputs and the target of a sample, made of the columns of a record."""
+"""The inputs and the target of a sample, from the columns of a record."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from torch import Tensor
 
 from exp.data.cells import number_in
 from exp.data.csv_source import MISSING_VALUES
-from exp.data.data_errors import SampleError, data_error, name_fix, refuse_unknown_columns
+from exp.data.data_errors import SampleError, data_error, name_error, name_fix, refuse_unknown_columns, sample_error
 from exp.data.entries import TARGET
 from exp.data.pictures import PictureForm
 from exp.data.source import NAMELESS, Task
 from exp.data.value_names import ValueNames
-from exp.errors import ErrorDetails
 from exp.spelling import among, did_you_mean, show
 
-# A column, several that are one row, or either by the name of the input that they become.
+# A column, several columns that are one row, or a mapping of input names to either.
 Names: TypeAlias = str | Sequence[str]
 Inputs: TypeAlias = Names | Mapping[str, Names]
 NumberDtype = Literal["float32", "float64", "int64", "bool"]
-# The dtypes of networks by NumPy's kind; whole numbers other than bytes are int64.
+# The dtypes of networks by NumPy's kind. Integers other than bytes are int64.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
 NUMBERS_FIX = (
-    "Fill in a missing value, or leave the record out; leave a column of texts out of data.dataset.inputs, or write "
-    "its numbers there: data=tokens turns texts into tokens, and data=csv encodes words"
+    "Fill in a missing value, or remove the record; leave a column of texts out of data.dataset.inputs: "
+    "data=tokens turns texts into tokens, and data=csv encodes words"
 )
 CLASS_FIX = "Name the classes in their order, data.dataset.classes=[...], or write data.dataset.task=regression"
 
@@ -43,9 +42,9 @@ class Field:
     """One input.
 
     Args:
-        columns: the columns of a record.
-        is_row: whether they are single numbers, a row `[F]`.
-        dtype: of the tensor.
+        columns: The columns of a record.
+        is_row: Whether the columns are single numbers, a row `[F]`.
+        dtype: The dtype of the tensor.
     """
 
     columns: tuple[str, ...]
@@ -55,33 +54,38 @@ class Field:
 
 @dataclass(frozen=True)
 class Row:
-    """A record with the name of its place.
+    """A record and its place in the data.
 
     Args:
-        record: the values by column.
-        place: the record in words.
+        record: The values by column.
+        place: The place, for messages.
     """
 
     record: Mapping[str, object]
     place: str
 
     def value(self, column: str, key: str) -> object:
-        """Return the value of a column. key: of the config that names the column, below `data.dataset.`.
+        """Return the value of a column.
 
-        Raises: SampleError for a column that the record does not have, and for a missing value.
+        Args:
+            column: The column.
+            key: The config key below `data.dataset.` that names the column.
+
+        Raises:
+            SampleError: The record lacks the column, or the value is missing.
         """
         if column not in self.record:
-            fix = name_fix(column, list(self.record))
-            raise record_error(key, f"{column}, which {self.place} does not have", "a column of every record", fix)
+            got, fix = f"{column}, which {self.place} does not have", name_fix(column, list(self.record))
+            raise sample_error(f"dataset.{key}", got=got, expected="a column of every record", fix=fix)
         value = self.record[column]
-        # Not equal to itself: nan, as pandas and NumPy write a missing number.
+        # nan, which pandas and NumPy write for a missing number, does not equal itself.
         is_nan = is_single(value) and value != value
         if value is None or is_nan or (isinstance(value, str) and not value.strip()):
             raise self.no_number(column, key)
         return value
 
     def number(self, column: str, key: str) -> int | float:
-        """Return the number of a column. Raises: SampleError as value, and for another value."""
+        """Return the number of a column. Raise SampleError as `value`, and for other values."""
         value = self.value(column, key)
         is_missing = isinstance(value, str) and value.strip() in MISSING_VALUES
         number = None if is_missing else plain_number(value)
@@ -90,7 +94,7 @@ class Row:
         return number
 
     def array(self, column: str, key: str) -> np.ndarray:
-        """Return the numbers of a column. Raises: SampleError as value, and for lists of unequal length."""
+        """Return the numbers of a column. Raise SampleError as `value`, and for lists of unequal length."""
         try:
             array = np.asarray(self.value(column, key))
         except ValueError:
@@ -100,33 +104,33 @@ class Row:
         return array
 
     def no_number(self, column: str, key: str) -> SampleError:
-        """Return the error of a value that is missing, or no number."""
+        """Return the error of a value that is missing, or not a number."""
         value = self.record[column]
         got = show(value) if value is None or is_single(value) else f"a {type(value).__name__}"
-        expected = "numbers, or lists of them of one length"
-        return record_error(key, f"{got} in {column} of {self.place}", expected, NUMBERS_FIX)
+        got = f"{got} in {column} of {self.place}"
+        return sample_error(f"dataset.{key}", got=got, expected="numbers, or lists of equal length", fix=NUMBERS_FIX)
 
 
 class Fields:
-    """Reads samples out of records: mappings of columns to numbers, texts, lists, arrays and bytes of pictures.
+    """Makes samples from records: mappings of columns to numbers, texts, lists, arrays and bytes of pictures.
 
-    A sample is (input, target) with one input, else a mapping of the inputs' names and `target`. Single numbers become
-    a row float32 `[F]`. Arrays keep their shape: floating numbers and bytes become float32, other whole numbers int64,
-    booleans stay. Pictures become float32 `[C, H, W]`.
+    A sample is (input, target) with one input, otherwise a mapping of the inputs' names and `target`. Single numbers
+    become a row, float32 `[F]`. Arrays keep their shape. Their floating numbers and bytes become float32, other
+    integers int64; booleans stay. Pictures become float32 `[C, H, W]`.
 
     Args:
-        inputs: a column; several, which are one `input` if they hold single numbers, and otherwise inputs by their
-            names; or a mapping of the inputs' names to columns. None for all with a name except the target.
-        target: the column to predict; several are a row of numbers `[K]`; None if there is nothing to predict.
-        task: "classification", with targets that are class numbers or names of `classes`, or "regression", float32
+        inputs: A column; several columns, which are one `input` if they are single numbers, otherwise an input each; or
+            a mapping of input names to columns. None for all columns with a name except the target.
+        target: The column to predict; several are a row of numbers `[K]`; None if there is nothing to predict.
+        task: "classification", with targets that are class numbers or names of `classes`; or "regression", float32
             `[K]`.
-        classes: the names of the classes, in the order of their numbers; None if targets are numbers.
-        dtypes: of inputs by name, for what the first record does not show, such as whole numbers that become float32.
-        scale: factor on bytes, 0.00392 for pixels between 0 and 1.
-        picture: the form of pictures.
+        classes: The names of the classes, in the order of their numbers; None if targets are numbers.
+        dtypes: The dtypes of inputs by name that the first record does not show, such as float32 for integers.
+        scale: A factor on bytes; 0.00392 for pixels between 0 and 1.
+        picture: The form of pictures.
 
     Raises:
-        ConfigError: for a class that is there twice, and for options that do not fit the task.
+        ConfigError: A class occurs twice, or options do not fit the task.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Fields:
         picture: PictureForm,
     ) -> None:
         self.inputs, self.task, self.scale, self.picture = inputs, task, scale, picture
-        self.targets = () if target is None else listed(target)
+        self.targets = () if target is None else as_tuple(target)
         self.classes = None if classes is None else tuple(map(str, classes))
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self.fields: dict[str, Field] = {}
@@ -168,9 +172,11 @@ class Fields:
         )
 
     def wanted(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
-        """Return the columns to read. names: the columns that there are. where: their place in words.
+        """Return the columns to read. Raise ConfigError for a column that does not exist.
 
-        Raises: ConfigError for a column that is not there.
+        Args:
+            names: The existing columns.
+            where: Their place, for messages.
         """
         if self.inputs is None:
             others = [name for name in names if name not in self.targets and not NAMELESS.fullmatch(name)]
@@ -178,36 +184,46 @@ class Fields:
             found = [name for name in others if name.partition(".")[0] not in {*names} - {name}]
         else:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
-            found = [name for columns in given for name in listed(columns)]
+            found = [name for columns in given for name in as_tuple(columns)]
         if not found:
-            raise data_error("dataset.inputs", got="no column", expected=f"a column of {where} that is no target")
+            raise data_error("dataset.inputs", got="no column", expected=f"a column of {where} that is not a target")
         refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 
-    def settled(self, first: Mapping[str, object], *, where: str) -> Self:
-        """Return the fields with the form of each input, as the first record shows it. first: the columns to read.
+    def of_record(self, first: Mapping[str, object], *, where: str) -> Self:
+        """Return the fields with the form that each input has in the first record.
 
-        Raises: ConfigError for dtypes of an unknown input; SampleError for a value that is no number.
+        Args:
+            first: The columns to read of the first record.
+            where: Its place, for messages.
+
+        Raises:
+            ConfigError: `dtypes` names an unknown input.
+            SampleError: A value is not a number.
         """
         made = copy.copy(self)
         names = [name for name in first if name not in self.targets]
         if isinstance(self.inputs, Mapping):
-            grouped = {name: listed(columns) for name, columns in self.inputs.items()}
+            grouped = {name: as_tuple(columns) for name, columns in self.inputs.items()}
         else:
-            names = names if self.inputs is None else list(listed(self.inputs))
+            names = names if self.inputs is None else list(as_tuple(self.inputs))
             is_one = len(names) == 1 or all(is_single(first[name]) for name in names)
             grouped = {"input": tuple(names)} if is_one else {name: (name,) for name in names}
         for name in self.dtypes:
             if name not in grouped:
-                fix = name_fix(name, list(grouped))
-                raise data_error(f"dataset.dtypes.{name}", got=name, expected="the name of an input", fix=fix)
+                raise name_error(f"dataset.dtypes.{name}", name, list(grouped), expected="the name of an input")
         made.fields = {name: self._field(name, columns, Row(first, where)) for name, columns in grouped.items()}
         return made
 
     def sample(self, record: Mapping[str, object], *, where: str) -> object:
-        """Return the sample of a record. where: the record in words.
+        """Return the sample of a record.
 
-        Raises: SampleError for a column that is not there, and for a value that is missing or does not fit its column.
+        Args:
+            record: The values by column.
+            where: The place of the record, for messages.
+
+        Raises:
+            SampleError: A column does not exist, or a value is missing or does not fit its column.
         """
         row = Row(record, where)
         entries = {name: self._input(name, field, row) for name, field in self.fields.items()}
@@ -221,7 +237,7 @@ class Fields:
     def _field(self, name: str, columns: tuple[str, ...], first: Row) -> Field:
         arrays = [column for column in columns if not is_single(first.record[column])]
         if arrays and len(columns) > 1:
-            got = f"{len(columns)} columns, of which {arrays[0]} holds arrays"
+            got = f"{len(columns)} columns, and {arrays[0]} holds arrays"
             raise data_error(f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one of arrays")
         dtype = self.dtypes.get(name, torch.float32)
         if arrays and name not in self.dtypes and picture_of(first.record[columns[0]]) is None:
@@ -237,7 +253,7 @@ class Fields:
         if found is None:
             return self._cast(name, row.array(column, "inputs"), field, row)
         named = f"{column} of {row.place}"
-        return self.picture.read(found, named=named, key="data.dataset.inputs").to(field.dtype)
+        return self.picture.read(found, named=named, key="dataset.inputs").to(field.dtype)
 
     def _cast(self, name: str, values: np.ndarray, field: Field, row: Row) -> Tensor:
         tensor = torch.from_numpy(np.array(values, order="C"))
@@ -246,7 +262,8 @@ class Fields:
         if (tensor.is_floating_point() or tensor.is_complex()) and is_whole and not (found == tensor).all():
             dtype = str(field.dtype).removeprefix("torch.")
             expected = "complex64" if tensor.is_complex() else "float32"
-            raise record_error(f"dtypes.{name}", f"{dtype}, and numbers with a fraction in {row.place}", expected)
+            got = f"{dtype}, and numbers with a fraction in {row.place}"
+            raise sample_error(f"dataset.dtypes.{name}", got=got, expected=expected)
         return found * self.scale if values.dtype == np.uint8 and self.scale != 1.0 else found
 
     def _target(self, row: Row) -> Tensor:
@@ -264,48 +281,41 @@ class Fields:
             label = str(value)
             if label in self.classes:
                 return torch.tensor(self.classes.index(label))
-            got, expected = (
-                f"{row.place} of the class {label}",
-                f"one of the classes {among(self.classes, word=label)}",
-            )
-            raise record_error("target", got, expected, did_you_mean(label, self.classes))
+            got, expected = f"{row.place} of the class {label}", f"one of the classes {among(self.classes, word=label)}"
+            raise sample_error("dataset.target", got=got, expected=expected, fix=did_you_mean(label, self.classes))
         else:
             number = plain_number(value)
             if number is not None and float(number).is_integer():
                 return torch.tensor(int(number))
-        raise record_error("target", f"{show(value)} in {name} of {row.place}", "the number of a class", CLASS_FIX)
-
-
-def record_error(key: str, got: str, expected: str, fix: str | None = None) -> SampleError:
-    """Return the error of a sample. key: of the config, below `data.dataset.`."""
-    return SampleError(ErrorDetails(key=f"data.dataset.{key}", got=got, expected=expected, fix=fix))
+        got = f"{show(value)} in {name} of {row.place}"
+        raise sample_error("dataset.target", got=got, expected="the number of a class", fix=CLASS_FIX)
 
 
 def is_single(value: object) -> bool:
-    """Return whether a value is one number or text, and no array, list or picture."""
+    """Return whether a value is one number or text, not an array, list or picture."""
     return isinstance(value, str | int | float | complex | np.generic) or (
         isinstance(value, np.ndarray) and not value.ndim
     )
 
 
 def picture_of(value: object) -> Image | Path | io.BytesIO | None:
-    """Return Pillow's picture, or where to read it: from bytes, or from a mapping of `bytes` and `path`."""
+    """Return a picture of pillow, or its file: from bytes, or from a mapping of `bytes` and `path`."""
     if isinstance(value, Mapping) and {"bytes", "path"} >= set(value):
         held, path = value.get("bytes"), value.get("path")
-        # Pillow takes a URL for the name of a file, which is not there.
+        # pillow reads a URL as the name of a file, which does not exist.
         value = held if isinstance(held, bytes) else Path(path) if isinstance(path, str) else None
     if isinstance(value, bytes):
         return io.BytesIO(value)
     return value if isinstance(value, Image | Path) else None
 
 
-def listed(columns: Names) -> tuple[str, ...]:
-    """Return one column, or several, as a tuple."""
+def as_tuple(columns: Names) -> tuple[str, ...]:
+    """Return one or several columns as a tuple."""
     return (columns,) if isinstance(columns, str) else tuple(columns)
 
 
 def plain_number(value: object) -> int | float | None:
-    """Return a number, or the number that a text is; None for any other value."""
+    """Return a number, also from a text; None for any other value."""
     if isinstance(value, np.generic | np.ndarray) and not np.ndim(value):
         value = value.item()
     if isinstance(value, str):

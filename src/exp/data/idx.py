@@ -1,4 +1,4 @@
-"""MNIST and data sets in its format: images and labels in IDX files, plain or gzipped."""
+"""MNIST and data sets of its format: images and labels in IDX files, plain or compressed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from typing import Literal
 import numpy as np
 import torch
 
-from exp.data.data_errors import data_error
+from exp.data.data_errors import data_error, file_error
 from exp.data.dataset_files import data_folder
 from exp.data.in_memory import Tensors
 
 FILES = {"train": "train", "test": "t10k"}
-# The type of an IDX file's numbers, its third byte. Several bytes are big-endian.
+# The dtypes of an IDX file by its third byte. Numbers of several bytes are big-endian.
 DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 class Idx(Tensors):
-    """Images float32 `[1, H, W]` of pixels between 0 and 1, less a mean and over a deviation, and classes, int64.
+    """Images float32 `[1, H, W]`, normalized pixels between 0 and 1, and classes, int64.
 
-    The format of MNIST, FashionMNIST, KMNIST and their like. Nothing is downloaded.
+    The format of MNIST, FashionMNIST and KMNIST. Nothing is downloaded.
 
-    path: the folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-        t10k-labels-idx1-ubyte, each with or without .gz; relative to the current folder, or else to directory.
-    part: "train" or "test", which is t10k. mean, std: of the pixels, by which they are normalised.
+    Args:
+        path: The folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+            t10k-labels-idx1-ubyte, each with or without .gz, relative to the current folder or to `directory`.
+        part: "train" or "test", which is t10k.
+        directory: The folder in which the path is looked up after the current one.
+        mean: The mean of the pixels, which is subtracted.
+        std: The deviation of the pixels, which divides them.
 
-    Raises: ConfigError for a file that is not there, or is not of that format.
+    Raises:
+        ConfigError: A file does not exist, or has another format.
     """
 
     def __init__(
@@ -55,30 +60,31 @@ class Idx(Tensors):
 
 
 def read_idx(file: Path) -> np.ndarray:
-    """The array of an IDX file: two zero bytes, a type, the number of axes, their sizes, and the numbers.
+    """Return the array of an IDX file: two zero bytes, a dtype, the number of axes, their sizes, and the numbers.
 
-    Raises: ConfigError where it is not such a file, or is cut off.
+    Raises:
+        ConfigError: The file has another format, or is truncated.
     """
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise data_error("dataset.path", got=f"{file} ({error})", expected="an IDX file") from error
+        raise file_error(file, error, "an IDX file") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in DTYPES:
-        raise data_error("dataset.path", got=f"{file}, which begins with {content[:4]!r}", expected="an IDX file")
+        raise data_error("dataset.path", got=f"{file}, which starts with {content[:4]!r}", expected="an IDX file")
     dtype, axes = np.dtype(DTYPES[content[2]]), content[3]
     start = 4 + 4 * axes
     shape = tuple(int(size) for size in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), dtype=">u4"))
     wanted = start + dtype.itemsize * math.prod(shape)
     if len(content) != wanted:
         got = f"{file} of {len(content)} bytes"
-        raise data_error("dataset.path", got=got, expected=f"{wanted}, as its beginning says")
+        raise data_error("dataset.path", got=got, expected=f"{wanted} bytes, as its header states")
     return np.frombuffer(content[start:], dtype=dtype).reshape(shape)
 
 
 def _file(folder: Path, name: str) -> Path:
-    # Some copies have a point where the original has a dash.
+    # Some copies have a dot instead of the dash.
     names = [f"{name}-ubyte", f"{name}-ubyte.gz", f"{name.replace('-idx', '.idx')}-ubyte"]
     for one in names:
         if (folder / one).is_file():
             return folder / one
-    raise data_error("dataset.path", got=f"{folder} without {names[0]}", expected="it, with or without .gz")
+    raise data_error("dataset.path", got=f"{folder} without {names[0]}", expected="this file, with or without .gz")

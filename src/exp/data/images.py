@@ -1,4 +1,4 @@
-"""Pictures in files: a folder for each class, or a table of paths and targets. Decoded where a sample is read."""
+"""Pictures in files: a folder for each class, or a table of paths and targets. They are decoded when they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from exp.data.csv_source import CsvSource
-from exp.data.data_errors import data_error, fitted_entry, refuse_unknown_columns
+from exp.data.data_errors import data_detail, data_error, fitted_entry, refuse_unknown_columns
 from exp.data.dataset_files import data_file, data_folder
 from exp.data.entries import TARGET
 from exp.data.in_memory import Fitted
@@ -28,6 +28,7 @@ from exp.data.pictures import (
     PictureForm,
     broken,
     deep,
+    mixed_modes,
     pair_of,
     stored_mode,
 )
@@ -37,9 +38,9 @@ from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# Whose beginnings are read before the run; of more pictures, evenly chosen ones.
+# The most pictures whose headers are read before the run, evenly spaced.
 LOOKED_AT = 2000
-# Folders that file managers, network drives and archives leave beside pictures.
+# Folders that file managers, network drives and archives create next to pictures.
 JUNK = (
     *("__macosx", "@eadir", "@tmp", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "lost+found"),
     "system volume information",
@@ -48,21 +49,23 @@ FITTED = "images"
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures float32 `[C, H, W]` with pixels from 0 to 1, less the mean and over the deviation; and a target.
+    """Pictures float32 `[C, H, W]`, and a target: a class, int64 `[]`, or a number, float32 `[1]`.
 
-    A target is a class, int64 `[]`, or with task="regression" a number, float32 `[1]`.
+    Before the run, the headers of 2,000 pictures are checked. Other pictures are checked as they are read.
 
-    path: a folder that has one for each class, or folders train, val and test that have; or a CSV file with a column of
-        paths, which start at its own folder. Relative to the current folder, or else to directory.
-    target, picture: of a CSV file, the column to predict and the column of paths. task: as of Csv.
-    resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
-    mode: "RGB" or "L" (grey), to which all pictures are converted; None keeps what they are, which must be one of both.
-    mean, std: of each channel, by which pixels are normalised; None leaves them.
-    background: a CSS color. Pictures with transparent parts are laid on it.
-    any_size: whether pictures may differ in size, because transforms bring them to one.
+    Args:
+        path: A folder with a folder for each class, or with folders train, val and test of class folders; or a CSV file
+            with a column of paths relative to the file. Relative to the current folder or to `directory`.
+        directory: The folder in which the path is looked up after the current one.
+        target: The column of a CSV file to predict.
+        picture: The column of a CSV file with the paths.
+        task: As in Csv.
+        resize: As in PictureForm, and so are `crop`, `mode`, `mean`, `std` and `background`.
+        any_size: Whether pictures may differ in size, because transforms unify it.
 
-    Raises: ConfigError for pictures that are not there, cannot be read or differ in size or mode, and where there are
-        no two classes. Of more than 2,000 pictures, some are looked at before the run, the others as they are read.
+    Raises:
+        ConfigError: A picture does not exist, cannot be read, or differs in size or mode, or there are fewer than two
+            classes.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledImages"
@@ -107,26 +110,23 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return part
 
     def _join(self) -> None:
-        """Hold the pictures of all parts, their classes numbered as in the training part."""
-        told = self.own_parts["train"].fit()
-        parts = [part.prepare(told) for part in self.own_parts.values()]
+        """Join the pictures of all splits, with the class numbers of the training split."""
+        fitted = self.own_parts["train"].fit()
+        parts = [part.prepare(fitted) for part in self.own_parts.values()]
         self.files, self.classes = [file for part in parts for file in part.files], parts[0].classes
         self.targets = torch.cat([part.targets for part in parts])
 
     def fit(self) -> Fitted:
-        """The classes by name, in order."""
+        """Return the names of the classes, in order."""
         return {FITTED: {"classes": list(self.classes)}}
 
     def prepare(self, fitted: Fitted) -> Images:
-        """Numbers the classes as the training part does.
-
-        Raises: ConfigError for a class that it does not know.
-        """
+        """Return the pictures with the class numbers of the training split. Raise ConfigError for a class not in it."""
         known: list[str] = fitted_entry(fitted, FITTED, part=self)["classes"]
         unknown = [name for name in self.classes if name not in known]
         if unknown:
-            got = f"the class {unknown[0]}, which training does not know"
-            raise data_error("", got=got, expected=f"its classes, {', '.join(known)}")
+            got = f"the class {unknown[0]}, which is not in the training split"
+            raise data_error("", got=got, expected=f"one of its classes, {', '.join(known)}")
         part = copy.copy(self)
         part.classes = tuple(known)
         if self.classes:
@@ -138,14 +138,14 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.classes) or None
 
     def select(self, indices: Tensor) -> Self:
-        """These pictures as a data set of their own."""
+        """Return these pictures as a data set."""
         part = copy.copy(self)
         part.files = [self.files[index] for index in indices.tolist()]
         part.targets, part.indices = self.targets[indices], indices
         return part
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return a column of the CSV file that lists the pictures. Raises: ConfigError at `key` if there is none."""
+        """Return a column of the CSV file that lists the pictures. Raise ConfigError at `key` without such a column."""
         if self.listing is None:
             expected = "pictures that a CSV file lists"
             raise data_error(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
@@ -159,7 +159,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
     def _look(self) -> None:
-        """Raise ConfigError for a file that is no picture, and for modes and sizes that do not fit."""
+        """Raise ConfigError for a file that is not a picture, and for mixed modes or sizes."""
         modes: dict[str, list[str]] = {}
         sizes: dict[tuple[int, int], list[str]] = {}
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
@@ -179,16 +179,16 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
             if small:
                 (held_width, held_height), files = small[0]
-                yield ErrorDetails(
-                    key="data.dataset.crop",
+                yield data_detail(
+                    "dataset.crop",
                     got=f"{height} x {width}, and {files[0]} has {held_height} x {held_width}",
-                    expected="at most what all pictures have",
-                    fix="Make them larger before with data.dataset.resize",
+                    expected="at most the size of the smallest picture",
+                    fix="Enlarge the pictures with data.dataset.resize",
                 )
         elif len(sizes) > 1 and not self.any_size:
             (first, some), (second, others), *_ = sizes.items()
-            yield ErrorDetails(
-                key="data.dataset.resize",
+            yield data_detail(
+                "dataset.resize",
                 got=f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
                 f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
                 expected="one size for all",
@@ -198,7 +198,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RandomFlip:
-    """Mirror a picture `[C, H, W]` left to right, at random. p: how often."""
+    """Mirrors a picture `[C, H, W]` from left to right with probability `p`."""
 
     def __init__(self, *, p: float = 0.5) -> None:
         self.p = p
@@ -208,9 +208,11 @@ class RandomFlip:
 
 
 class RandomCrop:
-    """Cut a random piece of a picture `[C, H, W]`.
+    """Cuts a random piece of a picture `[C, H, W]`.
 
-    size: pixels of a square, or [H, W]. padding: pixels added around the picture before.
+    Args:
+        size: The pixels of a square, or [H, W].
+        padding: The pixels that are first added around the picture.
     """
 
     def __init__(self, *, size: int | Sequence[int], padding: int = 0) -> None:
@@ -227,12 +229,12 @@ class RandomCrop:
 
 
 def pictures_below(folder: str | Path) -> Iterator[str]:
-    """Yield the pictures in a folder, at any depth, by name. Hidden ones, JUNK and links to folders are left out."""
+    """Yield the pictures in a folder, at any depth, sorted by name, without hidden files, JUNK and links to folders."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=operator.attrgetter("name")):
             if entry.name.startswith("."):
                 continue  # such as .ipynb_checkpoints, and ._name.png of macOS
-            # By what the folder itself says: asking for each file would take as long as the rest.
+            # scandir knows the type. A system call for each file would double the time.
             if entry.is_dir(follow_symlinks=False):
                 if entry.name.casefold() not in JUNK:
                     yield from pictures_below(entry.path)
@@ -241,9 +243,10 @@ def pictures_below(folder: str | Path) -> Iterator[str]:
 
 
 def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
-    """The pictures of a folder for each class, each one's class, and their names by the alphabet.
+    """Return the pictures of all class folders, the class of each, and the sorted names of the classes.
 
-    Raises: ConfigError for a class without a picture, and where there are no two classes.
+    Raises:
+        ConfigError: A class has no picture, or there are fewer than two classes.
     """
     folders = _folders_in(folder)
     found = {one.name: list(pictures_below(one)) for one in folders}
@@ -261,9 +264,10 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 
 
 def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
-    """Return the folders train, val and test that hold a folder for each class; none if classes are called so.
+    """Return the folders train, val and test of class folders; empty if these names are classes.
 
-    Raises: ConfigError for two folders of one split, and for a folder of class folders that is no split.
+    Raises:
+        ConfigError: Two folders are the same split, or a folder of class folders is not a split.
     """
     folders = [one for one in _folders_in(folder) if _folders_in(one)]
     named = [(stage, one) for stage, names in PART_NAMES.items() for one in folders if one.name.casefold() in names]
@@ -279,16 +283,17 @@ def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    # By what the folder itself says: asking for each of a class's files would take long.
+    # scandir knows the type. A system call for each file of a class would take long.
     with os.scandir(folder) as entries:
         found = [Path(one.path) for one in entries if not one.name.startswith(".") and one.is_dir()]
     return sorted(one for one in found if one.name.casefold() not in JUNK)
 
 
 def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
-    """The pictures that a CSV file lists, their targets, and the names of the classes.
+    """Return the pictures that a CSV file lists, their targets, and the names of the classes.
 
-    Raises: ConfigError for a picture that is not there, and where there are no two classes.
+    Raises:
+        ConfigError: A picture does not exist, or there are fewer than two classes.
     """
     source = CsvSource(file, missing_values=())
     refuse_unknown_columns(file, source.names, {"picture": [picture], "target": [target]})
@@ -302,8 +307,8 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     files = [os.path.join(file.parent, str(text)) for text in found.words[column].texts()]
     for row, one in enumerate(files):
         if not os.path.isfile(one):
-            got = f"{one}, which is not there,"
-            raise source.bad(row, column, got, "a picture", "Paths start at the CSV file's folder")
+            got = f"{one}, which does not exist,"
+            raise source.bad(row, column, got, "a picture", "Paths are relative to the folder of the CSV file")
     if not is_class:
         return files, torch.from_numpy(found.numbers).float(), ()
     labels = found.words[wanted]
@@ -317,10 +322,4 @@ def _mode_errors(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Ite
     if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
         return
     counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
-    told = " and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2])
-    yield ErrorDetails(
-        key="data.dataset.mode",
-        got=f"null, and {told}",
-        expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
-        fix="Write data.dataset.mode=RGB, or data.dataset.mode=L",
-    )
+    yield mixed_modes(" and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2]))

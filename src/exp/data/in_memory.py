@@ -1,8 +1,10 @@
-"""Data sets in memory, and their loader, which gathers many batches by one tensor of indices."""
+"""Data sets in memory, and their loader, which reads several batches with one tensor of indices."""
 
 from __future__ import annotations
 
 import copy
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
@@ -12,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from exp.data.entries import BatchForm
 from exp.data.labels import Labels
-from exp.data.loader import GlobalBatches, Loader, ShareSampler, tell_epoch, wanting_epochs
+from exp.data.loader import GlobalBatches, Loader, ShareSampler, set_epochs, wanting_epochs
 from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import map_tensors, tensors_in
@@ -20,28 +22,28 @@ from exp.shared_types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
 AnyDataset: TypeAlias = "Dataset[object] | Indexed"
-# By name, tensors and plain values: what the training part tells of itself. Checkpoints keep it.
+# The statistics of the training split by name, tensors and plain values. Checkpoints store them.
 Fitted: TypeAlias = Mapping[str, Any]
 
-# Bytes gathered at once. Large enough that a small data set is permuted once an epoch, small enough to stay in cache:
-# with 32 MiB, fresh pages made batches of text seven times slower.
+# Bytes gathered at once. Large enough to permute a small data set in one call, small enough for the cache: with 32 MiB,
+# new memory pages made batches of text seven times slower.
 CHUNK_BYTES = 4 * 2**20
 
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A data set whose batches are gathered in one call."""
+    """A data set that reads a whole batch in one call."""
 
     def __len__(self) -> int:
-        """Samples in it."""
+        """Return the number of samples."""
 
     def gather(self, indices: Tensor) -> Entries:
-        """The samples at indices, int64 `[b]`: (input, target) of new tensors `[b, ...]`, or a mapping of them."""
+        """Return the samples at indices, int64 `[b]`: (input, target) of new tensors `[b, ...]`, or a mapping."""
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set of any library that gives samples by their numbers."""
+    """A data set of any library that returns samples by number."""
 
     def __len__(self) -> int: ...
 
@@ -50,63 +52,78 @@ class Samples(Protocol):
 
 @runtime_checkable
 class EpochDependent(Protocol):
-    """Data in memory whose samples differ from epoch to epoch, such as a text cut at another offset."""
+    """Data in memory whose samples depend on the epoch, such as blocks of a text at another offset."""
 
     def at_epoch(self, *, seed: int, epoch: int) -> Indexed:
-        """The same number of samples, as they are in this epoch of training."""
+        """Return the samples of an epoch of training. Their number is the same in each epoch."""
 
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A data set that makes its own parts, where a random choice of samples would not do."""
+    """A data set that defines its splits, if a random choice of samples would be wrong."""
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> Mapping[Stage, AnyDataset]:
-        """Parts by stage. sizes: whole numbers count samples, others are fractions of the whole."""
+        """Return the splits by stage. sizes: Numbers of samples, or fractions of the whole."""
 
 
 @runtime_checkable
 class Selectable(Protocol):
-    """A data set of which some samples are one of its kind."""
+    """A data set from which samples can be selected."""
 
     def select(self, indices: Tensor) -> AnyDataset:
-        """These samples, int64 `[n]`."""
+        """Return the samples at indices, int64 `[n]`, as a data set of the same class."""
 
 
 @runtime_checkable
 class Fittable(Protocol):
-    """A part that takes something from the training part, such as a mean or a vocabulary."""
+    """A split that is prepared with statistics of the training split, such as a mean or a vocabulary."""
 
     def fit(self) -> Fitted:
-        """What the training part tells all parts, itself too."""
+        """Return the statistics, for the training split."""
 
     def prepare(self, fitted: Fitted) -> AnyDataset:
-        """This part as a model sees it. fitted: what the training part told, of this run or of an earlier one."""
+        """Return this split as a model receives it. fitted: The statistics of this run or of an earlier run."""
 
 
 @runtime_checkable
 class Noted(Protocol):
-    """Part with notes for users, which it knows after it is prepared."""
+    """A split with notes for users, which are known after it is prepared."""
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """Return the notes, one line each. fitted: as of Fittable."""
+        """Return the notes, one line each. fitted: As in Fittable."""
 
 
 @runtime_checkable
 class Raw(Protocol):
-    """Part that can be shown in the units of its file."""
+    """A split that can be shown in the units of its file."""
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the samples at indices before standardising, by entry. fitted: as of Fittable."""
+        """Return the samples at indices before they are standardized, by entry. fitted: As in Fittable."""
+
+
+class Gathered(Dataset[Entries], ABC):
+    """A data set that reads a sample as a batch of one."""
+
+    @abstractmethod
+    def gather(self, indices: Tensor) -> Entries:
+        """Return the samples at indices; see Indexed."""
+
+    def __getitem__(self, index: int) -> Entries:
+        return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
 
 class Tensors(Dataset[Entries]):
     """Tensors of one length, a pair (input, target) or a mapping of names.
 
-    num_classes: of a classification; None for a regression, and where it is not known.
-    num_outputs: how many numbers a model gives for a sample; None where the classes or the target say it.
-    indices: an attribute, of the samples in the data set of which this is a part; None where it is whole.
-    whole_length: an attribute, the samples of that data set.
-    value_names: an attribute, what columns and classes are called, for people.
+    Args:
+        entries: The tensors.
+        num_classes: The number of classes; None for a regression, or if it is unknown.
+        num_outputs: The numbers that a model returns for a sample; None if the classes or the target determine it.
+
+    Attributes:
+        indices: The numbers of the samples in the whole data set; None for the whole data set.
+        whole_length: The number of samples in the whole data set.
+        value_names: The names of columns and classes, for people.
     """
 
     indices: Tensor | None = None
@@ -130,15 +147,15 @@ class Tensors(Dataset[Entries]):
         return map_tensors(self.entries, lambda tensor: tensor.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Self:
-        """Copies these samples into a data set of their own, of the same kind."""
+        """Return a copy of these samples as a data set of the same class."""
         part = copy.copy(self)
         part.entries = self.gather(indices)
         part.indices, part.whole_length = indices, len(self)
         return part
 
 
-class Selection(Dataset[Entries]):
-    """Some samples of a data set in memory, without a copy of them."""
+class Selection(Gathered):
+    """Some samples of a data set in memory, without a copy."""
 
     def __init__(self, *, source: Indexed, indices: Tensor) -> None:
         self.source = source
@@ -153,18 +170,15 @@ class Selection(Dataset[Entries]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Entries:
-        return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
-
     def gather(self, indices: Tensor) -> Entries:
         return self.source.gather(self.indices.index_select(0, indices))
 
 
 class IndexedLoader(Loader):
-    """Gathers this rank's samples in the epoch's order, a chunk of batches at a time.
+    """Gathers the samples of this rank in the order of the epoch, a chunk of batches at a time.
 
-    A chunk's edges depend on the batch's number alone, so that a resumed run reads from the same addresses within it:
-    vectorised kernels may differ in the last bit with the alignment of their operands.
+    The edges of a chunk depend only on the number of the batch, so that a resumed run reads from the same addresses
+    within it. The last bit of a vectorized kernel may depend on the alignment of its operands.
     """
 
     sampler: ShareSampler
@@ -181,9 +195,9 @@ class IndexedLoader(Loader):
     ) -> None:
         super().__init__(stage=stage)
         self._form, self._labels = form, labels
-        self._epochs, self._epoch = wanting_epochs(dataset), 0
+        self._epochs = wanting_epochs(dataset)
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
-        first = tensors_in(gathered(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
+        first = tensors_in(gather_samples(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
         sample_bytes = sum(tensor.nbytes for tensor in first)
         mine = sampler.share_of(self.batches.batch_size)
         self._chunk = max(1, CHUNK_BYTES // max(1, sample_bytes * (mine.stop - mine.start)))
@@ -192,43 +206,25 @@ class IndexedLoader(Loader):
         return len(self.batches)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        dataset, self._epoch = self.dataset, epoch
+        dataset, order = self.dataset, self.batches.order(epoch)
         if self.stage == "train" and isinstance(dataset, EpochDependent):
             dataset = dataset.at_epoch(seed=self.batches.seed, epoch=epoch)
-        if not isinstance(self.batches, GlobalBatches):
-            yield from self._unequal(dataset, epoch, start)
-            return
-        order = self.batches.order(epoch)
-        full = self.batches.length // self.batches.batch_size
-        world_size, size = self.sampler.world_size, self.batches.batch_size
-        mine = self.sampler.share_of(size)
-        for first in range(start - start % self._chunk, full, self._chunk):
-            indices = order.slice(first * size, min(first + self._chunk, full) * size)
-            rows = indices.view(-1, size)[:, mine.start : mine.stop]
-            skipped = max(0, start - first)
-            for data in self._views(dataset, rows.reshape(-1), each=rows.shape[1])[skipped:]:
-                yield Batch(data, mine.size, size, world_size)
-        if start <= full < len(self.batches):
-            size = self.batches.size(full)
-            mine = self.sampler.share_of(size)
-            behind = full * self.batches.batch_size
-            indices = order.slice(behind + mine.start, behind + mine.stop)
-            for data in self._views(dataset, indices, each=len(indices)):
-                yield Batch(data, mine.size, size, world_size)
-
-    def _unequal(self, dataset: Indexed, epoch: int, start: int) -> Iterator[Batch]:
-        """Batches of several sizes, each gathered by itself."""
-        order = self.batches.order(epoch)
-        for first, last in self.batches.spans(epoch, start):
-            mine = self.sampler.share_of(last - first)
-            indices = order.slice(first + mine.start, first + mine.stop)
-            for data in self._views(dataset, indices, each=len(indices)):
-                yield Batch(data, mine.size, last - first, self.sampler.world_size)
+        chunk = self._chunk if isinstance(self.batches, GlobalBatches) else 1
+        first = start - start % chunk
+        spans = enumerate(self.batches.spans(epoch, first), first)
+        # The batches of a chunk have one size; a short last batch is a chunk of one.
+        for _, several in itertools.groupby(spans, lambda pair: (pair[0] // chunk, pair[1][1] - pair[1][0])):
+            numbered = list(several)
+            (number, (begin, end)), (_, (_, stop)) = numbered[0], numbered[-1]
+            size, mine = end - begin, self.sampler.share_of(end - begin)
+            rows = order.slice(begin, stop).view(-1, size)[:, mine.start : mine.stop]
+            set_epochs(self._epochs, epoch, seed=self.batches.seed)
+            for data in self._views(dataset, rows.reshape(-1), each=rows.shape[1])[max(0, start - number) :]:
+                yield Batch(data, mine.size, size, self.sampler.world_size)
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
-        """The samples at indices as batches of `each`, which share one storage."""
-        tell_epoch(self._epochs, self._epoch, seed=self.batches.seed)
-        entries = cast(Entries, self._form(gathered(dataset, indices, stage=self.stage)))
+        """Return the samples at indices as batches of `each`, which share one storage."""
+        entries = cast(Entries, self._form(gather_samples(dataset, indices, stage=self.stage)))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
         if self.pin_memory:
@@ -239,11 +235,8 @@ class IndexedLoader(Loader):
         return list(zip(*(tensor.split(each) for tensor in entries), strict=True))
 
 
-def gathered(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
-    """The samples at indices.
-
-    Raises: UserCodeError where a data set of the user's own cannot give them.
-    """
+def gather_samples(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
+    """Return the samples at indices. Raise UserCodeError if a user's data set fails."""
     try:
         return dataset.gather(indices)
     except Exception as error:
@@ -252,14 +245,14 @@ def gathered(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
 
 
 def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
-    """A sample in words, with its number in the data set of which this is a part."""
+    """Return the name of a sample for messages, with its number in the whole data set."""
     indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
     within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
     return f"sample {index} of {stage}{within}"
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:
-    """torch's TensorDataset, or a Subset of one, as ours; any other data set as it is."""
+    """Return torch's TensorDataset, or a Subset of one, as a data set in memory; any other data set unchanged."""
     if type(dataset) is TensorDataset:
         return Tensors(entries=dataset.tensors)
     if type(dataset) is Subset:
@@ -270,9 +263,12 @@ def as_indexed(dataset: AnyDataset) -> AnyDataset:
 
 
 def samples_in(dataset: AnyDataset) -> int:
-    """The length of a data set, which torch's Dataset does not declare.
+    """Return the length of a data set, which torch's Dataset does not declare.
 
-    Raises: TypeError, NotImplementedError where it has none; UserCodeError.
+    Raises:
+        TypeError: The data set has no length.
+        NotImplementedError: The data set has no length.
+        UserCodeError: The user's method fails.
     """
     try:
         return len(cast(Sized, dataset))
@@ -283,4 +279,5 @@ def samples_in(dataset: AnyDataset) -> int:
 
 
 def tensors_of(entries: Entries) -> tuple[Tensor, ...]:
+    """Return the tensors of a pair or a mapping."""
     return tuple(entries.values()) if isinstance(entries, Mapping) else tuple(entries)

@@ -1,4 +1,4 @@
-"""Transforms that take more of a sample or a batch than its input: entries by name, or all, as torchvision's v2."""
+"""Transforms of several entries of a sample or a batch, by name or all, as torchvision's v2."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
 
 Transform = Callable[[Any], Any]
+# The transforms of a config key, in a list or by name.
+Transforms = Mapping[str, Transform] | Sequence[Transform] | None
 
 
 class SampleTransform(ABC):
-    """A transform that is given a sample or a batch whole, and returns it."""
+    """A transform that receives and returns a whole sample or batch."""
 
     @abstractmethod
     def __call__(self, sample: object) -> object: ...
@@ -29,29 +31,29 @@ class SampleTransform(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class JointTransform(SampleTransform):
-    """Calls a transform with the entries that its parameters name, and puts back what it returns.
+    """Calls a transform with the entries that its parameters name, and stores the result.
 
-    It returns one value for each of them, in their order, or a mapping of those that it changes or adds.
+    The transform returns one value for each parameter, in order, or a mapping of changed or new entries.
 
     Args:
-        transform: the transform.
-        names: of the parameters.
-        inputs: the names of a sample's values, data.inputs.
-        key: of the config.
+        transform: The transform.
+        names: The names of the parameters.
+        inputs: The names of a sample's values, data.inputs.
+        key: The config key below `data.`.
     """
 
-    transform: Callable[..., Any]
+    transform: Callable[..., object]
     names: tuple[str, ...]
     inputs: tuple[str, ...]
     key: str
 
     def __call__(self, sample: object) -> object:
-        """Raises: ConfigError for an entry that is not there; TypeError for another number of values."""
+        """Raise ConfigError for an unknown entry, and TypeError for another number of values."""
         named = named_entries(sample, self.inputs)
         for name in self.names:
             if name not in named:
                 got = f"{_name(self.transform)}, which takes {name}"
-                expected = f"parameters among the entries of a sample, {among(named, word=name)}"
+                expected = f"parameters with the names of entries, {among(named, word=name)}"
                 raise data_error(self.key, got=got, expected=expected, fix=did_you_mean(name, named))
         found = self.transform(*[named[name] for name in self.names])
         if not isinstance(found, Mapping):
@@ -70,13 +72,13 @@ class JointTransform(SampleTransform):
 class V2Transform(SampleTransform):
     """Calls a transform of torchvision.transforms.v2 as torchvision does.
 
-    With a whole sample that holds one of torchvision's tv_tensors, so that masks and boxes move with their picture, and
-    with its input otherwise. With a batch's input and target, which CutMix and MixUp mix both.
+    A sample with tv_tensors is passed as a whole, so that masks and boxes move with their picture. Otherwise the input
+    is passed. The transform of a batch receives the input and the target, which CutMix and MixUp mix.
 
     Args:
-        transform: the transform.
-        is_batch: whether it is of batches.
-        inputs: the names of a sample's values, data.inputs.
+        transform: The transform.
+        is_batch: Whether it transforms batches.
+        inputs: The names of a sample's values, data.inputs.
     """
 
     transform: Callable[..., Any]
@@ -84,7 +86,7 @@ class V2Transform(SampleTransform):
     inputs: tuple[str, ...]
 
     def __call__(self, sample: object) -> object:
-        """Raises: ConfigError for another entry of a picture's size, of which nobody says what it is."""
+        """Raise ConfigError for another entry of the picture's size without a type in data.tv_tensors."""
         if self.is_batch and isinstance(sample, Mapping) and sample.keys() >= {*PAIR}:
             return {**sample, **dict(zip(PAIR, self.transform(*(sample[name] for name in PAIR)), strict=True))}
         if self.is_batch and isinstance(sample, tuple | list) and len(sample) == len(PAIR):
@@ -92,19 +94,19 @@ class V2Transform(SampleTransform):
         if not self.is_batch and any(map(is_tv_tensor, tensors_in(sample))):
             return self.transform(sample)
         if not self.is_batch:
-            self._refuse_left_behind(sample)
+            self._refuse_untyped(sample)
         return apply_to_input(sample, self.transform)
 
-    def _refuse_left_behind(self, sample: object) -> None:
+    def _refuse_untyped(self, sample: object) -> None:
         named = named_entries(sample, self.inputs).items()
         sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
             raise data_error(
                 "tv_tensors",
-                got=f"null, and {' and '.join(alike)} of one size beside {_name(self.transform)}, which would move one",
-                expected="what each of them is: image, mask or the format of boxes",
-                fix=f"Write data.tv_tensors: {{{alike[0]}: image, {alike[1]}: mask}}; what it leaves out stays",
+                got=f"null, and {' and '.join(alike)} of one size; {_name(self.transform)} would change only one",
+                expected="the type of each: image, mask or a format of boxes",
+                fix=f"Write data.tv_tensors: {{{alike[0]}: image, {alike[1]}: mask}}; other entries stay unchanged",
             )
 
 
@@ -113,24 +115,24 @@ class StageTransforms:
     """The transforms of samples and of batches, by stage.
 
     Args:
-        first: those before all others, of samples.
-        steps: the transforms by the key of the config.
+        steps: The transforms by config key.
+        first: The transforms of samples that are applied first.
     """
 
-    first: tuple[Transform, ...]
     steps: Mapping[str, tuple[Transform, ...]]
+    first: tuple[Transform, ...] = ()
 
     @classmethod
-    def made(
-        cls, given: Mapping[str, Any], *, first: tuple[Transform, ...], held: Sequence[str], names: Sequence[str]
+    def of_config(
+        cls, given: Mapping[str, Transforms], *, first: tuple[Transform, ...], held: Sequence[str], names: Sequence[str]
     ) -> StageTransforms:
-        """Return the transforms of the config by key.
+        """Return the transforms of the config.
 
         Args:
-            given: the values of the keys.
-            first: see StageTransforms.
-            held: the names of a sample's values.
-            names: the names of a batch's values.
+            given: The values of the keys.
+            first: As in StageTransforms.
+            held: The names of a sample's values.
+            names: The names of a batch's values.
         """
         return cls(
             first=first,
@@ -143,7 +145,7 @@ class StageTransforms:
     def of(self, stage: Stage) -> tuple[Transform, ...]:
         """Return the transforms of a sample."""
         own = "train_transforms" if stage == "train" else "eval_transforms"
-        return (*self.first, *self.steps[own], *self.steps["transforms"])
+        return (*self.first, *self.steps.get(own, ()), *self.steps.get("transforms", ()))
 
     def of_batch(self, stage: Stage) -> tuple[Transform, ...]:
         """Return the transforms of a batch."""
@@ -152,9 +154,9 @@ class StageTransforms:
 
 
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
-    """Return a sample with each transform applied to its input, see apply_to_input.
+    """Return a sample or batch after each transform of its input; see apply_to_input.
 
-    A transform that takes samples is given all of it. A batch goes through them alike.
+    A SampleTransform receives the whole sample.
     """
     for transform in transforms:
         is_whole = isinstance(transform, SampleTransform)
@@ -163,9 +165,9 @@ def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
 
 
 def apply_to_input(sample: object, transform: Transform) -> object:
-    """Return a sample with a transform applied to its input: the first of a pair, the entry `input` of a mapping.
+    """Return a sample after a transform of its input: the first of a pair, or the entry `input` of a mapping.
 
-    A mapping without such an entry, and more values than two, are given to it whole.
+    The transform receives the whole sample if it has more than two values, or no entry `input`.
     """
     if isinstance(sample, Mapping) and "input" in sample:
         return {**sample, "input": transform(sample["input"])}
@@ -175,22 +177,22 @@ def apply_to_input(sample: object, transform: Transform) -> object:
 
 
 def is_tv_tensor(value: object) -> bool:
-    """Return whether a value is an Image, a Mask, BoundingBoxes or the like of torchvision. Nothing is imported."""
+    """Return whether a value is one of torchvision's tv_tensors, such as Image or Mask. Nothing is imported."""
     module = sys.modules.get("torchvision.tv_tensors")
     return module is not None and isinstance(value, module.TVTensor)
 
 
 def plain_tensors(data: object) -> object:
-    """Return the data with its tv_tensors as plain tensors, of which networks and batches are made."""
+    """Return the data with plain tensors instead of tv_tensors."""
     if "torchvision.tv_tensors" not in sys.modules:
         return data
     return map_tensors(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
 
 
 def callables(
-    transforms: Mapping[str, Any] | Sequence[Any] | None, key: str, inputs: Sequence[str], *, is_batch: bool = False
+    transforms: Transforms, key: str, inputs: Sequence[str], *, is_batch: bool = False
 ) -> tuple[Transform, ...]:
-    """Return the transforms of one key of the config, in their order; those with several parameters by name."""
+    """Return the transforms of one config key, in order. Several parameters of a transform are names of entries."""
     given = transforms.values() if isinstance(transforms, Mapping) else transforms or ()
     return tuple(_joint(transform, key, tuple(inputs), is_batch) for transform in given)
 
@@ -203,7 +205,7 @@ def _joint(transform: Transform, key: str, inputs: tuple[str, ...], is_batch: bo
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:
-        return transform  # of C, which has no signature
+        return transform  # a function in C, which has no signature
     names = tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
     if len(names) > 1 or names == (TARGET,):
         return JointTransform(transform=transform, names=names, inputs=inputs, key=key)

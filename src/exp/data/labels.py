@@ -1,4 +1,4 @@
-"""The targets of a batch, and labels that are none of the classes."""
+"""Checks of the labels in targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exp.data.data_errors import SampleError
+from exp.data.data_errors import SampleError, data_detail
 from exp.data.entries import target_in
 from exp.errors import ErrorDetails
 
@@ -20,17 +20,21 @@ IGNORED = -100
 class Labels:
     """The labels that samples may have.
 
-    classes: how many there are; None where targets are no classes. ignored: labels that no class has and a loss leaves
-        out.
+    Args:
+        classes: The number of classes; None if targets are not classes.
+        ignored: The labels outside the classes that a loss ignores.
     """
 
     classes: int | None
     ignored: tuple[int, ...]
 
     def first_wrong(self, targets: object) -> tuple[int, int] | None:
-        """The place of the first sample with a label outside, and the label; None where there is none.
+        """Return the position of the first sample with an invalid label, and the label; None if all labels are valid.
 
-        targets: whole numbers `[B, ...]`. On a GPU a loss would end with an assertion, and without a place.
+        On a GPU, a loss would fail with an assertion that names no sample.
+
+        Args:
+            targets: Integers `[B, ...]`. Other targets are not labels.
         """
         if self.classes is None or not isinstance(targets, Tensor) or not is_whole(targets) or not targets.numel():
             return None
@@ -45,34 +49,34 @@ class Labels:
             return None
         return int(places[0][0]) if outside.dim() else 0, int(targets[tuple(places[0])])
 
-    def refuse(self, batch: object, named: Callable[[int], str]) -> None:
-        """Raises: SampleError where a sample of a batch has a label outside. named: it in words, by its place."""
+    def refuse(self, batch: object, name_of: Callable[[int], str]) -> None:
+        """Raise SampleError for an invalid label in a batch. name_of: Returns the name of a sample by its position."""
         wrong = self.first_wrong(target_in(batch))
         if wrong is not None:
             place, label = wrong
-            raise SampleError(self.error(label, of=named(place)))
+            raise SampleError(self.error(label, of=name_of(place)))
 
     def error(self, label: int, *, of: str) -> ErrorDetails:
-        """of: the sample, in words."""
+        """Return the error of an invalid label. of: The name of the sample."""
         assert self.classes is not None
         fix = (
-            f"Its classes are 0 to {self.classes - 1}; correct the label, or name it in ignore_index of the loss "
-            "(of a loss of your own that leaves it out, in data.ignored_labels)"
+            f"Its classes are 0 to {self.classes - 1}; correct the label, or set ignore_index of the loss to it "
+            "(data.ignored_labels, if your own loss ignores it)"
         )
         if label < 0:
             got, expected = f"{self.classes}, and {of} has the label {label}", "0 for the first class"
         else:
-            got, expected = str(self.classes), f"{label + 1} or more: the data holds the class {label}, in {of}"
-        return ErrorDetails(key="data.num_classes", got=got, expected=expected, fix=fix)
+            got, expected = str(self.classes), f"{label + 1} or more: {of} has the class {label}"
+        return data_detail("num_classes", got=got, expected=expected, fix=fix)
 
 
 def is_whole(targets: Tensor) -> bool:
-    """Whether they are numbers of classes, and not numbers to predict."""
+    """Return whether targets are class numbers, not numbers to predict."""
     return not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
 
 
 def classes_in(targets: object) -> int | None:
-    """The number of classes that whole targets hold: one more than the largest. None where they are not whole."""
+    """Return the largest integer target plus one; None for other targets."""
     if not isinstance(targets, Tensor) or not is_whole(targets):
         return None
     return int(targets.max()) + 1

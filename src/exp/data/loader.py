@@ -1,4 +1,4 @@
-"""Loaders of one rank: an iterable of Batch that can be set to a position, and the samples of each global batch."""
+"""Loaders of one rank: iterables of Batch that can be set to a position, and the samples of each global batch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.orders import Listed, Order, Sequential, shuffled, shuffled_blocks
+from exp.data.orders import Listed, Order, Sequential, shuffle_order
 from exp.data.randomness import preserve_generators, reseed_epoch
 from exp.errors import RunError
 from exp.shared_types import Batch, Stage
 
 
 class Loader(ABC):
-    """One rank's view of one stage. Every rank yields the same number of batches.
+    """Batches of one rank and one stage. Every rank yields the same number of batches.
 
-    The first pass is epoch 0, the next one epoch 1, and so on. A loader for evaluation stays at epoch 0: what is
-    random in it is the same each time.
+    Each pass of a training loader is the next epoch, from epoch 0. A loader for evaluation stays at epoch 0, so that
+    its random numbers are the same in each pass.
 
-    sampler: an attribute, which samples each batch takes; None of a stream.
+    Attributes:
+        sampler: The samples of each batch; None for a stream.
     """
 
     sampler: ShareSampler | None = None
@@ -32,16 +33,17 @@ class Loader(ABC):
         self._position = (0, 0)
 
     def set_position(self, epoch: int, batch: int) -> None:
-        """The next pass starts at this global batch of this epoch; the one after it at the epoch that follows.
+        """Let the next pass start at a global batch of an epoch.
 
-        Raises: RunError where the position lies outside the data.
+        Raises:
+            RunError: The position is outside the data.
         """
         length = self._length()
         if epoch < 0 or batch < 0 or (length is not None and batch > length):
             raise RunError(
                 f"data: the position is batch {batch} of epoch {epoch}, and an epoch has {length} batches of the "
-                f"{self.stage} part; expected a position inside it. A checkpoint goes on with the data and the "
-                "data.batch_size that it was written with"
+                f"{self.stage} split; expected a position inside it. Resume a checkpoint with the data and the "
+                "data.batch_size of its run"
             )
         self._position = (epoch, batch)
 
@@ -51,39 +53,40 @@ class Loader(ABC):
         return self._batches(epoch if self.stage == "train" else 0, start)
 
     def __len__(self) -> int:
-        """Global batches of an epoch.
+        """Return the number of global batches in an epoch.
 
-        Raises: TypeError where a stream does not know its length.
+        Raises:
+            TypeError: The length of a stream is unknown.
         """
         length = self._length()
         if length is None:
-            raise TypeError("data: this stream of samples does not know its length")
+            raise TypeError("data: the length of this stream is unknown")
         return length
 
     @abstractmethod
     def _length(self) -> int | None:
-        """Global batches of an epoch; None where it is not known."""
+        """Return the number of global batches in an epoch; None if it is unknown."""
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Return this rank's shares of the batches from `start` on."""
+        """Return this rank's shares of the batches from number `start`."""
 
 
 @runtime_checkable
 class Epochs(Protocol):
-    """A data set, a stream or a sampler that wants to know its epoch before it is read."""
+    """A data set, a stream or a sampler with `set_epoch`, which is called before an epoch is read."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
-# The epoch that each data set was told last, by its id: parts of one data set share it.
-_TOLD: dict[int, int] = {}
+# The last epoch that each data set received, by its id, because splits share a data set.
+_RECEIVED: dict[int, int] = {}
 
 
 def wanting_epochs(dataset: object) -> tuple[Epochs, ...]:
-    """Return the data sets that want to know their epoch: this one, or those that it holds as torch's kinds do."""
+    """Return the data sets with `set_epoch`: this one, or those that it wraps as torch's data sets do."""
     if callable(getattr(dataset, "set_epoch", None)) and isinstance(dataset, Epochs):
-        _TOLD.pop(id(dataset), None)
+        _RECEIVED.pop(id(dataset), None)
         return (dataset,)
     held = [getattr(dataset, name, None) for name in ("dataset", "source")]
     several = getattr(dataset, "datasets", None)
@@ -91,30 +94,32 @@ def wanting_epochs(dataset: object) -> tuple[Epochs, ...]:
     return tuple(part for one in held if isinstance(one, Dataset) for part in wanting_epochs(one))
 
 
-def tell_epoch(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
-    """Call `set_epoch` of data sets whose samples are read next; what it draws is a function of (seed, epoch)."""
+def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
+    """Call `set_epoch` of data sets, with random numbers that are a function of (seed, epoch)."""
     for part in parts:
-        if _TOLD.get(id(part)) != epoch:
+        if _RECEIVED.get(id(part)) != epoch:
             with preserve_generators():
                 reseed_epoch(seed=seed, rank=0, epoch=epoch)
                 part.set_epoch(epoch)
-            _TOLD[id(part)] = epoch
+            _RECEIVED[id(part)] = epoch
 
 
 class Draw(Protocol):
-    """Which samples of a part an epoch takes, in which order: a function of the epoch alone."""
+    """The samples of each epoch in their order, a function of the epoch."""
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the number of samples in an epoch."""
 
     def __call__(self, epoch: int) -> Tensor:
-        """Their indices, int64 `[len]`."""
+        """Return the indices of the samples, int64 `[len]`."""
 
 
 class EpochBatches(ABC):
-    """The global batches of every epoch. All epochs have as many. What they hold is a function of (seed, epoch) alone.
+    """The global batches of every epoch, a function of (seed, epoch). Every epoch has the same number of batches.
 
-    seed: of the run. batch_size: samples of the largest batch.
+    Attributes:
+        seed: The seed of the run.
+        batch_size: The samples of the largest batch.
     """
 
     seed: int
@@ -122,23 +127,28 @@ class EpochBatches(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
 
     @abstractmethod
     def order(self, epoch: int) -> Order:
-        """The samples in the order in which they are seen."""
+        """Return the order of the samples of an epoch."""
 
     @abstractmethod
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
-        """Yield where each batch from `start` on begins in that order, and where it ends."""
+        """Yield the first position of each batch from number `start`, and the position after it, in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatches(EpochBatches):
-    """Batches of one size, but for a short last one, of `length` samples in each epoch.
+    """Batches of one size, except a short last one.
 
-    draw: which samples they are; None takes each of `length` once, shuffled or in their order.
-    block, window: samples of a block, and blocks that are shuffled together; None shuffles each sample by itself.
+    Args:
+        length: The samples of an epoch.
+        batch_size: The samples of a batch.
+        shuffle: Whether the samples are shuffled.
+        drop_last: Whether a short last batch is left out.
+        seed: The seed of the run.
+        draw: The samples of an epoch; None takes each of `length` samples once.
     """
 
     length: int
@@ -147,8 +157,6 @@ class GlobalBatches(EpochBatches):
     drop_last: bool
     seed: int
     draw: Draw | None = None
-    block: int | None = None
-    window: int = 1
 
     def __len__(self) -> int:
         return batch_count(self.length, self.batch_size, drop_last=self.drop_last)
@@ -156,27 +164,22 @@ class GlobalBatches(EpochBatches):
     def order(self, epoch: int) -> Order:
         if self.draw is not None:
             return Listed(self.draw(epoch))
-        if not self.shuffle:
-            return Sequential(self.length)
-        if self.block is None:
-            return shuffled(self.length, seed=self.seed, epoch=epoch)
-        return shuffled_blocks(self.length, seed=self.seed, epoch=epoch, block=self.block, window=self.window)
+        return shuffle_order(self.length, seed=self.seed, epoch=epoch) if self.shuffle else Sequential(self.length)
 
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
         for batch in range(start, len(self)):
             first = batch * self.batch_size
             yield first, min(first + self.batch_size, self.length)
 
-    def size(self, batch: int) -> int:
-        """Samples of one global batch, B: all the same but for a short last one."""
-        return min(self.batch_size, self.length - batch * self.batch_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's part of a global batch: samples start to stop of it.
+    """The share of one rank in a global batch: the samples `start` to `stop` of the batch.
 
-    size: how many of them count; 0 where the rank has none and reads one stand-in sample instead.
+    Args:
+        start: The first sample.
+        stop: The sample after the last one.
+        size: The samples that count; 0 for a rank without samples, which reads one sample as a placeholder.
     """
 
     start: int
@@ -185,12 +188,12 @@ class Share:
 
 
 def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """The batches of an epoch, with or without a short last one."""
+    """Return the number of batches in an epoch, with or without a short last one."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def share(*, size: int, rank: int, world_size: int) -> Share:
-    """Splits a global batch of `size` samples as evenly as it goes; the first ranks hold one more."""
+    """Return the share of a rank in a global batch of `size` samples. The first ranks may have one more."""
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     count = base + (rank < extra)
@@ -198,9 +201,9 @@ def share(*, size: int, rank: int, world_size: int) -> Share:
 
 
 class ShareSampler:
-    """Yields, for each global batch from a position on, this rank's samples as (epoch, index) pairs.
+    """Yields the samples of this rank in each global batch, as (epoch, index) pairs.
 
-    The epoch travels with each index, since persistent workers hold a copy of the data set from the first epoch.
+    Each index has its epoch, because persistent workers keep the data set of the first epoch.
     """
 
     def __init__(self, *, batches: EpochBatches, rank: int, world_size: int) -> None:
@@ -211,11 +214,11 @@ class ShareSampler:
         return len(self.batches) - self.start
 
     def share_of(self, size: int) -> Share:
-        """This rank's part of a global batch of `size` samples."""
+        """Return the share of this rank in a global batch of `size` samples."""
         return share(size=size, rank=self.rank, world_size=self.world_size)
 
     def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
-        """The samples of each global batch from `start` on, and this rank's part of it."""
+        """Yield the size of each global batch from number `start`, and the share of this rank."""
         for first, last in self.batches.spans(epoch, start):
             yield last - first, self.share_of(last - first)
 

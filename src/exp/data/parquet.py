@@ -1,4 +1,4 @@
-"""Tables from Parquet files, read by pyarrow, which is an extra."""
+"""Tables from Parquet files, which the extra pyarrow reads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from exp.data.source import Source
 
 
 class Parquet(Csv):
-    """A table from a Parquet file, see Csv."""
+    """A table from a Parquet file; see Csv."""
 
     def opener(
         self, path: str, directory: str, dialect: Dialect, missing_values: Sequence[object] | None
     ) -> Callable[[], Source]:
-        """Return the function that reads the file. Raises: ConfigError without the file, and without pyarrow."""
+        """Return the function that reads the file. Raise ConfigError without the file or without pyarrow."""
         require_extra("pyarrow", feature="data=parquet", extra="parquet")
         return partial(parquet_source, data_file(path, directory=directory), missing_values=missing_values or ())

@@ -1,4 +1,4 @@
-"""Decode a picture into a tensor: upright, of one mode, one size and normalised."""
+"""Pictures as tensors: upright, of one mode and size, and normalized."""
 
 from __future__ import annotations
 
@@ -11,31 +11,35 @@ import torch
 from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from exp.data.data_errors import SampleError, data_error
+from exp.data.data_errors import SampleError, data_detail, data_error
 from exp.errors import ErrorDetails
 
 Mode = Literal["L", "RGB"]
-# Those that a picture may stay in.
+# The modes that need no conversion.
 KEPT = ("L", "RGB")
-# pillow's modes that hold 8 bits a channel, and may be converted.
+# pillow's modes with at most 8 bits per channel, which can be converted.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-# Of EXIF's orientations, those that turn width into height.
+# EXIF's orientations that exchange width and height.
 ON_ITS_SIDE = (5, 6, 7, 8)
-# What pillow calls it in a PNG.
+# pillow's names of the EXIF data in a PNG.
 EXIF_OF_PNG = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}
-# What pillow raises for a file that is no picture, or breaks off.
+# The exceptions of pillow for a file that is not a picture, or truncated.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class PictureForm:
-    """Form to which pictures are brought: float32 `[C, H, W]` from 0 to 1, less the mean and over the deviation.
+    """Reads pictures as float32 `[C, H, W]`, pixels from 0 to 1 that may be normalized.
 
-    resize: pixels of the shorter side, or [H, W]. crop: pixels of a square, or [H, W], cut from the middle, after that.
-    mode: "RGB" or "L" (grey), to which all are converted; None keeps what they are, which must be one of both.
-    mean, std: of each channel; None leaves the pixels.
-    background: a CSS color, on which a picture with transparent parts is laid.
+    Args:
+        resize: The pixels of the shorter side, or [H, W].
+        crop: The pixels of a square, or [H, W], that is cut from the center after resizing.
+        mode: "RGB" or "L" (gray), to which pictures are converted; None for pictures that are all in one of them.
+        mean: The mean of each channel, which is subtracted; None for no normalization.
+        std: The deviation of each channel, which divides.
+        background: The CSS color under transparent pixels.
 
-    Raises: ConfigError for sizes and colors that are none, and for a mean without a deviation.
+    Raises:
+        ConfigError: A size or a color is invalid, or only one of `mean` and `std` is set.
     """
 
     def __init__(
@@ -58,16 +62,18 @@ class PictureForm:
             raise data_error("dataset.background", got=background, expected=expected) from error
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
-            raise data_error(f"dataset.{key}", got=f"null beside data.dataset.{other}", expected="both")
+            raise data_error(f"dataset.{key}", got=f"null, and data.dataset.{other}", expected="both")
 
-    def read(
-        self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "data.dataset.path"
-    ) -> Tensor:
+    def read(self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "dataset.path") -> Tensor:
         """Return a picture as a tensor.
 
-        source: a file, or a picture that pillow has opened. named: the picture in words. key: of the config, at which
-        errors are reported.
-        Raises: SampleError if the file cannot be read, has more than 8 bits a channel or is of a mode to convert.
+        Args:
+            source: A file, or an opened picture.
+            named: The name of the picture, for messages.
+            key: The config key of errors below `data.`.
+
+        Raises:
+            SampleError: The file cannot be read, has more than 8 bits per channel, or needs a mode.
         """
         if isinstance(source, Image.Image):
             return self._pixels(source, named=named, key=key)
@@ -79,13 +85,13 @@ class PictureForm:
 
     def _pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
         mode = stored_mode(opened)
-        opened.load()  # NumPy would make nothing of what breaks off, and say nothing
-        # A camera that was not held upright says so in the file; of others pillow would make a copy.
+        opened.load()  # raises for a truncated file, which NumPy would accept
+        # Only pictures with an orientation: pillow copies the others.
         is_turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
         upright = ImageOps.exif_transpose(opened) if is_turned else opened
         picture = self._sized(self._converted(upright, mode, named, key))
         rows = np.asarray(picture)
-        # Turned while they are bytes: of numbers four times as much would be moved.
+        # Transposed as bytes, because floats are four times as large.
         pixels = np.ascontiguousarray(rows.reshape(*rows.shape[:2], -1).transpose(2, 0, 1)).astype(np.float32)
         pixels /= 255
         channels = torch.from_numpy(pixels)
@@ -97,7 +103,7 @@ class PictureForm:
     def size_of(self, picture: Image.Image) -> tuple[int, int]:
         """Return the width and height of an upright picture after resizing, without decoding the picture."""
         width, height = picture.size
-        # Of a PNG that says nothing before its pixels, getexif would decode them to look behind.
+        # getexif would decode the pixels of a PNG without EXIF data before them.
         is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
         is_on_its_side = not is_silent and picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
         return self._resized((height, width) if is_on_its_side else (width, height))
@@ -106,14 +112,7 @@ class PictureForm:
         if mode not in EIGHT_BITS:
             raise SampleError(deep(named, mode, key=key))
         if self.mode is None and picture.mode not in KEPT:
-            raise SampleError(
-                ErrorDetails(
-                    key="data.dataset.mode",
-                    got=f"null, and {named} is of mode {picture.mode}",
-                    expected="pictures in RGB alone or in grey (L) alone, or a mode to convert them to",
-                    fix="Write data.dataset.mode=RGB, or data.dataset.mode=L",
-                )
-            )
+            raise SampleError(mixed_modes(f"{named} is of mode {picture.mode}"))
         wanted = self.mode or picture.mode
         if picture.has_transparency_data:
             paper = Image.new("RGBA", picture.size, self._paper)
@@ -123,7 +122,7 @@ class PictureForm:
     def _sized(self, picture: Image.Image) -> Image.Image:
         size = self._resized(picture.size)
         if size != picture.size:
-            # As torchvision's, with antialiasing.
+            # With antialiasing, as torchvision.
             picture = picture.resize(size, Image.Resampling.BILINEAR)
         if self.crop is None:
             return picture
@@ -142,9 +141,9 @@ class PictureForm:
 
 
 def stored_mode(picture: Image.Image) -> str:
-    """Return the mode of an opened picture; of one whose file has 16 bits a channel the file's own, such as RGB;16B.
+    """Return the mode of an opened picture, or the mode of a file with 16 bits per channel, such as RGB;16B.
 
-    pillow cuts 16 bits to 8 as it reads them, and says nothing (seen in 13.0).
+    pillow reduces 16 bits to 8 without a warning (seen in 13.0).
     """
     tiles = picture.tile if isinstance(picture, ImageFile.ImageFile) else []
     for codec, _, _, given in tiles:
@@ -156,27 +155,35 @@ def stored_mode(picture: Image.Image) -> str:
     return picture.mode
 
 
-def broken(named: str, error: BaseException, *, key: str = "data.dataset.path") -> ErrorDetails:
+def broken(named: str, error: BaseException, *, key: str = "dataset.path") -> ErrorDetails:
     """Return the error of a picture that pillow cannot read."""
-    reason = "not of a format that pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
+    reason = "the format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
-    return ErrorDetails(key=key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
+    return data_detail(key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
 
 
-def deep(named: str, mode: str, *, key: str = "data.dataset.path") -> ErrorDetails:
-    """Return the error of a picture whose mode holds more than a byte a channel."""
-    return ErrorDetails(
-        key=key,
-        got=f"{named} of pillow's mode {mode}, with more than 8 bits a channel",
-        expected="pictures of 8 bits a channel",
-        fix="Convert them, or give their numbers as arrays: data=npy",
+def deep(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
+    """Return the error of a picture with more than 8 bits per channel."""
+    got = f"{named} of pillow's mode {mode}, with more than 8 bits per channel"
+    fix = "Convert them, or use data=npy for their numbers as arrays"
+    return data_detail(key, got=got, expected="pictures of 8 bits per channel", fix=fix)
+
+
+def mixed_modes(found: str) -> ErrorDetails:
+    """Return the error of pictures whose modes need data.dataset.mode."""
+    expected, fix = (
+        "pictures that are all RGB or all gray (L), or a mode",
+        "Write data.dataset.mode=RGB, or data.dataset.mode=L",
     )
+    return data_detail("dataset.mode", got=f"null, and {found}", expected=expected, fix=fix)
 
 
 def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
-    """Return the height and width of a config. key: below `data.dataset.`.
+    """Return a height and a width in the config. Raise ConfigError unless they are two positive integers.
 
-    Raises: ConfigError if they are not two whole numbers above 0.
+    Args:
+        key: The config key below `data.dataset.`.
+        size: The value.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
         raise data_error(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")

@@ -1,7 +1,7 @@
-"""The one owner of randomness: streams are derived from (seed, rank, epoch, batch) or (seed, part, epoch, sample).
+"""Random streams, which are derived from (seed, rank, epoch, batch) or (seed, split, epoch, sample).
 
-Nothing random is saved, because nothing needs to be: a stream is found again from its position. So a run resumes
-exactly, and workers, hooks and the number of ranks do not change what another stream draws.
+No state of a generator is saved, because a stream follows from its position. A run therefore resumes exactly, and
+workers, hooks and the number of ranks do not change other streams.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from exp.shared_types import Stage
 
 
 def seed_for(*parts: int | str) -> int:
-    """A number of 64 bits that is a function of the parts, in every process and on every version of Python."""
+    """Return a 64-bit number that is a function of the parts, in every process and every version of Python."""
     return int.from_bytes(_digest(parts, size=8), "little")
 
 
 def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()) -> None:
-    """Sets Python's, NumPy's and torch's generators to the stream of one step. About 10 us.
+    """Set the generators of Python, NumPy and torch to the stream of one step. It takes about 10 us.
 
-    turn: which of several passes over the batch it is, such as the phase and its repeat; empty for the first.
+    Args:
+        seed: The seed of the run.
+        rank: The rank.
+        epoch: The epoch.
+        batch: The number of the batch.
+        stage: The stage.
+        turn: The pass over the batch, such as the phase and its repeat; empty for the first pass.
     """
     _seed_generators(step_seed(seed=seed, rank=rank, epoch=epoch, batch=batch, stage=stage, turn=turn))
 
@@ -36,54 +42,54 @@ def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "trai
 def step_seed(
     *, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()
 ) -> int:
-    """The number that `reseed` starts the generators from."""
+    """Return the seed that `reseed` sets."""
     return seed_for(seed, stage, rank, epoch, batch, *turn)
 
 
 def reseed_sample(*, seed: int, epoch: int, index: int, stage: Stage = "train") -> None:
-    """Sets the same generators to the stream of one sample, so that no worker's history shows in it. About 10 us.
+    """Set the same generators to the stream of one sample, which does not depend on the worker. It takes about 10 us.
 
-    stage: whose sample it is. With one stream for all, samples that are made at random would be the same in the parts.
+    Each stage has another stream, so that randomly generated samples differ between splits.
     """
-    whose = () if stage == "train" else (stage,)
-    _seed_generators(seed_for(seed, "sample", *whose, epoch, index))
+    stages = () if stage == "train" else (stage,)
+    _seed_generators(seed_for(seed, "sample", *stages, epoch, index))
 
 
 def reseed_batch(*, seed: int, stage: Stage, rank: int, epoch: int, batch: int) -> None:
-    """Sets the same generators to the stream of the transforms of one rank's share of a batch."""
+    """Set the same generators to the stream of the transforms of one rank's share of a batch."""
     _seed_generators(seed_for(seed, "batch", stage, rank, epoch, batch))
 
 
 def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
-    """Sets the same generators to the stream of one pass of a sampler; epoch -1 is that in which it is made."""
+    """Set the same generators to the stream of one epoch of a sampler. It is created in epoch -1."""
     _seed_generators(seed_for(seed, "sampler", stage, epoch))
 
 
 def reseed_epoch(*, seed: int, rank: int, epoch: int) -> None:
-    """Set the same generators to the stream of the hooks at an epoch's start; epoch -1 is the start of training."""
+    """Set the same generators to the stream of the hooks at the start of an epoch; -1 is the start of training."""
     _seed_generators(seed_for(seed, "epoch", rank, epoch))
 
 
 def initialisation(seed: int) -> None:
-    """Sets the same generators to the stream that a model's first weights are drawn from."""
+    """Set the same generators to the stream of a model's initial weights."""
     _seed_generators(seed_for(seed, "initialisation"))
 
 
 def permutation(*, seed: int, epoch: int, length: int) -> Tensor:
-    """The order of an epoch: every index below length once. int64 `[length]`."""
+    """Return the order of an epoch, every index below `length` once, int64 `[length]`."""
     generator = torch.Generator().manual_seed(seed_for(seed, "order", epoch))
     return torch.randperm(length, generator=generator)
 
 
 def sample_generator(*, seed: int, epoch: int, index: int) -> np.random.Generator:
-    """A generator of its own for one sample of one epoch. About 15 us."""
+    """Return a generator for one sample of one epoch. It takes about 15 us."""
     key = int.from_bytes(_digest((seed, "sample", epoch, index), size=16), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restores the generators afterwards, so that reading data in this process does not change a model's dropout."""
+    """Restore the generators at the end, so that reading data in this process does not change a model's dropout."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -94,7 +100,7 @@ def preserve_generators() -> Iterator[None]:
 
 
 def _digest(parts: tuple[int | str, ...], *, size: int) -> bytes:
-    # operator.index makes NumPy's integers plain and refuses floats, whose repr is no promise.
+    # operator.index converts NumPy's integers, and refuses floats, whose repr may change.
     plain = [part if isinstance(part, str) else operator.index(part) for part in parts]
     return hashlib.blake2b(repr(plain).encode(), digest_size=size).digest()
 
@@ -102,7 +108,7 @@ def _digest(parts: tuple[int | str, ...], *, size: int) -> bytes:
 def _seed_generators(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # torch.manual_seed does the same for every backend at once, at a hundred times the cost.
+    # torch.manual_seed seeds every backend at a hundred times the cost.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)

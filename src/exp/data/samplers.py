@@ -1,12 +1,13 @@
-"""Samplers of the training split: weighted, balanced by class, a subset. They draw from torch's generator.
+"""Samplers of the training split: weighted, balanced by class, a subset.
 
-Each is made with the training split as `data_source`. exp seeds the generators from (seed, epoch) before each pass.
+exp makes a sampler with the training split as `data_source`, and seeds torch's generator from (seed, epoch) before each
+epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt
@@ -27,21 +28,22 @@ class WeightedSampler(Sampler[int]):
     """Draws samples in proportion to their weights.
 
     Args:
-        data_source: the training split.
-        weights: a number for each sample, of the training split or of the whole data.dataset; or the name of an entry
-            of the samples, or of an attribute of the data set, that holds them.
-        class_weights: instead of weights, a number for each class, or by class number; a sample has that of its target.
-        num_samples: draws in an epoch; None takes as many as there are samples.
-        replacement: whether a sample may be drawn again in the same epoch.
-        inputs: the names of a sample's values.
+        data_source: The training split.
+        weights: A number for each sample of the training split or of the whole data.dataset; or the name of the
+            samples' entry, or of the data set's attribute, that has the numbers.
+        class_weights: Instead of `weights`, a number for each class, in a list or by class number.
+        num_samples: The draws in an epoch; None for the number of samples.
+        replacement: Whether a sample may be drawn again in the same epoch.
+        inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: for negative weights, a wrong number of them, and more draws than samples have a weight.
+        ConfigError: A weight is negative, the number of weights is wrong, or more draws than samples with a weight are
+            needed.
     """
 
     def __init__(
         self,
-        data_source: Any,
+        data_source: AnyDataset,
         *,
         weights: Sequence[Weight] | str | None = None,
         class_weights: Sequence[Weight] | Mapping[int, Weight] | None = None,
@@ -62,11 +64,11 @@ class WeightedSampler(Sampler[int]):
         if len(wrong):
             index = int(wrong[0])
             got = f"{float(self.weights[index]):g} for sample {index} of train"
-            raise data_error(f"{KEY}.weights", got=got, expected="numbers from 0 on")
+            raise data_error(f"{KEY}.weights", got=got, expected="finite numbers of at least 0")
         drawable = int((self.weights > 0).sum())
         if not drawable or (not replacement and self.num_samples > drawable):
             got = f"{self.num_samples} draws, and {drawable} samples with a weight above 0"
-            raise data_error(f"{KEY}.num_samples", got=got, expected="samples to draw")
+            raise data_error(f"{KEY}.num_samples", got=got, expected="as many draws as samples at most")
 
     def __len__(self) -> int:
         return self.num_samples
@@ -76,22 +78,22 @@ class WeightedSampler(Sampler[int]):
 
 
 class BalancedSampler(WeightedSampler):
-    """Draws each class with the same probability, however many samples it has.
+    """Draws each class with the same probability.
 
     Args:
-        data_source: the training split.
-        num_classes: the number of classes, which the data say by themselves.
-        num_samples: see WeightedSampler.
-        replacement: see WeightedSampler.
-        inputs: see WeightedSampler.
+        data_source: The training split.
+        num_classes: The number of classes; exp sets it from the data.
+        num_samples: As in WeightedSampler.
+        replacement: As in WeightedSampler.
+        inputs: As in WeightedSampler.
 
     Raises:
-        ConfigError: for targets that are no classes, and for a class without a sample.
+        ConfigError: Targets are not classes, or a class has no samples.
     """
 
     def __init__(
         self,
-        data_source: Any,
+        data_source: AnyDataset,
         *,
         num_classes: int | None = None,
         num_samples: Annotated[int, Gt(0)] | None = None,
@@ -99,14 +101,14 @@ class BalancedSampler(WeightedSampler):
         inputs: Sequence[str] = (),
     ) -> None:
         classes = class_of_each(data_source, inputs=inputs)
-        known = classes[classes >= 0]  # a label below 0 is left out by the loss
+        known = classes[classes >= 0]  # the loss ignores a label below 0
         counts = torch.bincount(known, minlength=num_classes or 0)
         if missing := (counts == 0).nonzero().flatten().tolist():
             raise data_error(
                 KEY,
-                got=f"balanced by class, and a training part without a sample of the class {missing[0]}",
+                got=f"balanced by class, and a training split without a sample of the class {missing[0]}",
                 expected=f"a sample of each of the {len(counts)} classes",
-                fix="Choose other parts with data.parts_seed, or correct data.num_classes",
+                fix="Draw other splits with data.parts_seed, or correct data.num_classes",
             )
         weights = {number: 1.0 / count for number, count in enumerate(counts.tolist())}
         super().__init__(
@@ -118,22 +120,23 @@ class BalancedSampler(WeightedSampler):
 
 
 class SubsetSampler(Sampler[int]):
-    """Takes some samples of the training split, each once an epoch.
+    """Takes some samples of the training split, each once in an epoch.
 
     Args:
-        data_source: the training split.
-        indices: their numbers in the training split.
-        size: instead of indices, how many: a fraction, or a whole number.
-        subset_seed: chooses them for a size. It is not the run's seed, so that a sweep over seeds compares one subset.
-        shuffle: whether each epoch has another order.
+        data_source: The training split.
+        indices: The numbers of the samples in the training split.
+        size: Instead of `indices`, the size of the subset: a fraction, or a whole number.
+        subset_seed: The seed that chooses the subset. It differs from the run's seed, so that a sweep over seeds
+            compares one subset.
+        shuffle: Whether each epoch has another order.
 
     Raises:
-        ConfigError: for numbers outside the training split, for none, and for one that is there twice.
+        ConfigError: An index is outside the training split or occurs twice, or the subset is empty.
     """
 
     def __init__(
         self,
-        data_source: Any,
+        data_source: AnyDataset,
         *,
         indices: Sequence[Annotated[int, Ge(0)]] | None = None,
         size: Annotated[float, Gt(0)] | None = None,
@@ -155,8 +158,8 @@ class SubsetSampler(Sampler[int]):
             self.indices = torch.tensor(list(indices or ()), dtype=torch.int64)
             wrong = [index for index in self.indices.tolist() if not 0 <= index < count]
             if not len(self.indices) or wrong or len(self.indices.unique()) < len(self.indices):
-                got = f"the sample {wrong[0]}" if wrong else "none, or a sample twice"
-                raise data_error(f"{KEY}.indices", got=got, expected=f"some of 0 to {count - 1}, each once")
+                got = f"the sample {wrong[0]}" if wrong else "no sample, or a sample twice"
+                raise data_error(f"{KEY}.indices", got=got, expected=f"numbers from 0 to {count - 1}, each once")
         self.shuffle = shuffle
 
     def __len__(self) -> int:
@@ -170,7 +173,8 @@ class SubsetSampler(Sampler[int]):
 def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
     """Return the class of each sample, int64 `[N]`.
 
-    Raises: ConfigError for targets that are not one class number each.
+    Raises:
+        ConfigError: A target is not one class number.
     """
     targets = targets_of(part, stage="train", inputs=inputs, key=KEY)
     first = torch.as_tensor(targets[0])
@@ -181,13 +185,13 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
 
 
 def weighted_draw(weights: Tensor, count: int, *, replacement: bool) -> Tensor:
-    """Return indices drawn by weight, int64 `[count]`. weights: float64 `[N]`, more than torch.multinomial takes."""
+    """Return indices drawn by weights of float64 `[N]`, int64 `[count]`. torch.multinomial limits N to 2 ** 24."""
     if replacement:
         edges = weights.cumsum(0)
-        # A draw lies below the last edge, unless rounding takes it there.
+        # Rounding may move a draw to the last edge.
         drawn = torch.searchsorted(edges, torch.rand(count, dtype=torch.float64) * edges[-1], right=True)
         return drawn.clamp_max(int(weights.nonzero()[-1]))
-    # The smallest of exponential times with these rates are a draw without replacement.
+    # The smallest exponential times with these rates are a draw without replacement.
     times = torch.empty_like(weights).exponential_() / weights
     return times.topk(count, largest=False).indices
 
@@ -197,6 +201,6 @@ def _weights_by_class(classes: Tensor, weights: Sequence[float] | Mapping[int, f
     by_class = {int(number): weight for number, weight in by_class.items()}
     held = [number for number in classes.unique().tolist() if number >= 0]
     if absent := [number for number in held if number not in by_class]:
-        got = f"weights of {len(by_class)} classes, and the training part holds the class {absent[0]}"
+        got = f"weights of {len(by_class)} classes, and the training split has the class {absent[0]}"
         raise data_error(f"{KEY}.class_weights", got=got, expected="a weight for each class")
     return torch.tensor([by_class.get(number, 0.0) for number in classes.tolist()], dtype=torch.float64)

@@ -1,11 +1,11 @@
-"""Run a sampler of torch's kind so that what it gives is a function of (seed, epoch), and check what it gives."""
+"""Run samplers of torch's kind with seeded generators, and check their results."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,35 +29,36 @@ from exp.errors import (
 )
 from exp.shared_types import Stage
 
-# Makes a sampler: its class, or that with some of its values.
-MakeSampler = Callable[..., Sampler[Any]]
-# Packages whose samplers depend on the generators alone, and on no pass before.
+# An item is the number of a sample, or a batch of them, if the user's sampler is correct.
+AnySampler = Sampler[Any]
+# Makes a sampler: its class, or a partial of the class.
+MakeSampler = Callable[..., AnySampler]
+# Packages whose samplers depend only on the generators, not on earlier epochs.
 STATELESS = ("exp", "torch")
-# What an epoch must not hold, and the expected values; None for an epoch that can be used.
-Judge = Callable[[list[Any]], tuple[str, str] | None]
+# Returns the wrong items of an epoch and the expected ones; None for a valid epoch.
+Judge = Callable[[Sequence[Any]], tuple[str, str] | None]
 
 
 class Passes:
-    """The passes of one sampler over one split, by epoch. All epochs have as many items as the first.
+    """The items of a sampler by epoch. All epochs have as many items as the first.
 
-    The generators of Python, NumPy and torch are set to (seed, stage, epoch) before a pass, and `set_epoch` is called
-    if the sampler has it. A sampler that keeps something from pass to pass gives the same in a resumed run, because
-    the passes of the epochs before are made again.
+    Before each epoch, the generators of Python, NumPy and torch are set to (seed, stage, epoch), and `set_epoch` is
+    called if the sampler has it. A resumed run repeats earlier epochs of a sampler that may keep state between epochs.
 
     Args:
-        make: makes the sampler.
-        key: of the config, below `data.`.
-        stage: of the split.
-        seed: of the run.
-        judge: judges an epoch.
+        make: Makes the sampler.
+        key: The config key below `data.`.
+        stage: The stage of the split.
+        seed: The seed of the run.
+        judge: Checks the items of an epoch.
 
     Raises:
-        ConfigError: for a first epoch that cannot be used.
+        ConfigError: The first epoch is invalid.
     """
 
-    def __init__(self, make: Callable[[], Sampler[Any]], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
+    def __init__(self, make: Callable[[], AnySampler], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
         self._make, self._key, self._stage, self._seed, self._judge = make, key, stage, seed, judge
-        self._sampler, self._done = self._made(), 0
+        self._sampler, self._done = self._make_seeded(), 0
         self._last: tuple[int, list[Any]] | None = None
         self.length = 0
         self.length = len(self(0))
@@ -65,13 +66,15 @@ class Passes:
     def __call__(self, epoch: int) -> list[Any]:
         """Return all items of an epoch.
 
-        Raises: RunError for an epoch that cannot be used; UserCodeError.
+        Raises:
+            RunError: The epoch is invalid.
+            UserCodeError: The sampler fails.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
         with preserve_generators():
-            found = self._pass(epoch)
-        wrong = self._judge(found) if found else ("nothing", "one sample or batch, or more")
+            found = self._items(epoch)
+        wrong = self._judge(found) if found else ("nothing", "at least one sample or batch")
         if self.length and len(found) != self.length:
             wrong = f"{len(found)} items", f"{self.length} as in epoch 0"
         if wrong is not None:
@@ -82,11 +85,11 @@ class Passes:
         self._last = (epoch, found)
         return found
 
-    def _pass(self, epoch: int) -> list[Any]:
+    def _items(self, epoch: int) -> list[Any]:
         if type(self._sampler).__module__.partition(".")[0] in STATELESS or isinstance(self._sampler, Epochs):
             return self._one(epoch)
         if epoch < self._done:
-            self._sampler, self._done = self._made(), 0
+            self._sampler, self._done = self._make_seeded(), 0
         for earlier in range(self._done, epoch):
             self._one(earlier)
         self._done = epoch + 1
@@ -102,21 +105,21 @@ class Passes:
         except Exception as error:
             raise UserCodeError.of(error, what=f"epoch {epoch} of the sampler {type(sampler).__name__}") from error
 
-    def _made(self) -> Sampler[Any]:
+    def _make_seeded(self) -> AnySampler:
         with preserve_generators():
             reseed_sampler(seed=self._seed, stage=self._stage, epoch=-1)
             sampler = self._make()
         if isinstance(sampler, DistributedSampler):
-            got = f"{type(sampler).__name__}, which shares its samples out over ranks"
-            expected = "a sampler of the whole training part, derived from torch.utils.data.Sampler"
+            got = f"{type(sampler).__name__}, which divides its samples among ranks"
+            expected = "a sampler of the whole training split, derived from torch.utils.data.Sampler"
             raise data_error(self._key, got=got, expected=expected)
         return sampler
 
 
 class SampledOrder:
-    """The samples that a sampler takes in an epoch, in its order; a Draw. samples: of the split."""
+    """The samples of a sampler by epoch, a Draw. samples: The number of samples in the split."""
 
-    def __init__(self, make: Callable[[], Sampler[Any]], *, samples: int, seed: int) -> None:
+    def __init__(self, make: Callable[[], AnySampler], *, samples: int, seed: int) -> None:
         judge = functools.partial(_wrong_index, samples=samples)
         self._passes = Passes(make, key="sampler", stage="train", seed=seed, judge=judge)
 
@@ -128,9 +131,9 @@ class SampledOrder:
 
 
 class SampledBatches(EpochBatches):
-    """The global batches that a batch sampler gives. samples: of the split, which an evaluation must see once each."""
+    """The global batches of a batch sampler. An evaluation must contain each of the `samples` of the split once."""
 
-    def __init__(self, make: Callable[[], Sampler[Any]], *, samples: int, stage: Stage, seed: int) -> None:
+    def __init__(self, make: Callable[[], AnySampler], *, samples: int, stage: Stage, seed: int) -> None:
         self._samples, self._is_whole, self.seed = samples, stage != "train", seed
         self._passes = Passes(make, key="batch_sampler", stage=stage, seed=seed, judge=self._wrong)
         self.batch_size = max(map(len, self._passes(0)))
@@ -145,44 +148,48 @@ class SampledBatches(EpochBatches):
         edges = list(itertools.accumulate(map(len, self._passes(epoch)), initial=0))
         return itertools.pairwise(edges[start:])
 
-    def _wrong(self, found: list[Any]) -> tuple[str, str] | None:
+    def _wrong(self, found: Sequence[object]) -> tuple[str, str] | None:
+        seen: list[int] = []
         for batch in found:
             if not isinstance(batch, list | tuple) or not batch:
-                return f"{batch!r}", "lists of samples: one sample at a time is for data.sampler"
+                return f"{batch!r}", "lists of samples: a sampler of single samples belongs in data.sampler"
             if error := _wrong_index(batch, samples=self._samples):
                 return error
-        seen = [index for batch in found for index in batch]
+            seen += batch
         if self._is_whole and sorted(seen) != list(range(self._samples)):
-            got = f"{len(seen)} samples of an evaluation of {self._samples}, {len(set(seen))} of them different"
+            got = f"{len(seen)} samples, {len(set(seen))} of them different, for an evaluation of {self._samples}"
             return got, "each sample once"
         return None
 
 
-def _wrong_index(found: list[Any] | tuple[Any, ...], *, samples: int) -> tuple[str, str] | None:
-    """Return the first item that is no sample's number, and the expected items; None if all are."""
+def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | None:
+    """Return the first item that is not the number of a sample, and the expected items; None if all are."""
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
             return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"
     return None
 
 
-def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Callable[[], Sampler[Any]]:
-    """Return the function that makes a sampler, with the offers that it takes and was not given.
+def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Callable[[], AnySampler]:
+    """Return the function that makes a sampler.
 
-    key: of the config, below `data.`.
+    Args:
+        make: The class of the sampler, or a partial of it.
+        key: The config key below `data.`.
+        offers: Values of parameters that the sampler has and the config does not set.
     """
     target, given = (make.func, dict(make.keywords)) if isinstance(make, functools.partial) else (make, {})
     taken = inspect.signature(make).parameters
     values = {name: value for name, value in offers.items() if name in taken and given.get(name) is None}
 
-    def made() -> Sampler[Any]:
+    def made() -> AnySampler:
         try:
             return make(**values)
         except ExpError:
             raise
         except Exception as error:
             if not isinstance(error, REFUSALS) and target.__module__.partition(".")[0] in LIBRARIES:
-                raise  # a bug
+                raise  # a bug in exp or a library
             name = getattr(target, "__name__", target)
             got = f"{name} refused its values ({type(error).__name__}: {message_of(error)})"
             raise ConfigError([constructor_error(error, key=f"data.{key}", known=given, got=got)]) from error

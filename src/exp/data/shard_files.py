@@ -1,7 +1,7 @@
-"""Files of records: CSV, lines of JSON, Parquet, .npz and .tar, of which no content is executed.
+"""Files of records: CSV, lines of JSON, Parquet, .npz and .tar. No content of a file is executed.
 
-A record is cheap to pass over: a line holds its text, other records the place of their values. The maker of a sample
-reads and parses the values.
+Skipping a record is cheap: a line stores its text, other records the place of their values. Values are read and parsed
+when a sample is made.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
 from exp.data.csv_source import rows_of
-from exp.data.data_errors import SampleError, data_error, require_extra
-from exp.errors import ConfigError, ErrorDetails
+from exp.data.data_errors import SampleError, file_error, require_equal_lengths, require_extra, sample_error
+from exp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 NPY = ".npy"
 JSON = "json"
 BLOCK = tarfile.BLOCKSIZE
 
 
-# Not frozen, which takes as long as reading the record.
+# Not frozen: creating a frozen one takes as long as reading the record.
 @dataclass(slots=True)
 class Record:
-    """One record of a file, of which no value is read yet.
+    """One record of a file, whose values are not read yet.
 
     Args:
-        file: the file.
-        number: of the record in the file, from 0.
-        held: where the file finds the values.
-        end: the byte after the record, for files that can be read from a mark.
-        line: the line on which the record ends, in files of lines.
+        file: The file.
+        number: The number of the record in the file, from 0.
+        held: The place of the values in the file.
+        line: The line on which the record ends, in files of lines.
     """
 
     file: ShardFile
     number: int
-    held: Any
-    end: int = 0
+    held: object
     line: int = 0
 
     def columns(self, wanted: Sequence[str] | None = None) -> dict[str, object]:
-        """Return the values by column: those that are wanted and there, or all.
+        """Return the existing values of the wanted columns, or all values.
 
-        Raises: SampleError for values that cannot be read.
+        Raises:
+            SampleError: The values cannot be read.
         """
         return self.file.values(self, wanted)
 
@@ -62,66 +64,49 @@ class Record:
         return f"line {self.line} of {self.file.file}" if self.line else f"sample {self.number} of {self.file.file}"
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The place where a record begins.
-
-    Args:
-        number: of the record.
-        offset: bytes before it.
-        line: lines before it.
-    """
-
-    number: int = 0
-    offset: int = 0
-    line: int = 0
-
-
-BEGINNING = Mark()
-
-
 class ShardFile(ABC):
     """A file of records.
 
-    names: an attribute, the columns; None if only a record says them. length: an attribute, the number of records; None
-    if the file does not say it. has_marks: an attribute, whether the file can be read from a record in the middle.
+    Attributes:
+        names: The columns; None if only a record states them.
+        length: The number of records; None if the file does not state it.
     """
 
     names: tuple[str, ...] | None = None
     length: int | None = None
-    has_marks = True
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     @abstractmethod
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        """Yield the records in order, from a mark on.
+    def records(self) -> Iterator[Record]:
+        """Yield the records in order.
 
-        Raises: SampleError if the file breaks off.
+        Raises:
+            SampleError: The file is truncated.
         """
 
     @abstractmethod
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        """See Record.columns."""
+        """Return the values of a record; see Record.columns."""
 
     def names_of(self, record: Record) -> tuple[str, ...]:
-        """Return the columns that a record has."""
+        """Return the columns of a record."""
         return tuple(self.values(record, None)) if self.names is None else self.names
 
     def damaged(self, number: int, reason: object) -> SampleError:
-        """Return the error of a file that cannot be read on. number: of the record at which it ends."""
-        got = f"{self.file}, which cannot be read at sample {number}: {_first_line(reason)}"
-        fix = "Replace the file, or leave it out"
-        return SampleError(ErrorDetails(key="data.dataset.files", got=got, expected="whole files", fix=fix))
+        """Return the error of a damaged file. number: The number of the first record that cannot be read."""
+        line = next(iter(str(reason).splitlines()), type(reason).__name__)
+        got = f"{self.file}, which cannot be read at sample {number}: {line}"
+        return sample_error("dataset.files", got=got, expected="whole files", fix="Replace the file, or leave it out")
 
     def refused(self, reason: object, expected: str) -> ConfigError:
-        """Return the error of a file of another format, seen before a record is read."""
-        return data_error("dataset.files", got=f"{self.file} ({_first_line(reason)})", expected=expected)
+        """Return the error of a file of another format, found before a record is read."""
+        return file_error(self.file, reason, expected, key="dataset.files")
 
 
 class CsvShard(ShardFile):
-    """Rows of text below a line of names. A record holds its row, and the line on which it ends."""
+    """Rows of text after a line of names. A record stores its row, and the line on which it ends."""
 
     names: tuple[str, ...]
 
@@ -137,79 +122,69 @@ class CsvShard(ShardFile):
             raise self.refused("without a line", "names of columns, and rows")
         self.names = tuple(name.strip() for name in names)
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        number, line = start.number, start.line
-        with self.file.open("rb") as raw:
-            raw.seek(start.offset)
-            texts = (content.decode("utf-8" if number else "utf-8-sig") for content in raw)
-            rows = rows_of(texts, delimiter=self.delimiter)
+    def records(self) -> Iterator[Record]:
+        numbers = count()
+        with self.file.open(newline="", encoding="utf-8-sig") as text:
+            rows = rows_of(text, delimiter=self.delimiter)
             try:
-                if not start.offset:
-                    next(rows, None)
-                for row in rows:
-                    if row:
-                        yield Record(self, number, row, raw.tell(), line + rows.line_num)
-                        number += 1
+                next(rows)
+                for row in filter(None, rows):
+                    yield Record(self, next(numbers), row, rows.line_num)
             except (csv.Error, UnicodeDecodeError) as error:
-                raise self.damaged(number, error) from error
+                raise self.damaged(next(numbers), error) from error
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        row = record.held
+        row = cast(list[str], record.held)
         if len(row) != len(self.names):
             raise self.damaged(record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line")
         return _chosen(dict(zip(self.names, row, strict=True)), wanted)
 
 
 class JsonLines(ShardFile):
-    """A mapping in JSON on each line. A record holds its line."""
+    """A mapping in JSON on each line. A record stores its line."""
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        number, end = start.number, start.offset
+    def records(self) -> Iterator[Record]:
+        numbers = count()
         with self.file.open("rb") as lines:
-            lines.seek(end)
-            for line, content in enumerate(lines, start.line + 1):
-                end += len(content)
+            for line, content in enumerate(lines, 1):
                 if content.strip():
-                    yield Record(self, number, content, end, line)
-                    number += 1
+                    yield Record(self, next(numbers), content, line)
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         try:
-            held = json.loads(record.held)
+            held = json.loads(cast(bytes, record.held))
         except (ValueError, RecursionError) as error:
             raise self.damaged(record.number, f"line {record.line}: {error}") from error
         if not isinstance(held, dict):
-            raise self.damaged(record.number, f"line {record.line} holds a {type(held).__name__}, and no mapping")
+            raise self.damaged(record.number, f"line {record.line} holds a {type(held).__name__}, not a mapping")
         return _chosen(held, wanted)
 
 
 class ChunkedFile(ShardFile):
-    """A file whose rows are read in larger pieces. A record holds its piece, which is read when a sample is made.
+    """A file whose rows are read in larger chunks. A record stores its chunk, which is read when a sample is made.
 
     Args:
-        file: the file.
-        names: the columns.
-        pieces: the rows of each piece.
-        errors: the exceptions of a damaged piece.
+        file: The file.
+        names: The columns.
+        chunks: The number of rows of each chunk.
+        errors: The exceptions of a damaged chunk.
     """
 
-    has_marks = False
-
     def __init__(
-        self, file: Path, *, names: Sequence[str], pieces: Sequence[int], errors: tuple[type[Exception], ...]
+        self, file: Path, *, names: Sequence[str], chunks: Sequence[int], errors: tuple[type[Exception], ...]
     ) -> None:
         super().__init__(file)
-        self.names, self.length, self._pieces, self._errors = tuple(names), sum(pieces), tuple(pieces), errors
+        self.names, self.length, self._chunks, self._errors = tuple(names), sum(chunks), tuple(chunks), errors
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
+    def records(self) -> Iterator[Record]:
         numbers = count()
-        for piece, rows in enumerate(self._pieces):
-            read = functools.cache(functools.partial(self.read, piece))
+        for chunk, rows in enumerate(self._chunks):
+            read = functools.cache(functools.partial(self.read, chunk))
             for row in range(rows):
                 yield Record(self, next(numbers), (read, row))
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        read, row = record.held
+        read, row = cast(tuple[Callable[[str], "np.ndarray | pyarrow.Array"], int], record.held)
         names = self.names or ()
         try:
             return {
@@ -219,12 +194,12 @@ class ChunkedFile(ShardFile):
             raise self.damaged(record.number, error) from error
 
     @abstractmethod
-    def read(self, piece: int, name: str) -> Any:
-        """Return a column of a piece, of NumPy or Arrow."""
+    def read(self, chunk: int, name: str) -> np.ndarray | pyarrow.Array:
+        """Return a column of a chunk."""
 
 
 class ParquetShard(ChunkedFile):
-    """Rows of columns with types. A piece is a row group."""
+    """Rows of columns with types. A chunk is a row group."""
 
     def __init__(self, file: Path) -> None:
         require_extra("pyarrow", feature="data=stream of Parquet files", extra="parquet", key="dataset.files")
@@ -233,25 +208,25 @@ class ParquetShard(ChunkedFile):
         self.file = file
         errors = (ArrowException, OSError)
         try:
-            # The file itself: of a path pyarrow would make a data set, with columns out of the folders' names.
+            # An open file: from a path, pyarrow would add columns with the names of the folders.
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
         except errors as error:
             raise self.refused(error, "a whole Parquet file") from error
-        pieces = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        super().__init__(file, names=metadata.schema.to_arrow_schema().names, pieces=pieces, errors=errors)
+        chunks = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        super().__init__(file, names=metadata.schema.to_arrow_schema().names, chunks=chunks, errors=errors)
 
-    def read(self, piece: int, name: str) -> Any:
+    def read(self, chunk: int, name: str) -> np.ndarray | pyarrow.Array:
         from pyarrow import parquet, types
 
         with self.file.open("rb") as raw:
-            column = parquet.ParquetFile(raw).read_row_group(piece, columns=[name]).column(0).combine_chunks()
+            column = parquet.ParquetFile(raw).read_row_group(chunk, columns=[name]).column(0).combine_chunks()
         is_number = types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)
         return column.to_numpy(zero_copy_only=False) if is_number and not column.null_count else column
 
 
 class NpzShard(ChunkedFile):
-    """Arrays `[N, ...]` of one length by name. The only piece holds all rows."""
+    """Arrays `[N, ...]` of one length by name. The only chunk has all rows."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -265,24 +240,23 @@ class NpzShard(ChunkedFile):
                 }
         except errors as error:
             raise self.refused(error, "a whole .npz of NumPy's") from error
+        if not shapes:
+            raise self.refused("without an array", "arrays [N, ...]")
         lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
-        length = next(iter(lengths.values()), None)
-        if length is None or len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {one}" for name, one in lengths.items()) or "there is no array"
-            raise self.refused(told, "as many samples in each array of a file")
-        super().__init__(file, names=list(shapes), pieces=[length], errors=errors)
+        require_equal_lengths(lengths, file, key="dataset.files")
+        super().__init__(file, names=list(shapes), chunks=[next(iter(lengths.values())) or 0], errors=errors)
 
-    def read(self, piece: int, name: str) -> np.ndarray:
+    def read(self, chunk: int, name: str) -> np.ndarray:
         with self.file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             held: np.ndarray = archive[name]
             return held
 
 
 class TarShard(ShardFile):
-    """Files in a .tar, of which those that follow each other with one name up to its first dot are a record.
+    """Files in a .tar, as WebDataset has them. Consecutive files with the same name up to the first dot are a record.
 
-    The column of each is the rest of its name: `cls` and `png` of 0001.cls and 0001.png, as WebDataset has them;
-    `json.label` is an entry of 0001.json. A record holds where they begin, and the open archive.
+    A column is the rest of the name: `cls` and `png` of 0001.cls and 0001.png. `json.label` is an entry of 0001.json.
+    A record stores the place of its files, and the open archive.
     """
 
     def __init__(self, file: Path) -> None:
@@ -291,17 +265,16 @@ class TarShard(ShardFile):
             size = raw.seek(0, os.SEEK_END)
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
-                # A file without an end may have lost records.
-                raise self.refused("it has no end, which is a block of zeros", "a whole .tar that is not compressed")
+                # A truncated file may have lost records.
+                raise self.refused("without a block of zeros at its end", "a whole .tar that is not compressed")
 
-    def records(self, start: Mark = BEGINNING) -> Iterator[Record]:
-        number, key, held = start.number, None, dict[str, tuple[int, int]]()
+    def records(self) -> Iterator[Record]:
+        number, key, held = 0, None, dict[str, tuple[int, int]]()
         opened = OpenFile(self.file)
-        opened.raw.seek(start.offset)
         try:
-            for folder, stem, column, place, offset in self._members(opened.raw):
+            for folder, stem, column, place in self._members(opened.raw):
                 if (folder, stem) != key and held:
-                    yield Record(self, number, (opened, held), offset)
+                    yield Record(self, number, (opened, held))
                     number, held = number + 1, {}
                 key = (folder, stem)
                 if column in held:
@@ -312,30 +285,30 @@ class TarShard(ShardFile):
         if held:
             yield Record(self, number, (opened, held))
 
-    def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
-        """Yield folder, name, ending, the offset and the size of the content, and the header's offset of each file."""
+    def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
+        """Yield the folder, the name, the ending, and the offset and size of the content of each file."""
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                vars(archive)["members"].clear()  # it would keep them all; types do not know of them
+                vars(archive)["members"].clear()  # tarfile keeps all members; its type stubs lack the attribute
                 folder, _, name = member.name.rpartition("/")
                 if member.isdir() or name.startswith("."):
                     continue
                 if not member.isreg():
-                    raise tarfile.ReadError(f"{member.name} is a link or a device, and no file")
+                    raise tarfile.ReadError(f"{member.name} is a link or a device, not a file")
                 stem, _, column = name.partition(".")
-                yield folder, stem, column.lower(), (member.offset_data, member.size), member.offset
-            # For tarfile a damaged header in the middle is the end.
+                yield folder, stem, column.lower(), (member.offset_data, member.size)
+            # tarfile takes a damaged header for the end of the archive.
             raw.seek(archive.offset)
             if raw.read(BLOCK).strip(b"\0"):
-                raise tarfile.ReadError(f"what follows at byte {archive.offset} is no file of a .tar")
+                raise tarfile.ReadError(f"the content at byte {archive.offset} is not a file of a .tar")
 
     def names_of(self, record: Record) -> tuple[str, ...]:
-        _, held = record.held
+        held = _files_of(record)[1]
         found = self._read(JSON, record) if JSON in held else None
         return (*held, *(f"{JSON}.{name}" for name in (found if isinstance(found, dict) else ())))
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        _, held = record.held
+        held = _files_of(record)[1]
         found = {name: self._read(name, record) for name in (held if wanted is None else wanted) if name in held}
         parts = [name for name in wanted or () if name not in held and name.startswith(f"{JSON}.")]
         whole = self._read(JSON, record) if parts and JSON in held else None
@@ -345,18 +318,16 @@ class TarShard(ShardFile):
         return found
 
     def _read(self, name: str, record: Record) -> object:
-        opened, held = record.held
+        opened, held = _files_of(record)
         offset, size = held[name]
-        # Without a position, which the workers of a loader that are forks share with each other.
+        # pread has no file position, which forked workers would share.
         content = os.pread(opened.raw.fileno(), size, offset)
         if len(content) < size:
-            raise self.damaged(record.number, f"{name} breaks off")
+            raise self.damaged(record.number, f"{name} is truncated")
         kind = name.rpartition(".")[2]
         if kind not in DECODERS:
             expected, fix = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
-            raise SampleError(
-                ErrorDetails(key="data.dataset.inputs", got=f"{name} of {record}", expected=expected, fix=fix)
-            )
+            raise sample_error("dataset.inputs", got=f"{name} of {record}", expected=expected, fix=fix)
         try:
             return DECODERS[kind](content)
         except (ValueError, EOFError) as error:
@@ -373,23 +344,28 @@ class OpenFile:
         self.raw.close()
 
 
-def _decoded_array(content: bytes) -> object:
+def _files_of(record: Record) -> tuple[OpenFile, dict[str, tuple[int, int]]]:
+    """Return the open archive of a record, and the offset and size of each file."""
+    return cast(tuple[OpenFile, dict[str, tuple[int, int]]], record.held)
+
+
+def _decode_array(content: bytes) -> object:
     return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
 
 
 PICTURES = ("png", "jpg", "jpeg", "bmp", "gif", "tif", "tiff", "webp", "ppm", "pgm")
-# By the last ending of a name in a .tar, the function that reads its bytes.
+# By the last ending of a name in a .tar, the function that decodes its bytes.
 DECODERS: Mapping[str, Callable[[bytes], object]] = {
     **dict.fromkeys(PICTURES, bytes),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
-    "npy": _decoded_array,
+    "npy": _decode_array,
     JSON: json.loads,
 }
 
 
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    """Return the shape of an array of an .npz, without reading it."""
+    """Return the shape of an array of an .npz, without reading the array."""
     with archive.open(name) as raw:
         version = np.lib.format.read_magic(raw)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -399,13 +375,13 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def arrow_value(column: Any, row: int) -> object:
-    """Return one value of a column of Arrow or NumPy, as NumPy or Python has it."""
+def arrow_value(column: np.ndarray | pyarrow.Array, row: int) -> object:
+    """Return one value of a column as NumPy or Python represents it."""
     if isinstance(column, np.ndarray):
         return column[row]
     scalar = column[row]
     values = getattr(scalar, "values", None)
-    # A list of numbers; lists of lists, texts and mappings go the slower way.
+    # A list of numbers. Lists of lists, texts and mappings are converted by as_py, which is slower.
     if values is not None and hasattr(values, "to_numpy") and not values.type.num_fields and not values.null_count:
         return values.to_numpy(zero_copy_only=False)
     return scalar.as_py()
@@ -413,7 +389,3 @@ def arrow_value(column: Any, row: int) -> object:
 
 def _chosen(held: Mapping[str, object], wanted: Sequence[str] | None) -> dict[str, object]:
     return dict(held) if wanted is None else {name: held[name] for name in wanted if name in held}
-
-
-def _first_line(reason: object) -> str:
-    return next(iter(str(reason).splitlines()), type(reason).__name__)

@@ -1,4 +1,4 @@
-"""A source of columns by name: a file whose columns are read as numbers, dates and words."""
+"""Sources of columns by name: files whose columns are read as numbers, dates and words."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from exp.data.cells import Missing, finite_number, number_in, text_of
-from exp.data.data_errors import data_error, name_fix
+from exp.data.cells import Missing, WordCodes, finite_number, number_in, text_of
+from exp.data.data_errors import data_error, name_error
 from exp.data.tables import Words
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 Task = Literal["classification", "regression"]
 # A column by its name, or by its number from 0 in a file without names.
 Name: TypeAlias = str | int
-# By the number of a column: the format of its dates as of strptime, None for ISO 8601; or the fix of a missing value.
+# The values of a column.
+Values: TypeAlias = Sequence[object] | np.ndarray
+# By the number of a column: the format of its dates for strptime, None for ISO 8601; or the fix of a missing value.
 Days: TypeAlias = Mapping[int, str | None]
 Fixes: TypeAlias = Mapping[int, str]
-# For each column with an error, the first row with one and its text.
+# By the number of a column with an error: the first row with one, and its text.
 Unread: TypeAlias = dict[int, tuple[int, str]]
 NOTHING: Mapping[int, str] = MappingProxyType({})
-# More labels than this with fractions are numbers to predict.
+# More labels with fractions than this are numbers to predict.
 MANY_LABELS = 20
 # The names of a column without one: an empty name, and those that pandas gives to row numbers in CSV and in Parquet.
 NAMELESS = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 # An empty name, as users type it.
 NO_NAME = "''"
-NO_ANSWER = "A row without its answer teaches nothing: leave it out of the file"
+NO_ANSWER = "A row without its target cannot be learned from: remove it from the file"
 NO_NUMBER = (
     "Put the column in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{}], or "
-    "name the text in data.dataset.missing_values; data.dataset.decimal is the sign before a fraction"
+    "name the text in data.dataset.missing_values; data.dataset.decimal is the decimal sign"
 )
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -48,8 +50,8 @@ class Columns:
     """Columns of a source that were read together.
 
     Args:
-        numbers: numbers and days, float64 `[N, K]`; nan for a missing one.
-        words: columns of words by their number in the file.
+        numbers: The numbers and days, float64 `[N, K]`; nan for a missing one.
+        words: The columns of words by their number in the file.
     """
 
     numbers: np.ndarray
@@ -60,9 +62,9 @@ class Source(ABC):
     """A file with columns by name.
 
     Args:
-        file: the file, for messages.
-        names: the names of the columns, in order.
-        missing: the texts that stand for a missing value.
+        file: The file, for messages.
+        names: The names of the columns, in order.
+        missing: The texts that stand for a missing value.
     """
 
     def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
@@ -73,35 +75,18 @@ class Source(ABC):
         """Return the name of a row for messages."""
 
     @abstractmethod
-    def _read(self, numbers: Sequence[int], days: Days, words: Sequence[int]) -> tuple[Columns, Unread]:
-        """Return the columns, nan for an error, and the first error of each column."""
-
-    @abstractmethod
-    def _values_of(self, column: int) -> Iterator[object]:
-        """Yield the values of a column as the file has them, texts or typed values."""
-
-    def has_numbers(self, column: int) -> bool:
-        """Return whether `read` takes a column without `days`. The first value that is not missing decides."""
-        read = self._reader(column, NOTHING)
-        for value in () if self.is_date(column) else self._values_of(column):
-            if isinstance(value, int | float | Decimal | np.number | np.bool_):
-                return True
-            try:
-                if not math.isnan(read(text_of(value) or "")):
-                    return True
-            except (ValueError, OverflowError):
-                return False
-        return True
+    def chunks(self, columns: Sequence[int]) -> Iterator[Sequence[Values]]:
+        """Yield the values of columns, some rows at a time."""
 
     def is_date(self, column: int) -> bool:
         """Return whether the file stores a column as dates."""
         return False
 
     def column(self, name: Name, *, key: str) -> int:
-        """Return the number of a column. Raises: ConfigError at `key` for an unknown name."""
+        """Return the number of a column. Raise ConfigError at `key` for an unknown name."""
         if str(name) in self.names:
             return self.names.index(str(name))
-        raise data_error(key, got=str(name), expected=f"a column of {self.file}", fix=name_fix(str(name), self.names))
+        raise name_error(key, str(name), self.names, expected=f"a column of {self.file}")
 
     def read(
         self, *, numbers: Sequence[int] = (), days: Days = NOTHING, words: Sequence[int] = (), fixes: Fixes = NOTHING
@@ -109,28 +94,37 @@ class Source(ABC):
         """Return columns of the file.
 
         Args:
-            numbers: columns of numbers and of dates.
-            days: the dates among `numbers`, which become days since 1970, with their formats.
-            words: columns of words and of classes.
-            fixes: the columns in which no value may be missing, with the fix of a missing value.
+            numbers: The columns of numbers and of dates.
+            days: The dates among `numbers`, with their formats. They become days since 1970.
+            words: The columns of words and of classes.
+            fixes: The columns in which no value may be missing, with the fix of a missing value.
 
         Raises:
-            ConfigError: for the first error of each column.
+            ConfigError: A value does not fit its column; one error for each column.
         """
-        found, unread = self._read(numbers, days, words)
+        codes = {column: WordCodes(self.missing) for column in words}
+        table, coded = np.empty((0, len(numbers))), np.empty((0, len(codes)), dtype=np.int32)
+        unread: Unread = {}
+        for chunk in self.chunks([*numbers, *words]):
+            held = zip(numbers, chunk, strict=False)
+            _append(table, [self._numbers(values, column, days, unread, first=len(table)) for column, values in held])
+            _append(
+                coded, [_codes(values, codes[one]) for one, values in zip(words, chunk[len(numbers) :], strict=True)]
+            )
+        found = {column: words_in_order(coded[:, place], codes[column].words) for place, column in enumerate(words)}
+        missing = {column: np.isnan(table[:, place]) for place, column in enumerate(numbers)}
+        missing |= {column: found[column].codes < 0 for column in words}
         errors = list[ErrorDetails]()
-        missing = {column: np.isnan(found.numbers[:, place]) for place, column in enumerate(numbers)}
-        missing |= {column: found.words[column].codes < 0 for column in words}
         for column, is_missing in missing.items():
             if column in unread:
                 errors += self._unread(*unread[column], column, days).errors
             elif column in fixes and is_missing.any():
                 rows = np.flatnonzero(is_missing)
-                got = f"no value there and in {len(rows) - 1} more rows," if len(rows) > 1 else "no value"
-                fix = f"{fixes[column]}. data.dataset.missing_values lists the texts that stand for none"
-                errors += self.bad(int(rows[0]), column, got, "one in every row", fix).errors
+                got = f"{len(rows)} missing values, the first" if len(rows) > 1 else "no value"
+                fix = f"{fixes[column]}. data.dataset.missing_values lists the texts that mean a missing value"
+                errors += self.bad(int(rows[0]), column, got, "a value in every row", fix).errors
         raise_errors(errors)
-        return found
+        return Columns(numbers=table, words=found)
 
     def texts(self, column: int) -> list[str | None]:
         """Return the words of a column; None for a missing one."""
@@ -142,6 +136,32 @@ class Source(ABC):
         got = f"{got} in {self.place(row)}, column {name or NO_NAME}"
         return data_error("dataset.path", got=got, expected=expected, fix=fix, subject=name)
 
+    def _numbers(self, values: Values, column: int, days: Days, unread: Unread, *, first: int) -> np.ndarray:
+        """Return numbers or days, float64 `[n]`; nan for a missing one.
+
+        Args:
+            values: The values, of which the first is that of the row `first`.
+            column: The column.
+            days: As in `read`.
+            unread: Receives the first error of each column.
+            first: The number of the first row.
+        """
+        if isinstance(values, np.ndarray) and values.dtype.kind == "M":
+            return np.asarray((values - np.datetime64(0, "us")) / np.timedelta64(1, "D"))
+        found = None if column in days else _plain_numbers(values, decimal=self.missing.decimal)
+        if found is None:
+            read, found = self._reader(column, days), np.full(len(values), np.nan)
+            for row, value in enumerate(values):
+                is_number = isinstance(value, int | float | Decimal) and column not in days
+                try:
+                    found[row] = value if is_number else read(text_of(value) or "")
+                except (ValueError, OverflowError):
+                    unread.setdefault(column, (first + row, str(value).strip()))
+        if (infinite := np.flatnonzero(np.isinf(found))).size:
+            unread.setdefault(column, (first + int(infinite[0]), str(found[infinite[0]])))
+        found[np.isin(found, list(self.missing.numbers))] = np.nan
+        return found
+
     def _reader(self, column: int, days: Days) -> Callable[[str], float]:
         """Return the function that reads a number, or a day, from a text.
 
@@ -150,13 +170,12 @@ class Source(ABC):
         missing, is_day, form = self.missing, column in days, days.get(column)
 
         def read(text: str) -> float:
-            text = text.strip()
             if text in missing.texts or (is_day and text in missing):
                 return math.nan
             value = days_since_1970(text, form) if is_day else number_in(text, decimal=missing.decimal)
             if not math.isfinite(value):
                 raise ValueError("not finite")
-            return value if is_day or value not in missing.numbers else math.nan
+            return value
 
         return read
 
@@ -169,12 +188,42 @@ class Source(ABC):
         return self.bad(row, column, repr(text), expected, f"data.dataset.dates={{{name}: '%d.%m.%Y'}} states a format")
 
 
+def _append(held: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+    """Append rows to an array in place, so that a large array is not copied."""
+    if columns:
+        count = len(held)
+        held.resize((count + len(columns[0]), held.shape[1]), refcheck=False)
+        held[count:] = np.stack(columns, 1)
+
+
+def _codes(values: Values, codes: WordCodes) -> np.ndarray:
+    # Python's dates have the texts that a CSV file has.
+    held = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "M" else values
+    texts = (value if isinstance(value, str) else text_of(value) or "" for value in held)
+    return np.array([codes[text] for text in texts], dtype=np.int32)
+
+
+def _plain_numbers(values: Values, *, decimal: str) -> np.ndarray | None:
+    """Return numbers of an array, or of texts that are all finite numbers; None for other values."""
+    if isinstance(values, np.ndarray):
+        return values.astype(np.float64) if values.dtype.kind in "fiub" else None
+    texts = [value for value in values if isinstance(value, str)]
+    joined = "".join(texts)
+    if len(texts) < len(values) or decimal != "." or not joined.isascii() or "_" in joined:
+        return None
+    try:
+        found = np.fromiter(map(float, texts), np.float64, len(texts))
+    except ValueError:
+        return None
+    return found if np.isfinite(found).all() else None
+
+
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
-    """Return a column of words in the order of numbers if all of them are numbers, else of the alphabet.
+    """Return a column of words, sorted as numbers if all of them are numbers, else alphabetically.
 
     Args:
-        codes: the number of each row's word, `[N]`; -1 for a missing one.
-        words: the words by number.
+        codes: The number of each row's word, `[N]`; -1 for a missing one.
+        words: The words by number.
     """
     names = sorted(words)
     numbers = [number for name in names if (number := finite_number(name)) is not None]
@@ -186,25 +235,26 @@ def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
 
 
 def refuse_labels(source: Source, column: int, labels: Words) -> None:
-    """Raise ConfigError for many classes that are numbers with a fraction."""
+    """Raise ConfigError if there are many classes and they are numbers with fractions."""
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
         raise data_error(
             "dataset.task",
-            got=f"classification of {len(labels.names)} labels that are numbers with a fraction",
+            got=f"classification of {len(labels.names)} labels that are numbers with fractions",
             expected="regression for the column " + source.names[column],
             fix="data=csv_regression selects it, with its objective and metrics",
         )
 
 
 def days_since_1970(text: str, form: str | None) -> float:
-    """Return the days of a date in ISO 8601, or in a format as of strptime. A date without a zone is in UTC.
+    """Return the days of a date in ISO 8601, or in a format of strptime. A date without a time zone is in UTC.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: The text is not such a date.
     """
     if not text.isascii() and any(sign.isdecimal() and not sign.isascii() for sign in text):
-        raise ValueError(text)  # strptime would read them
+        raise ValueError(text)  # strptime reads other digits
     found = datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
     aware = found if found.tzinfo else found.replace(tzinfo=UTC)
     return (aware - EPOCH) / timedelta(days=1)

@@ -11,37 +11,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exp.data.data_errors import data_error
+from exp.data.data_errors import data_error, name_error
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.randomness import seed_for
 from exp.data.sample_values import entry_of, targets_of, values_of
 from exp.data.splits import PART_NAMES, Choose, lengths
 from exp.shared_types import STAGES, Stage
-from exp.spelling import among, did_you_mean, show
+from exp.spelling import show
 
-# The most pieces of groups from which a part is made: its size is right to a twentieth of the samples.
+# The most pieces of groups from which a split is made. The size of a split is accurate to a twentieth of the samples.
 FINEST = 20
-# The types of the values of data.split; all others are texts.
+# The types of the values of data.split. All others are texts.
 KINDS: Mapping[str, type] = {"stratify": bool, "folds": int, "fold": int}
 
 
 @runtime_checkable
 class NamedColumns(Protocol):
-    """A data set with columns by name, some of which may be no inputs."""
+    """A data set with columns by name, some of which may not be inputs."""
 
     def column_texts(self, name: str, *, key: str) -> Sequence[str | None]:
-        """Return a column that is no input as text, None where a value is missing.
+        """Return a column that is not an input as text; None for a missing value.
 
-        Raises: ConfigError at `key` if there is no such column, or if it is an input.
+        Raises:
+            ConfigError: The column does not exist, or is an input; at `key`.
         """
 
 
 @runtime_checkable
 class ClassNumbers(Protocol):
-    """A data set that has the class of each sample before it is prepared."""
+    """A data set that knows the class of each sample before it is prepared."""
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class of each sample, `[N]`. Raises: ConfigError at `key` for targets that are no classes."""
+        """Return the class of each sample, `[N]`. Raise ConfigError at `key` for targets that are not classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,11 @@ class SplitRules:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SplitRules:
-        """Read and check the rules. Raises: ConfigError for an unknown key or a value out of range."""
+        """Read and check the rules. Raise ConfigError for an unknown key or an invalid value."""
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:
-                expected, fix = f"one of {among(known)}", did_you_mean(name, known)
-                raise data_error(f"split.{name}", got="no such key", expected=expected, fix=fix)
+                raise name_error(f"split.{name}", name, known, expected="a rule")
             kind = KINDS.get(name, str)
             if type(value) is not kind and (value is not None or name in ("stratify", "fold")):
                 raise data_error(f"split.{name}", got=show(value), expected=f"a value of the type {kind.__name__}")
@@ -80,12 +80,12 @@ class SplitRules:
             expected = "0 without data.split.folds" if rules.folds is None else f"0 to {rules.folds - 1}"
             raise data_error("split.fold", got=str(rules.fold), expected=expected)
         if rules.column is not None and rules != cls(column=rules.column):
-            raise data_error("split.column", got=f"{rules.column}, and other rules", expected="the column alone")
+            raise data_error("split.column", got=f"{rules.column}, and other rules", expected="only the column")
         return rules
 
 
 def chooser(split: Mapping[str, Any] | None, *, seed: int) -> Choose | None:
-    """Return what chooses the samples of each split by the rules of `data.split`; None without a rule."""
+    """Return a function that chooses the samples of each split by the rules of `data.split`; None without a rule."""
     rules = SplitRules.of(split or {})
     return None if rules == SplitRules() else partial(ruled_splits, rules=rules, seed=seed)
 
@@ -95,9 +95,10 @@ def ruled_splits(
 ) -> dict[Stage, Tensor]:
     """Return disjoint sorted indices of each split, int64, chosen by scikit-learn's splitters.
 
-    With groups, the sizes of the splits are approximate. With folds, `sizes` gives the test split alone.
+    With groups, the sizes of the splits are approximate. With folds, `sizes` is only used for the test split.
 
-    Raises: ConfigError where the samples cannot be divided so.
+    Raises:
+        ConfigError: The samples cannot be divided by these rules.
     """
     if rules.column is not None:
         return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
@@ -137,7 +138,7 @@ class _Samples:
         return cls(classes=classes, groups=groups, seed=seed)
 
     def cut(self, indices: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rest, and `count` of the samples, or about as many with groups."""
+        """Return the remaining samples, and `count` samples. With groups, the count is approximate."""
         if count >= len(indices):
             return indices[:0], indices
         if self.groups is not None:
@@ -147,14 +148,14 @@ class _Samples:
             sizes = np.cumsum([len(part) for part in parts[:-1]])
             taken = int(np.abs(sizes - count).argmin()) + 1
             return np.concatenate(parts[taken:]), np.concatenate(parts[:taken])
-        from sklearn.model_selection import train_test_split  # half a second, which other runs do not need
+        from sklearn.model_selection import train_test_split  # half a second, only for these runs
 
         of = None if self.classes is None else self.classes[indices]
         rest, part = train_test_split(indices, test_size=count, stratify=of, random_state=self.seed)
         return rest, part
 
     def fold(self, indices: np.ndarray, folds: int, fold: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the other folds, and this one."""
+        """Return the samples of the other folds, and those of this fold."""
         parts = self._folds(indices, folds)
         return np.concatenate(parts[:fold] + parts[fold + 1 :]), parts[fold]
 
@@ -175,7 +176,7 @@ class _Samples:
             names, counts = np.unique(values, return_counts=True)
             few, what = (len(names), "values") if key == "group" else (min(counts), "samples of a class")
             if few < parts:
-                expected = f"{parts} at least, one for each part or fold"
+                expected = f"{parts} at least, one for each split or fold"
                 raise data_error(f"split.{key}", got=f"{few} {what} for {getattr(rules, key)}", expected=expected)
 
 

@@ -1,4 +1,4 @@
-"""Split a data set into its train, val and test parts."""
+"""Divide a data set into its train, val and test splits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from exp.errors import raise_errors
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
-# What parts are called in folders and in data sets of others.
+# The names of splits in folders and in other libraries' data sets.
 PART_NAMES: Mapping[Stage, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev", "eval"),
@@ -46,11 +46,17 @@ def make_splits(
     seed: int,
     choose: Choose | None = None,
 ) -> dict[Stage, AnyDataset]:
-    """The data set of each stage: a part of `dataset`, or the one that is given for it.
+    """Return the data set of each stage.
 
-    choose: Returns the samples of each split of a data set; None draws them by the seed.
+    Args:
+        dataset: The data set that is divided into splits.
+        given: The data sets of stages that are given instead.
+        sizes: The size of each split of `dataset`.
+        seed: The seed that draws the splits.
+        choose: Returns the samples of each split of a data set; None draws them by the seed.
 
-    Raises: ConfigError where there is no data at all, or a stage has two data sets.
+    Raises:
+        ConfigError: There is no data set, or a stage has two.
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
@@ -58,45 +64,44 @@ def make_splits(
             "dataset", got="null", expected="a data set here, or one each in data.train, data.val, data.test"
         )
     if dataset is None and choose is not None:
-        got, expected = "rules, and a data set for each part", "data.dataset, which the rules divide"
+        got, expected = "rules, and a data set for each split", "data.dataset, which the rules divide"
         raise data_error("split", got=got, expected=expected)
     if dataset is not None:
-        # Without sizes, a data set is divided among the stages that have none of their own.
+        # Without sizes, a data set is divided among the stages that have no other data set.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
                 raise data_error(
                     name,
-                    got=f"a data set of its own, and a part of data.dataset in data.parts.{name}",
+                    got=f"a data set, and a split of data.dataset in data.parts.{name}",
                     expected="one of the two",
-                    fix=f"Leave it out of the parts with data.parts.{name}=0",
+                    fix=f"Leave the split out with data.parts.{name}=0",
                 )
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}
 
 
 def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None]) -> Fitted:
-    """What the training part tells the others; nothing where no part asks.
+    """Return the statistics of the training split; empty if no split needs them.
 
-    earlier: what it told in the run that this one goes on from; None where there is none, and this one is asked.
+    Args:
+        parts: The splits by stage.
+        earlier: Returns the statistics of the run that this one resumes; None computes them.
     """
-    asking = [stage for stage, part in parts.items() if isinstance(part, Fittable)]
-    if not asking:
+    fitted = [stage for stage, part in parts.items() if isinstance(part, Fittable)]
+    if not fitted:
         return {}
-    if (told := earlier()) is not None:
-        return told
+    if (found := earlier()) is not None:
+        return found
     if "train" not in parts:
-        raise data_error(
-            "train",
-            got="no training part",
-            expected=f"one: the {asking[0]} part is scaled or encoded with what training has seen",
-        )
+        expected = f"one: its statistics scale or encode the {fitted[0]} split"
+        raise data_error("train", got="no training split", expected=expected)
     train = parts["train"]
     return train.fit() if isinstance(train, Fittable) else {}
 
 
 def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, AnyDataset]:
-    """The parts as a model sees them."""
+    """Return the splits as a model receives them."""
     ready = {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
     for stage, part in parts.items():
         made = ready[stage]
@@ -106,29 +111,31 @@ def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, An
 
 
 def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
-    """The sizes of the parts that are asked for, in the order train, val, test; parts of size 0 left out.
+    """Return the sizes of the splits in the order train, val, test, without splits of size 0.
 
-    Raises: ConfigError for another name, a negative size, fractions of more than 1 together.
+    Raises:
+        ConfigError: A name is unknown, a size is negative, or fractions add up to more than 1.
     """
     raise_errors(share_errors(sizes))
     # A float above 1 comes from a command line such as parts.val=1e3.
-    return {name: _plain(sizes[name]) for name in STAGES if sizes.get(name)}
+    wanted = {name: sizes[name] for name in STAGES if sizes.get(name)}
+    return {name: int(size) if size > 1 else size for name, size in wanted.items()}
 
 
 def contiguous(
     sizes: Mapping[Name, int | float], length: int, *, block_size: int | None = None, unit: str = "samples"
 ) -> dict[Name, slice]:
-    """Return the place of each split in a text or a series of `length`, one after another.
+    """Return the slice of each split in a text or a series. The splits follow each other.
 
     Args:
-        sizes: fractions of the length, or whole numbers.
-        length: of the whole.
-        block_size: of a text, the size of the blocks that whole numbers count. The target of a block's last place is
-            the next one.
-        unit: what is divided, in the plural.
+        sizes: Fractions of the length, or whole numbers.
+        length: The length of the whole.
+        block_size: The size of the blocks that whole numbers count, for a text. A split has one more element than its
+            blocks, the target of the last position.
+        unit: The name of the elements in the plural, for messages.
 
     Raises:
-        ConfigError: as lengths.
+        ConfigError: As in `lengths`.
     """
     if block_size is not None:
         sizes = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
@@ -140,11 +147,15 @@ def contiguous(
 
 
 def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:
-    """Samples of each part of `length` samples. Fractions are rounded along the sum, so that 1 leaves none over.
+    """Return the number of samples of each split. Cumulative fractions are rounded, so that 1 uses all samples.
 
-    unit: what is divided, in the plural.
+    Args:
+        sizes: Fractions of the length, or whole numbers.
+        length: The number of samples.
+        unit: The name of the samples in the plural, for messages.
 
-    Raises: ConfigError for a part without a sample, and for more samples than there are.
+    Raises:
+        ConfigError: A split has no samples, or the splits need more samples than exist.
     """
     counts: dict[Name, int] = {}
     along, reached = 0.0, 0
@@ -156,15 +167,15 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
             stop = round(along * length)
             counts[name], reached = stop - reached, stop
     if sum(counts.values()) > length:
-        got = f"{sum(counts.values())} {unit} asked for"
+        got = f"splits of {sum(counts.values())} {unit}"
         raise data_error("parts", got=got, expected=f"{length} at most, the whole data set")
     for name, count in counts.items():
         if not count:
             raise data_error(
                 f"parts.{name}",
-                got=f"{sizes[name]} of {length} {unit}, an empty part",
+                got=f"{sizes[name]} of {length} {unit}, an empty split",
                 expected=f"at least one of the {unit}",
-                fix=f"Ask for more, or for no such part with data.parts.{name}=0",
+                fix=f"Enlarge the split, or leave it out with data.parts.{name}=0",
             )
     return counts
 
@@ -172,24 +183,32 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
 def divide(
     dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int, choose: Choose | None = None
 ) -> dict[Stage, AnyDataset]:
-    """The parts of a data set, disjoint, chosen by the seed alone. choose: see make_splits.
+    """Return the disjoint splits of a data set, chosen by the seed.
 
-    Raises: ConfigError for a stream, which cannot be divided, and as `lengths`.
+    Args:
+        dataset: The data set.
+        sizes: The size of each split.
+        seed: The seed.
+        choose: As in make_splits.
+
+    Raises:
+        ConfigError: The data set is a stream, which cannot be divided; or as in `lengths`.
     """
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
-        got, expected = f"rules, and {type(dataset).__name__} with parts of its own", "samples by index, without parts"
+        got = f"rules, and {type(dataset).__name__}, which defines its splits or is a stream"
+        expected = "a data set with an index and without splits"
         raise data_error("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
-    if own and list(wanted.values()) != [1.0]:  # else one part is all that there is
+    if own and list(wanted.values()) != [1.0]:  # otherwise one split is the whole data set
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         raise data_error(
             "dataset",
             got=f"{type(dataset).__name__}, a stream of samples",
-            expected="a data set with an index, to choose parts from",
+            expected="a data set with an index, which can be divided",
             fix="Give data.train, data.val and data.test a stream each",
         )
     draw = partial(random_splits, length=samples_in(dataset), seed=seed)
@@ -200,11 +219,11 @@ def divide(
 def _own_parts(
     own: Mapping[Stage, AnyDataset], wanted: Mapping[Stage, int | float], *, seed: int
 ) -> dict[Stage, AnyDataset]:
-    """Return the parts that a data set brings. A part that it lacks is taken out of its training part."""
+    """Return the splits that a data set defines. A missing split is taken from its training split."""
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
     for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
-        raise data_error(f"parts.{stage}", got=f"{known[stage]}, and a data set with this part", expected="null")
+        raise data_error(f"parts.{stage}", got=f"{known[stage]}, and a data set with this split", expected="null")
     whole = samples_in(own["train"])
     taken = lengths(missing, whole)
     chosen = random_splits({"train": whole - sum(taken.values()), **taken}, length=whole, seed=seed)
@@ -212,14 +231,14 @@ def _own_parts(
 
 
 def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) -> dict[Name, Tensor]:
-    """Disjoint sorted indices of each part, int64."""
+    """Return the sorted indices of each split, int64. The splits are disjoint."""
     counts = lengths(sizes, length)
     generator = torch.Generator().manual_seed(seed_for(seed, "parts"))
     chosen = torch.randperm(length, generator=generator)[: sum(counts.values())]
     pieces = chosen.split(list(counts.values()))
     found = {}
     for name, piece in zip(counts, pieces, strict=True):
-        # A mark each, for sorting ten million numbers takes a second.
+        # A mask, because sorting ten million numbers takes a second.
         marks = torch.zeros(length, dtype=torch.bool)
         marks[piece] = True
         found[name] = marks.nonzero().flatten()
@@ -234,12 +253,8 @@ def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
         raise data_error(
             "dataset",
             got=f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)",
-            expected="a data set whose part is of its kind, so that the training part can tell what it knows",
+            expected="a data set with one of them, so that its training split can be fitted",
         )
     if isinstance(dataset, Indexed):
         return Selection(source=dataset, indices=indices)
     return Subset(dataset, indices.tolist())
-
-
-def _plain(size: int | float) -> int | float:
-    return int(size) if size > 1 else size

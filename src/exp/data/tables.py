@@ -1,4 +1,4 @@
-"""Tables of numbers and words, encoded by the figures of the training split, and the tables of scikit-learn."""
+"""Tables of numbers and words, encoded by the statistics of the training split, and the tables of scikit-learn."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
-# The name of the figures in Fitted, and the word of a missing value.
+# The statistics of a training split by name.
+Statistics = Mapping[str, Any]
+# The name of the statistics in Fitted, and the word of a missing value.
 FITTED, MISSING = "table", ""
-# Rows that are encoded together, so that their float64 values take little memory.
+# Rows that are encoded together, so that their float64 values need little memory.
 PIECE = 2**14
 
 
@@ -34,8 +36,8 @@ class Words:
     """A column of words, or of classes.
 
     Args:
-        codes: the number of each row's word, `[N]`; -1 for a missing one.
-        names: the words, in order.
+        codes: The number of each row's word, `[N]`; -1 for a missing one.
+        names: The words, in order.
     """
 
     codes: np.ndarray
@@ -50,27 +52,28 @@ class Words:
 class Table(Dataset[object]):
     """Rows of numbers and words, with one target or several.
 
-    A sample is (input, target). `input` is float32 `[F]`: the numbers in their order, then an entry for each word of
-    each column of words, 1 where the row has it. A target is a class, int64 `[]`, or K numbers to predict, float32
-    `[K]`. With several targets, or with words as an index, a sample is a mapping of names.
+    A sample is (input, target). `input` is float32 `[F]`: the numbers, then the one-hot encoding of each column of
+    words. A target is a class, int64 `[]`, or K numbers to predict, float32 `[K]`. With several targets, or with words
+    as an index, a sample is a mapping of names.
 
-    The figures of the training split encode all splits, as scikit-learn's SimpleImputer, StandardScaler and
-    OneHotEncoder(handle_unknown="ignore") do. The splits of a table share its columns and hold the numbers of their
+    The statistics of the training split encode all splits, as scikit-learn's SimpleImputer, StandardScaler and
+    OneHotEncoder(handle_unknown="ignore") do. The splits of a table share its columns and store the numbers of their
     rows.
 
     Args:
-        columns: the names of the numbers.
+        columns: The names of the numbers.
         numbers: float64 `[N, F]`; nan for a missing one.
-        words: columns of words by name.
-        targets: classes, or float64 `[N, K]`, by name. A single target is called `target`.
-        standardise: whether numbers, and targets that are numbers, have mean 0 and deviation 1 in training.
-        impute: the value of a missing number: the mean, the median or the most frequent one of training. A missing
-            word is a separate word, or the most frequent one with "most_frequent".
+        words: The columns of words by name.
+        targets: The classes, or float64 `[N, K]`, by name. A single target is called `target`.
+        standardise: Whether numbers, and targets that are numbers, have mean 0 and deviation 1 in the training split.
+        impute: The value of a missing number: the mean, the median or the most frequent one of the training split. A
+            missing word is a separate word, or the most frequent one with "most_frequent".
         encoding: "one_hot", or "index" for a second input, `categories`, int64 `[C]`: the number of each column's word,
-            0 for a word that training does not know.
+            0 for a word that is not in the training split.
 
-    notes: an attribute, notes on the file, one line each.
-    dates: an attribute, the formats of the dates that became numbers, by column.
+    Attributes:
+        notes: Notes on the file, one line each.
+        dates: The formats of the dates that became numbers, by column.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledTable"
@@ -120,7 +123,7 @@ class Table(Dataset[object]):
                 yield name, values.flatten()
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class of each row, `[N]`. Raises: ConfigError at `key` without exactly one target of classes."""
+        """Return the class of each row, `[N]`. Raise ConfigError at `key` unless one target has classes."""
         found = [values for name, values in self.each_target() if name in self.classes]
         if len(found) != 1:
             raise data_error(
@@ -129,13 +132,14 @@ class Table(Dataset[object]):
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Raise ConfigError at `key`: a table that was not read from a file has inputs and targets alone."""
+        """Raise ConfigError at `key`: a table that was not read from a file has no other columns."""
         raise data_error(key, got=name, expected="a column of a file that is no input")
 
     def fit(self) -> Fitted:
-        """Return names of columns, means, deviations, fills, the words and the classes of these rows.
+        """Return names of columns, means, deviations, fills, words and classes of these rows.
 
-        Raises: ConfigError for a column without a number.
+        Raises:
+            ConfigError: A column has no number.
         """
         found: dict[str, Any] = {
             "numbers": list(self.columns),
@@ -167,30 +171,32 @@ class Table(Dataset[object]):
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Encode the rows by the figures of training.
+        """Encode the rows by the statistics of the training split.
 
-        Raises: ConfigError for other columns than those of training, and for a class that training does not know.
+        Raises:
+            ConfigError: The columns are not those of the training split, or a class is not in it.
         """
-        told = fitted_entry(fitted, FITTED, part=self)
-        mine, theirs = [*self.columns, *self.words], [*told["numbers"], *told.get("words", ())]
+        statistics = fitted_entry(fitted, FITTED, part=self)
+        mine, theirs = [*self.columns, *self.words], [*statistics["numbers"], *statistics.get("words", ())]
         if mine != theirs:
-            raise data_error("", got=f"a part with the columns {mine}", expected=f"those of training, {theirs}")
+            expected = f"those of the training split, {theirs}"
+            raise data_error("", got=f"a split with the columns {mine}", expected=expected)
         widths = [
-            self._known_classes(name, target, told) if isinstance(target, Words) else target.shape[1]
+            self._known_classes(name, target, statistics) if isinstance(target, Words) else target.shape[1]
             for name, target in self.targets.items()
         ]
         is_one = len(self.targets) == len(self.classes) == 1
         prepared = Tensors(
-            entries=self._samples(told),
+            entries=self._samples(statistics),
             num_classes=widths[0] if is_one else None,
-            num_outputs=sum(widths) or None,  # rows without answers have none
+            num_outputs=sum(widths) or None,  # rows without targets have none
         )
         prepared.indices, prepared.whole_length = self.indices, self.whole_length
-        prepared.value_names = self._names_of_values(told)
+        prepared.value_names = self._names_of_values(statistics)
         return prepared
 
     def unknown_words(self, fitted: Fitted) -> dict[str, dict[str, int]]:
-        """Return how many rows have each word that training does not know, by column; an empty word is missing."""
+        """Return how many rows have each word that is not in the training split, by column. A missing word is empty."""
         known = fitted_entry(fitted, FITTED, part=self).get("words", {})
         found = {}
         for name, column in self.words.items():
@@ -201,42 +207,44 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file and on these rows, one line each. stage: the rows in words."""
+        """Return notes on the file and on these rows, one line each. stage: The name of these rows."""
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
             named = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])
             rows = f"{sum(words.values())} of {len(self)} rows of {stage}"
-            lines.append(f"training has not seen the {name} of {rows}, which count as none of its words: {named}")
+            lines.append(
+                f"the {name} of {rows} is not in the training split, and is encoded as an unknown word: {named}"
+            )
         return lines
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return rows as the file has them: numbers in float64, nan for a missing one. Words are encoded."""
-        told = fitted_entry(fitted, FITTED, part=self)
+        """Return rows in the units of the file: numbers in float64, nan for a missing one. Words are encoded."""
+        statistics = fitted_entry(fitted, FITTED, part=self)
         part = self.select(indices)
         part.standardise = False
-        fills = torch.full_like(told["fills"], torch.nan) if self.columns else None
+        fills = torch.full_like(statistics["fills"], torch.nan) if self.columns else None
         figures = [name for name in self.targets if name not in self.classes]
         return {
-            **part.encoded({FITTED: {**told, "fills": fills}}),
-            **{name: part.target_values(name, told) for name in figures},
+            **part.encoded({FITTED: {**statistics, "fills": fills}}),
+            **{name: part.target_values(name, statistics) for name in figures},
         }
 
     def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the inputs by name, numbers in float64: `input` `[N, F]`, and with an index `categories` `[N, C]`."""
-        told = fitted_entry(fitted, FITTED, part=self)
+        """Return the inputs in float64: `input` `[N, F]`, and with encoding="index" also `categories` `[N, C]`."""
+        statistics = fitted_entry(fitted, FITTED, part=self)
         inputs: dict[str, Tensor] = {}
         if self.columns:
             values = torch.from_numpy(self._of_rows(self.numbers))
-            values = torch.where(values.isnan(), told["fills"], values)
-            inputs["input"] = (values - told["means"]) / told["deviations"] if self.standardise else values
-        codes = {name: self._coded(name, column, told) for name, column in self.words.items()}
+            values = torch.where(values.isnan(), statistics["fills"], values)
+            inputs["input"] = (values - statistics["means"]) / statistics["deviations"] if self.standardise else values
+        codes = {name: self._coded(name, column, statistics) for name, column in self.words.items()}
         if codes and self.encoding == "index":
             inputs["categories"] = torch.stack(list(codes.values()), 1)
         elif codes:
             pieces = [inputs["input"]] if self.columns else []
             for name, numbers in codes.items():
-                # The first entry is that of a word that training does not know.
-                hot = torch.nn.functional.one_hot(numbers, len(told["words"][name]) + 1)
+                # The first entry is that of an unknown word.
+                hot = torch.nn.functional.one_hot(numbers, len(statistics["words"][name]) + 1)
                 pieces.append(hot[:, 1:].double())
             inputs["input"] = torch.cat(pieces, 1)
         return inputs
@@ -245,16 +253,18 @@ class Table(Dataset[object]):
         return values if self.rows is None else values[self.rows]
 
     def _counts(self, column: Words) -> np.ndarray:
-        """Return how many rows have no word, and then each word, int64 `[size + 1]`."""
+        """Return how many rows have no word, and how many have each word, int64 `[size + 1]`."""
         return np.bincount(self._of_rows(column.codes) + 1, minlength=len(column.names) + 1)
 
-    def _samples(self, told: Mapping[str, Any]) -> Entries:
-        """Return the rows as a network sees them."""
+    def _samples(self, statistics: Statistics) -> Entries:
         whole: dict[str, Tensor] = {}
         for start in range(0, len(self), PIECE):
             stop = min(start + PIECE, len(self))
             part = self.select(torch.arange(start, stop))
-            values = {**part.encoded({FITTED: told}), **{name: part.target_values(name, told) for name in self.targets}}
+            values = {
+                **part.encoded({FITTED: statistics}),
+                **{name: part.target_values(name, statistics) for name in self.targets},
+            }
             for name, value in values.items():
                 if name not in whole:
                     dtype = torch.float32 if value.is_floating_point() else value.dtype
@@ -262,67 +272,67 @@ class Table(Dataset[object]):
                 whole[name][start:stop] = value
         return tuple(whole.values()) if list(whole) == ["input", TARGET] else whole
 
-    def _names_of_values(self, told: Mapping[str, Any]) -> ValueNames:
-        columns, words = list(self.columns), told.get("words", {})
+    def _names_of_values(self, statistics: Statistics) -> ValueNames:
+        columns, words = list(self.columns), statistics.get("words", {})
         is_index = bool(words) and self.encoding == "index"
         if not is_index:
             columns += [f"{name}={word or 'missing'}" for name, known in words.items() for word in known]
         named: dict[str, Sequence[str]] = {"input": columns} if columns else {}
         return ValueNames(
             columns={**named, "categories": list(words)} if is_index else named,
-            classes=told["classes"],
+            classes=statistics["classes"],
             unknown={"categories": 0} if is_index else {},
         )
 
-    def _coded(self, name: str, column: Words, told: Mapping[str, Any]) -> Tensor:
-        """Return the number of each row's word in training, int64 `[N]`, from 1; 0 for an unknown one."""
-        place = {word_key(word): number for number, word in enumerate(told["words"][name], 1)}
-        missing = told["most_frequent"][name] if self.impute == "most_frequent" else MISSING
+    def _coded(self, name: str, column: Words, statistics: Statistics) -> Tensor:
+        """Return the number of each row's word in the training split, int64 `[N]`, from 1; 0 for an unknown one."""
+        place = {word_key(word): number for number, word in enumerate(statistics["words"][name], 1)}
+        missing = statistics["most_frequent"][name] if self.impute == "most_frequent" else MISSING
         numbers = np.array([place.get(word_key(word), 0) for word in (*column.names, missing)])
         return torch.from_numpy(numbers[self._of_rows(column.codes)])  # -1 takes the last one
 
-    def target_values(self, name: str, told: Mapping[str, Any]) -> Tensor:
+    def target_values(self, name: str, statistics: Statistics) -> Tensor:
         target = self.targets[name]
         if isinstance(target, Words):
-            order = {word_key(word): number for number, word in enumerate(told["classes"].get(name, ()))}
+            order = {word_key(word): number for number, word in enumerate(statistics["classes"].get(name, ()))}
             numbers = np.array([order.get(word_key(word), 0) for word in target.names])
             return torch.from_numpy(numbers[self._of_rows(target.codes)])
         values = torch.from_numpy(self._of_rows(target))
-        scaled: Tensor = (values - told["target_means"][name]) / told["target_deviations"][name]
+        scaled: Tensor = (values - statistics["target_means"][name]) / statistics["target_deviations"][name]
         return scaled if self.standardise else values
 
-    def _known_classes(self, name: str, target: Words, told: Mapping[str, Any]) -> int:
-        """Return the number of classes of training. Raises: ConfigError for a class that training does not know."""
-        theirs = list(told["classes"].get(name, ()))
+    def _known_classes(self, name: str, target: Words, statistics: Statistics) -> int:
+        """Return the number of classes in the training split. Raise ConfigError for a class that is not in it."""
+        theirs = list(statistics["classes"].get(name, ()))
         keys = set(map(word_key, theirs))
         for number in np.flatnonzero(self._counts(target)[1:]).tolist():
             if word_key(target.names[number]) not in keys:
                 row = int((self._of_rows(target.codes) == number).argmax())
-                got = f"the class {target.names[number]} of {name} in row {row}, which training does not know"
-                raise data_error("", got=got, expected=f"its classes, {', '.join(theirs)}")
+                got = f"the class {target.names[number]} of {name} in row {row}, which is not in the training split"
+                raise data_error("", got=got, expected=f"one of its classes, {', '.join(theirs)}")
         return len(theirs)
 
     def _fills(self, numbers: np.ndarray) -> Tensor:
-        """Return the value of a missing number by column. Raises: ConfigError for a column without a number."""
+        """Return the value of a missing number by column. Raise ConfigError for a column without a number."""
         fills = []
         for name, column in zip(self.columns, numbers.T, strict=True):
             known = column[~np.isnan(column)]
             if not len(known):
                 raise data_error(
                     "dataset.ignore",
-                    got=f"the column {name}, without a single number in the training part",
+                    got=f"the column {name}, without a number in the training split",
                     expected="columns with a number to fill the others with",
                     fix=f"Leave it out with data.dataset.ignore=[{name}]",
                 )
             if self.impute == "most_frequent":
                 values, counts = np.unique(known, return_counts=True)
-                fills.append(float(values[counts.argmax()]))  # of equally frequent ones the smallest
+                fills.append(float(values[counts.argmax()]))  # the smallest of equally frequent ones
             else:
                 fills.append(float(np.median(known) if self.impute == "median" else known.mean()))
         return torch.tensor(fills, dtype=torch.float64)
 
     def _words_of(self, column: Words, counts: np.ndarray) -> list[str]:
-        """Return the words that these rows have, in order; a missing one last."""
+        """Return the words of these rows, in order; a missing one is last."""
         words = [name for name, count in zip(column.names, counts[1:].tolist(), strict=True) if count]
         has_missing = counts[0] > 0 and self.impute != "most_frequent"
         return [*words, MISSING] if has_missing else words
@@ -334,9 +344,9 @@ class ShippedTable(Table):
     Args:
         features: float64 `[N, F]`.
         targets: float64 `[N]`.
-        columns: the names of the features.
-        classes: the names of the classes; None for a regression.
-        standardise: as of Table.
+        columns: The names of the features.
+        classes: The names of the classes; None for a regression.
+        standardise: As in Table.
     """
 
     def __init__(
@@ -389,9 +399,9 @@ DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6
 
 
 def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of each column of float64 `[N, F]`.
+    """Return the mean and the deviation of each column of float64 `[N, F]`.
 
-    The deviation of a constant column is 1, within the rounding that scikit-learn's StandardScaler allows.
+    The deviation of a constant column is 1. As in scikit-learn's StandardScaler, rounding errors do not count.
     """
     count, mean = len(values), values.mean(0)
     squares = values - mean

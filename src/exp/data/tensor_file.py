@@ -1,4 +1,4 @@
-"""Arrays from a file: .npz of NumPy, .pt of torch."""
+"""Tensors from a file: .npz of NumPy, .pt of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exp.data.arrays import NUMERIC, read_archive
-from exp.data.data_errors import data_error, refuse_unknown_columns
+from exp.data.data_errors import data_error, file_error, refuse_unknown_columns, require_equal_lengths
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
 from exp.data.in_memory import Tensors
@@ -22,15 +22,19 @@ from exp.data.labels import classes_in
 class TensorFile(Tensors):
     """Two arrays of a file. Nothing in a file is executed: no pickles in .npz, weights only in .pt.
 
-    Inputs `[N, ...]`: float64 stays, other floating numbers and bytes (pixels) become float32, other whole numbers
-    (tokens) int64. Targets `[N, ...]`: integers are classes, int64; floating numbers are regression targets in the
-    dtypes of inputs, `[N]` as `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
+    Inputs `[N, ...]`: float64 stays, other floating numbers and bytes (pixels) become float32, other integers (tokens)
+    int64. Targets `[N, ...]`: integers are classes, int64. Floating numbers are regression targets in the dtypes of
+    inputs, `[N]` as `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
 
-    path: relative to the current folder, or else to directory. input, target: the names of the two arrays; a .pt file
-    may hold a pair instead. With a target of null, samples are inputs alone. scale: factor on floating inputs,
-    0.00392 for pixels between 0 and 1.
+    Args:
+        path: The file, relative to the current folder or to `directory`.
+        directory: The folder in which the path is looked up after the current one.
+        input: The name of the inputs. A .pt file may have a pair instead of names.
+        target: The name of the targets; None for samples without targets.
+        scale: A factor on floating inputs and bytes; 0.00392 for pixels between 0 and 1.
 
-    Raises: ConfigError for a file or a name that is not there, arrays of unequal length, numbers that are not finite.
+    Raises:
+        ConfigError: The file or a name does not exist, the arrays differ in length, or a number is not finite.
     """
 
     def __init__(
@@ -45,9 +49,7 @@ class TensorFile(Tensors):
         file = data_file(path, directory=directory)
         names = {"input": input} if target is None else {"input": input, TARGET: target}
         arrays = read_arrays(file, names=names)
-        if len({len(tensor) for tensor in arrays.values()}) > 1:
-            got = f"{file} with {' and '.join(f'{len(tensor)} {name}s' for name, tensor in arrays.items())}"
-            raise data_error("dataset.path", got=got, expected="as many of the one as of the other")
+        require_equal_lengths({name: len(tensor) for name, tensor in arrays.items()}, file)
         for name, tensor in arrays.items():
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             if bad.any():
@@ -70,7 +72,7 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the named arrays of a file, by role. Raises: ConfigError for another file, and for an unknown name."""
+    """Return the named arrays of a file by role. Raise ConfigError for another file, and for an unknown name."""
     if file.suffix == ".npz":
         arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}
         native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
@@ -87,9 +89,7 @@ def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     try:
         held = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        expected = "tensors alone, saved by torch.save"
-        raise data_error("dataset.path", got=f"{file} ({reason})", expected=expected) from error
+        raise file_error(file, f"{type(error).__name__}: {error}", "only tensors, saved by torch.save") from error
     if isinstance(held, tuple | list) and len(held) == len(names):
         held = dict(zip(names, held, strict=True))
     if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):

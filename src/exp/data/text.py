@@ -1,4 +1,4 @@
-"""Text data for a character model: each character is predicted from those before it."""
+"""Text data for a character model, which predicts the next character."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torch.utils.data import Dataset
 from exp.data.data_errors import data_error, fitted_entry
 from exp.data.dataset_files import find_files
 from exp.data.entries import TARGET
-from exp.data.in_memory import Entries, Fitted
+from exp.data.in_memory import Fitted, Gathered
 from exp.data.randomness import seed_for
 from exp.data.splits import contiguous
 from exp.data.value_names import ValueNames
 from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# What fit() calls the known characters.
+# The name of the known characters in the result of fit().
 FITTED = "characters"
 
 
 class Text(Dataset[object]):
-    """The text of some files, of which the characters of the training split are numbered.
+    """The text of some files, as numbers of the characters in the training split.
 
     Args:
-        files: a file, a glob (`books/**/*.txt`), or several of them, relative to the current folder, or else to
-            directory; None is the top level of Python's standard library, 4.7 million characters that are on every
-            machine. They are joined in the order of their names.
-        directory: the folder in which files are looked for after the current one.
-        block_size: characters of a sample, T.
-        vocabulary_size: how many characters to know, the most frequent ones of training; None for all of them. All
-            others are one unknown character, which counts in addition.
+        files: A file, a glob (`books/**/*.txt`), or several, relative to the current folder or to `directory`. None is
+            the top level of Python's standard library, 4.7 million characters that are on every machine. The files are
+            joined in the order of their names.
+        directory: The folder in which files are looked up after the current one.
+        block_size: The characters of a sample, T.
+        vocabulary_size: The number of known characters, the most frequent ones of the training split; None for all of
+            them. All others are one additional unknown character.
 
     Raises:
-        ConfigError: for a pattern without a file, and for a file that is not UTF-8.
+        ConfigError: A pattern finds no file, or a file is not UTF-8.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Text(Dataset[object]):
         return max(0, (len(self.codes) - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Text]:
-        """Return contiguous splits, in the order of the text, so that no character of one is seen in another.
+        """Return contiguous splits in the order of the text. No character is in two splits.
 
-        sizes: fractions of the characters, or whole numbers of blocks.
+        Args:
+            sizes: Fractions of the characters, or whole numbers of blocks.
         """
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous(sizes, len(self.codes), block_size=self.block_size).items():
@@ -69,13 +70,14 @@ class Text(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the characters of this text that are known."""
+        """Return the known characters of this text."""
         return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Return the blocks, encoded in the vocabulary of training.
+        """Return the blocks, encoded in the vocabulary of the training split.
 
-        Raises: ConfigError for a text that is shorter than a block, and if training is no text.
+        Raises:
+            ConfigError: The text is shorter than a block, or the training split is not text.
         """
         vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
         tokens = vocabulary.encode_codes(self.codes)
@@ -83,7 +85,7 @@ class Text(Dataset[object]):
 
 
 class Vocabulary:
-    """Characters by number. characters: in order; the first one, 0, stands for all that are not known."""
+    """Characters by number. characters: The characters in order; number 0 means an unknown one."""
 
     unit = "characters"
     unknown = 0
@@ -96,14 +98,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, codes: np.ndarray, *, size: int | None = None) -> Vocabulary:
-        """The characters of these code points in the order of Unicode, behind the unknown one.
+        """Return the characters of these code points: the unknown one, then the others in the order of Unicode.
 
-        size: the most frequent ones only; None for all.
+        Args:
+            codes: The code points.
+            size: The number of characters, the most frequent ones; None for all.
         """
         counts = np.bincount(codes)
         known = np.flatnonzero(counts)
         if size is not None and size < len(known):
-            # A stable sort of the negative counts: of two equally frequent ones, the first in Unicode.
+            # A stable sort: of two equally frequent characters, the first in Unicode is kept.
             known = np.sort(known[np.argsort(-counts[known], kind="stable")[:size]])
         return cls(characters=UNKNOWN + "".join(map(chr, known)))
 
@@ -111,23 +115,24 @@ class Vocabulary:
         return len(self.characters)
 
     def encode(self, text: str) -> Tensor:
-        """Numbers of the characters, int64 `[T]`."""
+        """Return the numbers of the characters, int64 `[T]`."""
         return self.encode_codes(code_points(text)).long()
 
     def decode(self, tokens: Tensor) -> str:
         return "".join(self.characters[token] for token in tokens.tolist())
 
     def encode_codes(self, codes: np.ndarray) -> Tensor:
-        """Numbers of the code points in the smallest dtype that holds them, `[T]`."""
-        beyond = len(self._numbers)
+        """Return the numbers of the code points in the smallest dtype, `[T]`."""
         numbers = np.append(self._numbers, self._numbers.dtype.type(0))
-        return torch.from_numpy(numbers[np.minimum(codes, beyond)])
+        return torch.from_numpy(numbers[np.minimum(codes, len(self._numbers))])
 
 
 class Decoder(Protocol):
-    """What the numbers in a text stand for.
+    """The texts of numbers.
 
-    unit: what one of them is, in the plural. unknown: the number of what is not known; None where all is.
+    Attributes:
+        unit: The name of the numbered units in the plural.
+        unknown: The number that means an unknown unit; None without one.
     """
 
     unit: str
@@ -136,17 +141,17 @@ class Decoder(Protocol):
     def unknown(self) -> int | None: ...
 
     def __len__(self) -> int:
-        """How many there are, V."""
+        """Return the number of units, V."""
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of numbers `[T]`."""
+        """Return the text of numbers `[T]`."""
 
 
-class TextBlocks(Dataset[Entries]):
-    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the same one character, or token, on.
+class TextBlocks(Gathered):
+    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the next characters or tokens.
 
-    In training, every epoch cuts the text at another offset, below T, so that a token is not always seen with the same
-    context; the last block then goes on at the beginning of the text.
+    In training, every epoch cuts the text at another offset below T, so that the context of a token varies. The last
+    block then continues at the beginning of the text.
     """
 
     def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Decoder, offset: int = 0) -> None:
@@ -155,19 +160,19 @@ class TextBlocks(Dataset[Entries]):
         if len(tokens) <= block_size:
             raise data_error(
                 "dataset.block_size",
-                got=f"{block_size}, and a part of {len(tokens)} {vocabulary.unit}",
-                expected=f"{max(1, len(tokens) - 1)} at most: a block and what follows it",
+                got=f"{block_size}, and a split of {len(tokens)} {vocabulary.unit}",
+                expected=f"{max(1, len(tokens) - 1)} at most, which leaves a target for the last position",
             )
-        # Overlap by the one character that is a target in one block and an input in the next; a view, not a copy.
+        # A view. Windows overlap by one character, a target in one block and an input in the next.
         self._windows = tokens[offset:].unfold(0, block_size + 1, block_size)
         self._last: Tensor | None = None
         if len(self._windows) < len(self):
-            behind = tokens[offset + len(self._windows) * block_size :]
-            self._last = torch.cat([behind, tokens[: block_size + 1 - len(behind)]])
+            rest = tokens[offset + len(self._windows) * block_size :]
+            self._last = torch.cat([rest, tokens[: block_size + 1 - len(rest)]])
 
     @property
     def value_names(self) -> ValueNames:
-        """The text of each number, in quotes."""
+        """The text of each number, in quotation marks."""
         words = [repr(self.vocabulary.decode(torch.tensor([number]))) for number in range(len(self.vocabulary))]
         unknown = self.vocabulary.unknown
         return ValueNames(
@@ -178,17 +183,13 @@ class TextBlocks(Dataset[Entries]):
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block_size
 
-    def __getitem__(self, index: int) -> Entries:
-        inputs, targets = self.gather(torch.tensor([index]))
-        return inputs[0], targets[0]
-
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         if self._last is None:
             windows = self._windows.index_select(0, indices)
         else:
             windows = self._windows.index_select(0, indices.clamp_max(len(self._windows) - 1)).long()
             windows[indices == len(self._windows)] = self._last.long()
-        # Whole numbers of their own: a slice of int64 would stay one.
+        # contiguous copies the numbers: a slice of int64 would remain a view.
         return windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
 
     def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
@@ -197,6 +198,7 @@ class TextBlocks(Dataset[Entries]):
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8. Raise ConfigError for another encoding."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -206,7 +208,7 @@ def read_text(path: Path) -> str:
 
 
 def code_points(text: str) -> np.ndarray:
-    """uint32 `[T]`"""
+    """Return the code points of a text, uint32 `[T]`."""
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 

@@ -1,4 +1,4 @@
-"""Text that is in tokens already, in a file that is mapped into memory and may be larger than it."""
+"""Text in a file of tokens, which is memory-mapped and may be larger than memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -26,19 +26,21 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 class TokenFile(Dataset[object]):
-    """The tokens of a file in blocks: input int64 `[T]`, target int64 `[T]`, the same one token on.
+    """The tokens of a file in blocks: input int64 `[T]`, target int64 `[T]`, the next tokens.
 
-    What a batch needs is read, and no more. The parts are contiguous, in the order of the file.
+    Only the tokens of a batch are read. The splits are contiguous, in the order of the file.
 
-    path: a file of numbers and nothing else, .bin as nanoGPT and others write it; or .npy, `[N]`. Relative to the
-        current folder, or else to directory.
-    dtype: of the numbers in a .bin; a .npy says its own.
-    vocabulary_size: how many tokens there are, V; None where a tokenizer says it.
-    tokenizer: the tokenizer.json of the package tokenizers that made them, for people to read them; found as the file
-        is.
-    block_size: tokens of a sample, T.
+    Args:
+        path: A .bin file of raw integers, as nanoGPT writes it, or a .npy file `[N]`, relative to the current folder or
+            to `directory`.
+        directory: The folder in which files are looked up after the current one.
+        dtype: The dtype of the numbers in a .bin file. A .npy file states its dtype.
+        vocabulary_size: The number of tokens, V; None for that of the tokenizer.
+        tokenizer: The tokenizer.json of the package tokenizers that made the tokens, with which text is shown.
+        block_size: The tokens of a sample, T.
 
-    Raises: ConfigError for a file that is not there or holds something else, and where nobody says V.
+    Raises:
+        ConfigError: A file does not exist or has another content, or V is unknown.
     """
 
     def __init__(
@@ -54,51 +56,52 @@ class TokenFile(Dataset[object]):
         self.block_size, self.dtype = block_size, dtype
         self.vocabulary = _vocabulary(vocabulary_size, tokenizer, directory=directory)
         self.file = data_file(path, directory=directory)
-        self._count = len(mapped_tokens(self.file, dtype))
+        self._count = len(map_tokens(self.file, dtype))
 
     def __len__(self) -> int:
         """Return the number of blocks."""
         return max(0, (self._count - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, FileBlocks]:
-        """Return contiguous splits, so that no token of one is seen in another.
+        """Return contiguous splits. No token is in two splits.
 
-        sizes: fractions of the tokens, or whole numbers of blocks.
+        Args:
+            sizes: Fractions of the tokens, or whole numbers of blocks.
         """
         places = contiguous(sizes, self._count, block_size=self.block_size, unit="tokens")
-        options: dict[str, Any] = {"block_size": self.block_size, "vocabulary": self.vocabulary}
-        return {
-            name: FileBlocks(file=self.file, dtype=self.dtype, place=place, **options) for name, place in places.items()
-        }
+        made = functools.partial(
+            FileBlocks, file=self.file, dtype=self.dtype, block_size=self.block_size, vocabulary=self.vocabulary
+        )
+        return {name: made(place=place) for name, place in places.items()}
 
 
 class FileBlocks(TextBlocks):
-    """Blocks of the tokens at a place of a file, which each process maps into memory."""
+    """Blocks of the tokens in a slice of a file, which each process maps into memory."""
 
     def __init__(self, *, file: Path, dtype: TokenDtype, place: slice, block_size: int, vocabulary: Decoder) -> None:
         self._file, self._dtype, self._place = file, dtype, place
-        super().__init__(tokens=mapped_tokens(file, dtype)[place], block_size=block_size, vocabulary=vocabulary)
+        super().__init__(tokens=map_tokens(file, dtype)[place], block_size=block_size, vocabulary=vocabulary)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickled, the mapping is its whole content.
-        options: dict[str, Any] = {"block_size": self.block_size, "vocabulary": self.vocabulary}
-        made = functools.partial(FileBlocks, file=self._file, dtype=self._dtype, place=self._place, **options)
-        return made, ()
+        # A pickled mapping would contain the whole file.
+        made = functools.partial(FileBlocks, file=self._file, dtype=self._dtype, place=self._place)
+        return functools.partial(made, block_size=self.block_size, vocabulary=self.vocabulary), ()
 
 
-def mapped_tokens(file: Path, dtype: TokenDtype) -> Tensor:
-    """Return the numbers of a file, read where they are looked at. dtype: of a file without a header.
+def map_tokens(file: Path, dtype: TokenDtype) -> Tensor:
+    """Return the numbers of a file, which is memory-mapped. dtype: The dtype of a .bin file.
 
-    Raises: ConfigError for a file that holds no whole numbers in a row, or half of one.
+    Raises:
+        ConfigError: The file is not a row of integers.
     """
     key, kind = "dataset.path", file.suffix.lower()
     if kind not in (".npy", ".bin"):
-        raise data_error(key, got=str(file), expected="a .npy, or a .bin of numbers and nothing else")
+        raise data_error(key, got=str(file), expected="a .npy, or a .bin of raw numbers")
     if kind == ".npy":
         held = map_file(file)
         if held.ndim != 1 or held.dtype.kind not in "iu" or not held.dtype.isnative:
             got = f"{file} of shape {list(held.shape)} and {held.dtype.str}"
-            raise data_error(key, got=got, expected="whole numbers in a row, [N], in this machine's order")
+            raise data_error(key, got=got, expected="integers [N] in the byte order of this machine")
     else:
         size, each = file.stat().st_size, np.dtype(dtype).itemsize
         if size % each or not size:
@@ -106,13 +109,13 @@ def mapped_tokens(file: Path, dtype: TokenDtype) -> Tensor:
             raise data_error(key, got=f"{file} of {size} bytes", expected=expected)
         held = np.memmap(file, dtype=dtype, mode="r")
     with warnings.catch_warnings():
-        # Mapped for writing, a file larger than memory would be refused by the system.
+        # A mapping for writing would be limited by the size of memory.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(held)
 
 
 class TokenNumbers:
-    """Tokens of which nobody has told what they stand for. size: how many there are, V."""
+    """Tokens without texts. size: Their number, V."""
 
     unit = "tokens"
     unknown = None
@@ -133,9 +136,9 @@ def _vocabulary(size: int | None, tokenizer: str | None, *, directory: str) -> D
         found = TokenVocabulary(json=read_tokenizer(data_file(tokenizer, directory=directory)).to_str())
         if size not in (None, len(found)):
             got = f"{size}, and a tokenizer of {len(found)} tokens"
-            raise data_error("dataset.vocabulary_size", got=got, expected="null, or as many")
+            raise data_error("dataset.vocabulary_size", got=got, expected="null, or the same number")
         return found
     if size is None:
-        expected = "how many tokens there are, or a tokenizer that says it"
+        expected = "the number of tokens, or a tokenizer"
         raise data_error("dataset.vocabulary_size", got="null, without a tokenizer", expected=expected)
     return TokenNumbers(size=size)

@@ -1,4 +1,4 @@
-"""Text in tokens of a tokenizer, trained on the training part or read from a file. By tokenizers, an extra."""
+"""Text in tokens of a tokenizer, which is trained on the training split or read from a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.data_errors import data_error, fitted_entry, require_extra
+from exp.data.data_errors import data_error, file_error, fitted_entry, require_extra
 from exp.data.dataset_files import data_file, find_files
 from exp.data.in_memory import Fitted
 from exp.data.splits import contiguous
@@ -22,22 +22,25 @@ from exp.shared_types import Stage
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# What fit() calls the tokenizer, as the JSON of its file.
+# The name of the tokenizer's JSON in the result of fit().
 FITTED = "tokenizer"
-# Bytes are tokens of their own, so that none is unknown.
+# Every byte is a token, so that no text is unknown.
 BYTES = 256
 
 
 class Tokens(Dataset[object]):
-    """The text of some files in tokens: input int64 `[T]`, target int64 `[T]`, the same one token on.
+    """The text of some files in tokens: input int64 `[T]`, target int64 `[T]`, the next tokens.
 
-    files: a file, a glob (`books/**/*.txt`), or several, relative to the current folder, or else to directory; None is
-        the top level of Python's own standard library. They are joined in the order of their names.
-    tokenizer: a file of the tokenizers package (tokenizer.json), found as the files are; None trains byte-level
-        byte-pair encoding on the training part.
-    vocabulary_size: of the one that is trained, V. block_size: tokens of a sample, T.
+    Args:
+        files: As in Text.
+        directory: The folder in which files are looked up after the current one.
+        tokenizer: A tokenizer.json of the package tokenizers. None trains byte-level byte-pair encoding on the training
+            split.
+        vocabulary_size: The number of tokens of a trained tokenizer, V.
+        block_size: The tokens of a sample, T.
 
-    Raises: ConfigError where no file is found, one is not UTF-8 or no tokenizer; where tokenizers is not installed.
+    Raises:
+        ConfigError: A file does not exist, is not UTF-8 or not a tokenizer, or the package tokenizers is not installed.
     """
 
     def __init__(
@@ -55,18 +58,21 @@ class Tokens(Dataset[object]):
         self.file = None if tokenizer is None else data_file(tokenizer, directory=directory)
 
     def __len__(self) -> int:
-        """The number of characters, as long as there are no tokens."""
+        """Return the number of characters, because there are no tokens before `prepare`."""
         return len(self.text)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Splits into contiguous parts, in the order of the text, so that no character of one is seen in another.
+        """Return contiguous splits in the order of the text. No character is in two splits.
 
-        sizes: fractions of the characters.
-        Raises: ConfigError for a number of samples, which nobody knows before there is a tokenizer.
+        Args:
+            sizes: Fractions of the characters.
+
+        Raises:
+            ConfigError: A size is a number of samples, which is unknown before the tokenizer is trained.
         """
         for name, size in sizes.items():
             if isinstance(size, int):
-                expected = "a fraction: how many blocks there are, the tokenizer decides"
+                expected = "a fraction: the number of blocks depends on the tokenizer"
                 raise data_error(f"parts.{name}", got=str(size), expected=expected)
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous({name: float(size) for name, size in sizes.items()}, len(self.text)).items():
@@ -74,25 +80,19 @@ class Tokens(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """The tokenizer: that of the file, or one that is trained on this part."""
-        return {
-            FITTED: (
-                _trained(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
-            ).to_str()
-        }
+        """Return the tokenizer of the file, or one that is trained on this split."""
+        found = _train(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
+        return {FITTED: found.to_str()}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Encodes this part by the tokenizer.
-
-        Raises: ConfigError where it is shorter than a block.
-        """
+        """Return the blocks, encoded by the tokenizer. Raise ConfigError for a text shorter than a block."""
         vocabulary = TokenVocabulary(json=fitted_entry(fitted, FITTED, part=self))
         tokens = vocabulary.encode(self.text)
         return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
 
 
 class TokenVocabulary:
-    """The tokens of a tokenizer. json: the content of its file."""
+    """The tokens of a tokenizer. json: The content of its file."""
 
     unit = "tokens"
 
@@ -106,13 +106,13 @@ class TokenVocabulary:
 
     @property
     def unknown(self) -> int | None:
-        # A model of bytes, or of pieces, has none.
+        # A model of bytes or of pieces has no such token.
         name = getattr(self._tokenizer.model, "unk_token", None)
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> Tensor:
-        """Numbers of the tokens, int32 `[T]`."""
-        # Line by line, for whole books are more than an encoding should hold; each token lies within a line.
+        """Return the numbers of the tokens, int32 `[T]`."""
+        # Line by line, because an encoding of a whole book needs much memory. No token crosses lines.
         lines = self._tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
         numbers = [number for line in lines for number in line.ids]
         return torch.tensor(numbers, dtype=torch.int32)
@@ -121,7 +121,7 @@ class TokenVocabulary:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
 
-def _trained(text: str, size: int) -> Tokenizer:
+def _train(text: str, size: int) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -134,14 +134,11 @@ def _trained(text: str, size: int) -> Tokenizer:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a file.
-
-    Raises: ConfigError where it is none.
-    """
+    """Return the tokenizer of a file. Raise ConfigError for a file that is not a tokenizer."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # what tokenizers raises has no class of its own
-        got = f"{file} ({str(error).splitlines()[0]})"
-        raise data_error("dataset.tokenizer", got=got, expected="a tokenizer.json of the package tokenizers") from error
+    except Exception as error:  # tokenizers raises plain exceptions
+        expected = "a tokenizer.json of the package tokenizers"
+        raise file_error(file, error, expected, key="dataset.tokenizer") from error

@@ -1,26 +1,27 @@
-"""The names that a data set has for the values of its samples: columns, classes, the number of what is unknown."""
+"""Names of the values of samples: columns, classes, and the number of an unknown word."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from torch.utils.data import Subset
 
 from exp.data.entries import TARGET
 
-# In what a training part tells: by target, mean and deviation.
+# The key of a split's statistics with the mean and the deviation of each target.
 SCALES = "scales"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueNames:
-    """For people: no network sees them. Each is by the name of the entry, `input` and `target` of a pair.
+    """Names for people, by the name of an entry: `input` and `target` of a pair.
 
-    columns: of an entry's last axis. classes: of a target, in the order of their numbers.
-    unknown: of whole numbers the one that stands for whatever the training part has not seen.
+    Args:
+        columns: The names along an entry's last axis.
+        classes: The names of a target's classes, in the order of their numbers.
+        unknown: The number that means an unknown word.
     """
 
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -28,11 +29,11 @@ class ValueNames:
     unknown: Mapping[str, int] = field(default_factory=dict)
 
 
-def told_classes(fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The names of classes by target, out of what a training part told and a checkpoint kept."""
+def fitted_classes(fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
+    """Return the names of classes by target, from the statistics of the training split."""
     found: dict[str, Sequence[str]] = {}
-    for told in fitted.values():
-        classes = told.get("classes") if isinstance(told, Mapping) else None
+    for statistics in fitted.values():
+        classes = statistics.get("classes") if isinstance(statistics, Mapping) else None
         if isinstance(classes, Mapping):
             found |= {str(target): list(names) for target, names in classes.items()}
         elif isinstance(classes, list | tuple) and classes:
@@ -40,14 +41,19 @@ def told_classes(fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     return found
 
 
-def class_names(part: object, fitted: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Return the names of classes by target. part: of the data. fitted: what the training part told."""
-    return {**value_names(part).classes, **told_classes(fitted)}
+def class_names(part: object, fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
+    """Return the names of classes by target.
+
+    Args:
+        part: A split of the data.
+        fitted: The statistics of the training split.
+    """
+    return {**value_names(part).classes, **fitted_classes(fitted)}
 
 
-def told_scales(fitted: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Mean and deviation, float64 `[]` or `[K]`, by which training standardised the numbers of each target."""
-    held = [told[SCALES] for told in fitted.values() if isinstance(told, Mapping) and SCALES in told]
+def fitted_scales(fitted: Mapping[str, object]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the mean and the deviation that standardize each target, float64 `[]` or `[K]`."""
+    held = [entry[SCALES] for entry in fitted.values() if isinstance(entry, Mapping) and SCALES in entry]
     return {
         str(target): (np.asarray(mean), np.asarray(deviation))
         for scales in held
@@ -56,7 +62,7 @@ def told_scales(fitted: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.nda
 
 
 def value_names(part: object) -> ValueNames:
-    """Those that a part states in `value_names`, or as torchvision's data sets do, in `classes`; else none."""
+    """Return the `value_names` of a split; otherwise the names in `classes`, as torchvision's data sets have them."""
     if isinstance(part, Subset):
         return value_names(part.dataset)
     stated = getattr(part, "value_names", None)

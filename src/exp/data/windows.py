@@ -1,4 +1,4 @@
-"""Time series: windows of rows, and the rows after them to predict."""
+"""Time series: windows of rows, and the following rows to predict."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from annotated_types import Ge, Len
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.cells import DecimalSign
+from exp.data.cells import DecimalSign, finite_number
 from exp.data.column_source import open_source
 from exp.data.csv_source import Dialect
 from exp.data.data_errors import data_error, fitted_entry, refuse_unknown_columns
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
-from exp.data.in_memory import Entries, Fitted
+from exp.data.in_memory import Fitted, Gathered
 from exp.data.source import NAMELESS, Days, Name, Source
 from exp.data.splits import contiguous
 from exp.data.tables import moments
@@ -32,28 +32,28 @@ FITTED = "windows"
 class Windows(Dataset[object]):
     """A time series from a file, cut into windows.
 
-    A sample is (input, target): input float32 `[T, C]`, T rows; target float32 `[horizon]`, the target column in the
-    rows after them, or `[horizon, K]` for a list of columns. The splits follow each other in time. Columns without a
-    name, such as an index that pandas wrote, are left out.
+    A sample is (input, target). The input is float32 `[T, C]`, T rows. The target is float32 `[horizon]`, the target
+    column in the next rows, or `[horizon, K]` for a list of columns. The splits follow each other in time. Columns
+    without a name, such as an index that pandas wrote, are left out.
 
     Args:
-        path: a file in .csv, .parquet, .jsonl, .npz or .npy, `[N]` or `[N, C]`. Relative to the current folder, or else
-            to directory.
-        targets: the column to predict, or several, by name, or by number from 0 in a file without names.
-        directory: the folder in which the path is looked for after the current one.
-        length: rows of an input, T.
-        horizon: rows to predict.
-        stride: rows from the beginning of one window to the next.
-        columns: those that the network sees, in order; None for all. A target need not be among them.
-        time: a column of dates or numbers, which must grow from row to row; it is left out of the input.
-        delimiter: see Csv.
-        decimal: see Csv.
-        header: see Csv.
-        standardise: whether each column has mean 0 and deviation 1 in the training split, targets too.
+        path: A file in .csv, .parquet, .jsonl, .npz or .npy, `[N]` or `[N, C]`, relative to the current folder or to
+            `directory`.
+        targets: The column to predict, or several, by name, or by number from 0 in a file without names.
+        directory: The folder in which the path is looked up after the current one.
+        length: The rows of an input, T.
+        horizon: The rows to predict.
+        stride: The rows from the start of one window to the start of the next.
+        columns: The input columns, in order; None for all. A target need not be an input.
+        time: A column of dates or numbers that must increase from row to row. It is not an input.
+        delimiter: As in Csv.
+        decimal: As in Csv.
+        header: As in Csv.
+        standardise: Whether each column has mean 0 and deviation 1 in the training split, targets too.
 
     Raises:
-        ConfigError: for a file or a column that is not there, a value that is no finite number, and rows that are not
-            in the order of time.
+        ConfigError: The file or a column does not exist, a value is not a finite number, or the rows are not in the
+            order of time.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledSeries"
@@ -99,19 +99,20 @@ class Windows(Dataset[object]):
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Windows]:
         """Return contiguous splits in the order of time, so that no window reaches into another split.
 
-        sizes: fractions of the rows, or whole numbers of windows.
+        Args:
+            sizes: Fractions of the rows, or whole numbers of windows.
         """
         whole = self.length + self.horizon - self.stride
         rows = {name: size * self.stride + whole if isinstance(size, int) else size for name, size in sizes.items()}
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous(rows, len(self.values)).items():
             parts[name].values = self.values[place]
-            # The copy has the cached rows of the whole.
+            # The copy has the cached windows of the whole series.
             vars(parts[name]).pop("_plain", None)
         return parts
 
     def fit(self) -> Fitted:
-        """Return mean and deviation of each column in these rows."""
+        """Return the mean and the deviation of each column in these rows."""
         means, deviations = moments(self.values)
         found = {"columns": list(self.columns), "means": means, "deviations": deviations}
         if self.standardise:
@@ -120,29 +121,29 @@ class Windows(Dataset[object]):
         return {FITTED: found}
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return windows that are not standardised."""
+        """Return windows in the units of the file."""
         return dict(zip(("input", TARGET), self._plain.gather(indices), strict=True))
 
     def prepare(self, fitted: Fitted) -> WindowedRows:
-        """Return the windows, standardised by the training split.
+        """Return the windows, standardized by the training split.
 
-        Raises: ConfigError for fewer rows than a window has, and for other columns than those of training.
+        Raises:
+            ConfigError: There are fewer rows than a window has, or the columns are not those of the training split.
         """
-        told = fitted_entry(fitted, FITTED, part=self)
-        if list(self.columns) != told["columns"]:
-            got, theirs = f"a part with the columns {list(self.columns)}", told["columns"]
-            raise data_error(
-                "", got=got, expected=f"training's, {theirs}", fix=f'Write "data.dataset.columns={theirs}"'
-            )
+        statistics = fitted_entry(fitted, FITTED, part=self)
+        if list(self.columns) != statistics["columns"]:
+            got, theirs = f"a split with the columns {list(self.columns)}", statistics["columns"]
+            expected, fix = f"those of the training split, {theirs}", f'Write "data.dataset.columns={theirs}"'
+            raise data_error("", got=got, expected=expected, fix=fix)
         if not len(self):
             raise data_error(
                 "dataset.length",
-                got=f"{self.length} with a horizon of {self.horizon}, and a part of {len(self.values)} rows",
+                got=f"{self.length} with a horizon of {self.horizon}, and a split of {len(self.values)} rows",
                 expected=f"{len(self.values)} at most together",
-                fix="Shorten the window, or make the part larger in data.parts",
+                fix="Shorten the window, or enlarge the split in data.parts",
             )
         rows = torch.from_numpy(self.values)
-        return self._windows((rows - told["means"]) / told["deviations"] if self.standardise else rows)
+        return self._windows((rows - statistics["means"]) / statistics["deviations"] if self.standardise else rows)
 
     @cached_property
     def _plain(self) -> WindowedRows:
@@ -164,8 +165,8 @@ class Windows(Dataset[object]):
         return [self.columns.index(name) for name in names]
 
 
-class WindowedRows(Dataset[Entries]):
-    """Windows of rows `[N, C]`, and of the targets after them, `[N]` or `[N, K]`. See Windows."""
+class WindowedRows(Gathered):
+    """Windows of rows `[N, C]`, and of their targets, `[N]` or `[N, K]`; see Windows."""
 
     def __init__(
         self, *, rows: Tensor, targets: Tensor, length: int, horizon: int, stride: int, value_names: ValueNames
@@ -178,10 +179,6 @@ class WindowedRows(Dataset[Entries]):
     def __len__(self) -> int:
         return len(self._targets)
 
-    def __getitem__(self, index: int) -> Entries:
-        rows, targets = self.gather(torch.tensor([index]))
-        return rows[0], targets[0]
-
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the windows at indices and their targets."""
         rows, targets = (part.index_select(0, indices) for part in (self._rows, self._targets))
@@ -189,21 +186,21 @@ class WindowedRows(Dataset[Entries]):
 
 
 def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
-    """Return columns of numbers, float64 `[N, C]`. Raises: ConfigError for a value that is missing or no number."""
+    """Return columns of numbers, float64 `[N, C]`. Raise ConfigError for a value that is missing or not a number."""
     places = [source.column(name, key="dataset.path") for name in names]
-    fix = "Fill it in before, as only you know how the series goes there"
-    return source.read(numbers=places, fixes=dict.fromkeys(places, fix)).numbers
+    return source.read(numbers=places, fixes=dict.fromkeys(places, "Fill it in")).numbers
 
 
 def _require_order(source: Source, name: str) -> None:
     column = source.column(name, key="dataset.time")
-    days: Days = {} if source.has_numbers(column) else {column: None}
+    first = next(filter(None, source.texts(column)), "")
+    days: Days = {column: None} if finite_number(first) is None else {}
     instants = source.read(numbers=[column], days=days, fixes={column: "Fill it in"}).numbers
     wrong = np.flatnonzero(np.diff(instants[:, 0]) <= 0)
     if wrong.size:
         raise data_error(
             "dataset.time",
-            got=f"{name} of {source.file}, which does not grow from row {wrong[0]} to row {wrong[0] + 1}",
+            got=f"{name} of {source.file}, which does not increase from row {wrong[0]} to row {wrong[0] + 1}",
             expected="rows in the order of time, each later than the one before",
-            fix="Sort the file, or leave data.dataset.time out where rows are in order without it",
+            fix="Sort the file, or leave data.dataset.time out",
         )

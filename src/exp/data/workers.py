@@ -1,4 +1,4 @@
-"""Batches of any torch Dataset, sample by sample, through torch's DataLoader with its workers."""
+"""Batches of any torch Dataset, read sample by sample with torch's DataLoader and its workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from exp.data.collate import Collate
-from exp.data.data_errors import SampleError, data_error
+from exp.data.data_errors import SampleError, data_error, sample_error
 from exp.data.entries import BatchForm, target_in
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import Transform, apply_transforms, plain_tensors
 from exp.data.labels import Labels
-from exp.data.loader import Loader, ShareSampler, tell_epoch, wanting_epochs
+from exp.data.loader import Loader, ShareSampler, set_epochs, wanting_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
-from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, UserCodeError, one_line
+from exp.errors import ConfigError, ExpError, Interrupted, UserCodeError, one_line
 from exp.shared_types import Batch, Stage
 from exp.signals import install_handler
 
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How samples are fetched: DataLoader's own words, null for its default."""
+    """Options of torch's DataLoader; None for its default."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -40,10 +40,11 @@ class FetchOptions:
     persistent_workers: bool = True
     multiprocessing_context: StartMethod | None = None
 
-    def dataloader(self, dataset: Dataset[Any], **arguments: Any) -> DataLoader[object]:
+    def dataloader(self, dataset: Dataset[Item], **arguments: Any) -> DataLoader[Item]:
+        """Return a DataLoader with these options. arguments: Further arguments of DataLoader."""
         parallel: dict[str, Any] = {}
         if self.num_workers:
-            # A run that fails keeps them alive by its traceback.
+            # The traceback of a failed run keeps the workers alive.
             util.Finalize(None, end_workers, exitpriority=0)
             parallel = {
                 "prefetch_factor": self.prefetch_factor,
@@ -55,7 +56,7 @@ class FetchOptions:
             dataset,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            # DataLoader draws a seed for its workers: from here, so that torch's own generator stays where it is.
+            # DataLoader draws a seed for its workers. This generator leaves torch's default generator unchanged.
             generator=torch.Generator(),
             **parallel,
             **arguments,
@@ -64,81 +65,82 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sample and its number, in its part or from the beginning of its stream.
+    """One sample.
 
-    fingerprint: of what the data set gave; None where nobody asked, and where it has none.
+    Args:
+        index: Its number in the split or in the stream.
+        data: The values.
     """
 
     index: int
     data: object
-    fingerprint: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Makes a batch of samples, and refuses labels that are none of the classes.
+    """Makes batches from samples and checks their labels.
 
-    form: names the batch's entries.
-    named: a sample in words, by its index.
+    Args:
+        collate: Returns the batch of a list of samples.
+        form: Names the entries of the batch.
+        labels: The valid labels.
+        name_of: Returns the name of a sample for messages, by its index.
     """
 
     collate: Collate
     form: BatchForm
     labels: Labels
-    named: Callable[[int], str]
+    name_of: Callable[[int], str]
 
     def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
-        """The batch; an ExpError, not raised, where one of the samples is one, or no batch can be made of them."""
+        """Return the batch, or the ExpError of a sample or of the batch without raising it."""
         if (failed := next((sample for sample in samples if isinstance(sample, ExpError)), None)) is not None:
             return failed
         read = [sample for sample in samples if isinstance(sample, Sample)]
         is_default = self.collate is default_collate
         try:
-            # torch's would make a batch of tv_tensors one in a worker, and a plain tensor outside.
+            # torch's default makes a batch of tv_tensors a tv_tensor in a worker, and a plain tensor in this process.
             batch = self.collate([plain_tensors(sample.data) if is_default else sample.data for sample in read])
             batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
         except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:
-            place = f"from {self.named(read[0].index)} to {self.named(read[-1].index)}"
+            place = f"from {self.name_of(read[0].index)} to {self.name_of(read[-1].index)}"
             if is_default and isinstance(error, TypeError | RuntimeError):
-                return SampleError(_misfit(error, place))
-            return told(error, what=f"making a batch of {len(read)} samples, {place},")
+                return _collate_error(error, place)
+            return user_error(error, what=f"making a batch of {len(read)} samples, {place},")
         return batch
 
     def _place(self, samples: Sequence[Sample], place: int, batch: object) -> str:
         target = target_in(batch)
         if isinstance(target, Tensor) and target.dim() and len(target) == len(samples):
-            return self.named(samples[place].index)
-        # A collate function of the user's own may put several samples into one row.
-        return f"one of the samples from {self.named(samples[0].index)} to {self.named(samples[-1].index)}"
+            return self.name_of(samples[place].index)
+        # A user's collate function may put several samples into one row.
+        return f"one of the samples from {self.name_of(samples[0].index)} to {self.name_of(samples[-1].index)}"
 
 
-def _misfit(error: BaseException, place: str) -> ErrorDetails:
-    """Return the error of samples that torch's collate function makes no batch of."""
-    return ErrorDetails(
-        key="data.collate",
+def _collate_error(error: BaseException, place: str) -> SampleError:
+    """Return the error of samples that torch's collate function cannot batch."""
+    return sample_error(
+        "collate",
         got=f"samples {place}: {one_line(error)}",
         expected="tensors, arrays, numbers and texts of one size, in tuples, lists or mappings",
         fix="Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate",
     )
 
 
-def received(data: object) -> object:
-    """What a loader got, as a batch with its pair as a tuple: collating and pinning turn one into a list.
-
-    Raises: ExpError where it is one, made where a sample was read.
-    """
+def batch_of(data: object) -> object:
+    """Return the result of a DataLoader as a batch. Raise the result if it is an ExpError."""
     if isinstance(data, ExpError):
         raise data
     return as_batch(data)
 
 
-def told(error: BaseException, *, what: str) -> UserCodeError:
-    """The error that tells what the user's own code raised, SystemExit and GeneratorExit included.
+def user_error(error: BaseException, *, what: str) -> UserCodeError:
+    """Return the error of an exception in the user's code, also of SystemExit and GeneratorExit.
 
-    Raises: the same where a signal may have raised it. Workers ignore those.
+    An exception that a signal may have raised is raised again. Workers ignore signals.
     """
     if isinstance(error, KeyboardInterrupt | Interrupted) and get_worker_info() is None:
         raise error
@@ -146,27 +148,16 @@ def told(error: BaseException, *, what: str) -> UserCodeError:
 
 
 class SampleSource(Dataset["Sample | ExpError"]):
-    """Samples by (epoch, index), each with the random generators set to (seed, part, epoch, index) first.
+    """Samples by (epoch, index). The random generators are set to (seed, split, epoch, index) before each sample.
 
-    So augmentation that draws from Python, NumPy or torch gives the same sample whoever fetches it, and when.
+    Augmentation with Python's, NumPy's or torch's generators therefore does not depend on the process that reads.
 
-    A sample that cannot be read is given as the UserCodeError that says so: raised, torch would tell it in words of its
-    own in a worker, and take a StopIteration for the end of the data.
-
-    fingerprint: of each sample, before transforms; None takes none.
+    The result for a sample that cannot be read is its UserCodeError. If it were raised in a worker, torch would replace
+    its message, and take a StopIteration for the end of the data.
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: Dataset[object],
-        transforms: Sequence[Transform],
-        seed: int,
-        stage: Stage,
-        fingerprint: Callable[[object], object] | None = None,
-    ) -> None:
+    def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage) -> None:
         self.dataset = dataset
-        self.fingerprint = fingerprint
         self.transforms = tuple(transforms)
         self.seed = seed
         self.stage = stage
@@ -180,30 +171,27 @@ class SampleSource(Dataset["Sample | ExpError"]):
         epoch, index = position
         try:
             if self._epochs:
-                self._tell_epoch(epoch)
+                self._set_epoch(epoch)
             reseed_sample(seed=self.seed, epoch=epoch, index=index, stage=self.stage)
-            raw = self.dataset[index]
-            # First: a transform may change it in place.
-            taken = None if self.fingerprint is None else self.fingerprint(raw)
-            return Sample(index=index, data=apply_transforms(raw, self.transforms), fingerprint=taken)
+            return Sample(index=index, data=apply_transforms(self.dataset[index], self.transforms))
         except (ConfigError, SampleError) as error:
             return error
         except BaseException as error:
-            return told(error, what=f"reading {self.named(index)}")
+            return user_error(error, what=f"reading {self.name_of(index)}")
 
-    def _tell_epoch(self, epoch: int) -> None:
-        tell_epoch(self._epochs, epoch, seed=self.seed)
+    def _set_epoch(self, epoch: int) -> None:
+        set_epochs(self._epochs, epoch, seed=self.seed)
         if len(self) != self._length:
             got = f"{len(self)} samples in epoch {epoch}, and {self._length} before"
             raise data_error(self.stage, got=got, expected="as many samples in every epoch")
 
-    def named(self, index: int) -> str:
-        """A sample in words."""
+    def name_of(self, index: int) -> str:
+        """Return the name of a sample for messages."""
         return sample_name(self.dataset, index, stage=self.stage)
 
 
 class WorkerLoader(Loader):
-    """Sends (epoch, index) pairs to the workers, so that a batch does not depend on who fetches it."""
+    """Sends (epoch, index) pairs to the workers, so that a batch does not depend on the worker that reads it."""
 
     sampler: ShareSampler
 
@@ -214,8 +202,8 @@ class WorkerLoader(Loader):
         self._source, self.sampler, self._options, self._assembly = source, sampler, options, assembly
 
     @functools.cached_property
-    def _dataloader(self) -> DataLoader[object]:
-        # One for all epochs, so that workers can persist.
+    def _dataloader(self) -> DataLoader[Sample | ExpError]:
+        # The same for all epochs, so that workers can persist.
         return self._options.dataloader(self._source, batch_sampler=self.sampler, collate_fn=self._assembly)
 
     def _length(self) -> int:
@@ -226,16 +214,16 @@ class WorkerLoader(Loader):
         sampler.epoch, sampler.start = epoch, start
         fetched = isolate_generators(iter(self._dataloader), in_process=not self._options.num_workers)
         for data, (size, mine) in zip(fetched, sampler.sizes(epoch, start), strict=False):
-            yield Batch(received(data), mine.size, size, sampler.world_size)
+            yield Batch(batch_of(data), mine.size, size, sampler.world_size)
 
 
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
-    """Yields the iterator's items. Where it runs in this process, the random generators are restored after each."""
+    """Yield the items of an iterator. If it runs in this process, restore the random generators after each item."""
     if not in_process:
         try:
             yield from iterator
         except (ConnectionError, EOFError) as error:
-            # What torch says, where the pipe of a dead worker breaks before torch has looked after it.
+            # torch's message, if the pipe of a dead worker breaks before torch notices the death.
             raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error}.") from error
         return
     while True:
@@ -248,17 +236,17 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignores signals to the group: the run's own process ends its workers once its state is saved."""
+    """Ignore signals to the process group: the main process ends its workers after its state is saved."""
     install_handler(signal.SIG_IGN)
 
 
 def end_workers() -> None:
-    """End workers that are left at exit: multiprocessing asks by SIGTERM, which they ignore, and waits for ever."""
+    """Kill workers at exit, because they ignore the SIGTERM of multiprocessing, which would wait for them forever."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
 
 
 def as_batch(data: object) -> object:
-    """A batch with its pair as a tuple: collating and pinning turn one into a list."""
+    """Return a batch with a pair as a tuple: collating and pinning return a list."""
     return tuple(data) if type(data) is list else data

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
-from exp.data.loader import tell_epoch, wanting_epochs
+from exp.data.loader import set_epochs, wanting_epochs
 from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
 from exp.engine.datamodule import NO_BATCH
 from exp.engine.progress import next_batch
@@ -131,7 +131,7 @@ class PositionedLoader:
                 f"{type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; expected "
                 "false: workers that persist keep the data set of their first epoch"
             )
-        tell_epoch(wanting, epoch, seed=self._batches.seed)
+        set_epochs(wanting, epoch, seed=self._batches.seed)
         samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
         samplers.append(getattr(samplers[1], "sampler", None))
         for part in samplers:

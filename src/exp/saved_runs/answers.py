@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from exp.data.value_names import told_classes, told_scales
+from exp.data.value_names import fitted_classes, fitted_scales
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
@@ -90,7 +90,7 @@ def readings_of(
         fitted: The statistics of the training split.
         classes: The names of the classes in the config.
     """
-    named, scales = told_classes(fitted), told_scales(fitted)
+    named, scales = fitted_classes(fitted), fitted_scales(fitted)
     found: dict[str, Reading] = {}
     for term in objective.terms.values():
         if not isinstance(term, Term) or term.inputs is not None or term.output in found:

@@ -219,7 +219,7 @@ class HuggingFace(Dataset[object]):
         for name in () if _is_transformed(rows) else wanted:
             _refuse_other_features(name, rows.features[name], key="target" if name in self.fields.targets else "inputs")
         try:
-            self.fields = self.fields.settled({name: first[name] for name in wanted}, where="the first row")
+            self.fields = self.fields.of_record({name: first[name] for name in wanted}, where="the first row")
         except SampleError as error:
             raise ConfigError([error.error]) from error
 

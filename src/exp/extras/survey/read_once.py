@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from exp.data.collate import Pad
 from exp.data.data import Data
 from exp.data.entries import named_entries
-from exp.data.in_memory import Samples
-from exp.data.workers import Assembly, Sample, as_batch
+from exp.data.in_memory import Samples, samples_in
+from exp.data.joint_transforms import SampleTransform, Transform, apply_transforms
+from exp.data.loader import GlobalBatches, Loader, ShareSampler
+from exp.data.loading import Loading
+from exp.data.streams import StreamLoader
+from exp.data.workers import Assembly, Sample, WorkerLoader, as_batch
 from exp.errors import ExpError
 from exp.shared_types import Stage
 
@@ -43,18 +47,38 @@ class Read:
     sizes: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Hashed:
+    """A sample after its transforms, and the hash of its inputs before them."""
+
+    data: object
+    hash: bytes | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashBefore(SampleTransform):
+    """Hashes the inputs of a sample, and then applies transforms, which may change the sample in place."""
+
+    hashed: Callable[[object], bytes | None]
+    transforms: Sequence[Transform]
+
+    def __call__(self, sample: object) -> Hashed:
+        taken = self.hashed(sample)
+        return Hashed(apply_transforms(sample, self.transforms), taken)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadAssembly(Assembly):
-    """Makes a Read from samples. inputs: the names of a sample's values."""
+    """Makes a Read from hashed samples. inputs: The names of a sample's values."""
 
     inputs: Sequence[str]
 
     def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
-        batch = super().__call__(samples)
+        read = [replace(one, data=cast(Hashed, one.data).data) for one in samples if isinstance(one, Sample)]
+        batch = super().__call__(read if len(read) == len(samples) else samples)
         if isinstance(batch, ExpError):
             return batch
-        read = [sample for sample in samples if isinstance(sample, Sample)]
-        hashes = [cast(bytes | None, sample.fingerprint) for sample in read]
+        hashes = [cast(Hashed, one.data).hash for one in samples if isinstance(one, Sample)]
         sizes: dict[str, list[tuple[int, ...]]] = {}
         if isinstance(self.collate, Pad):
             named = [entries_of(sample.data, self.inputs) for sample in read]
@@ -64,22 +88,19 @@ class ReadAssembly(Assembly):
 
 
 def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
-    """Yield the first samples of a part in order, each once, with the transforms of epoch 0.
+    """Yield the first samples of a split in order, each once, with the transforms of epoch 0.
 
     Args:
         data: The data.
-        stage: The stage of the part.
+        stage: The stage of the split.
         count: The number of samples; the last batch may exceed it.
         targets: The entries of a sample that are targets, which hashes leave out.
 
     Raises:
         ExpError: A sample cannot be read, or a label is not a class.
     """
-    names = data.held
-    taken = partial(input_hash, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(names))
-    loader = data.ordered_loader(
-        stage, count=count, fingerprint=taken, assembled=lambda one: ReadAssembly(**vars(one), inputs=names)
-    )
+    hashed = partial(input_hash, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(data.names))
+    loader = _ordered_loader(data.loading, stage, count=count, hashed=hashed)
     seen = 0
     for batch in loader:
         assert isinstance(batch.data, Read)
@@ -87,6 +108,31 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
         seen += batch.data.count
         if seen >= count:
             return
+
+
+def _ordered_loader(loading: Loading, stage: Stage, *, count: int, hashed: Callable[[object], bytes | None]) -> Loader:
+    """Return a loader of samples in the order of the data set, each once. A stream is read as a whole."""
+    part = loading.part(stage)
+    options = replace(loading.options, pin_memory=False, persistent_workers=False)
+    transform = HashBefore(hashed=hashed, transforms=loading.transforms.of(stage))
+    if isinstance(part, IterableDataset):
+        stream = replace(loading.stream(stage, part), shuffle=False, shuffle_buffer=0, drop_last=False)
+        assembly = ReadAssembly(**vars(stream.assembly), inputs=loading.names)
+        return StreamLoader(
+            stage=stage, stream=replace(stream, transforms=(transform,), assembly=assembly), options=options
+        )
+    source = loading.source(stage)
+    source.transforms = (transform,)
+    batches = GlobalBatches(
+        length=min(count, samples_in(part)),
+        batch_size=loading.batching.batch_size,
+        shuffle=False,
+        drop_last=False,
+        seed=0,
+    )
+    sampler = ShareSampler(batches=batches, rank=0, world_size=1)
+    assembly = ReadAssembly(**vars(loading.assembly(source.name_of)), inputs=loading.names)
+    return WorkerLoader(stage=stage, source=source, sampler=sampler, options=options, assembly=assembly)
 
 
 def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""The settings that turn the splits of the data into batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from exp.data.batching import Batching
+from exp.data.collate import Collate, Pad, collate_of
+from exp.data.data_errors import require_sample
+from exp.data.entries import BatchForm, by_name, target_in
+from exp.data.in_memory import (
+    AnyDataset,
+    Indexed,
+    IndexedLoader,
+    Tensors,
+    gather_samples,
+    sample_name,
+    samples_in,
+)
+from exp.data.joint_transforms import StageTransforms, Transforms, apply_transforms, plain_tensors
+from exp.data.labels import Labels
+from exp.data.loader import Loader, ShareSampler
+from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
+from exp.data.tv_tensors import Kinds, wrapping
+from exp.data.workers import Assembly, FetchOptions, SampleSource, WorkerLoader, batch_of
+from exp.errors import ConfigError, RunError
+from exp.shared_types import Stage
+
+# The most samples of a split that the check before a run reads.
+SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """The splits, and the settings that turn their samples into batches.
+
+    Args:
+        transforms: The transforms of samples and of batches.
+        collate: Returns the batch of a list of samples.
+        form: The form in which batches reach the network.
+        labels: The valid labels.
+        options: The options of torch's DataLoader.
+        batching: The samples of each global batch.
+        shuffle_buffer: The number of samples among which the order of a stream is random.
+    """
+
+    transforms: StageTransforms
+    collate: Collate
+    form: BatchForm
+    labels: Labels
+    options: FetchOptions
+    batching: Batching
+    shuffle_buffer: int
+
+    @classmethod
+    def of_config(
+        cls,
+        *,
+        form: BatchForm,
+        collate: Collate | Literal["pad"] | None,
+        transforms: Mapping[str, Transforms],
+        tv_tensors: Kinds | None,
+        labels: Labels,
+        options: FetchOptions,
+        batching: Batching,
+        shuffle_buffer: int,
+    ) -> Loading:
+        """Return the settings with the collate function and the transforms of the config; see Data."""
+        made = collate_of(collate, inputs=form.names)
+        names = made.held(form.names) if isinstance(made, Pad) else form.names
+        first = () if tv_tensors is None else (wrapping(tv_tensors, inputs=names),)
+        steps = StageTransforms.of_config(transforms, first=first, held=names, names=form.names)
+        return cls(
+            transforms=steps,
+            collate=made,
+            form=form,
+            labels=labels,
+            options=options,
+            batching=batching,
+            shuffle_buffer=shuffle_buffer,
+        )
+
+    @property
+    def parts(self) -> Mapping[Stage, AnyDataset]:
+        """The splits by stage."""
+        return self.batching.parts
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of a sample's values, before it is part of a batch."""
+        return self.collate.held(self.form.names) if isinstance(self.collate, Pad) else self.form.names
+
+    def part(self, stage: Stage) -> AnyDataset:
+        """Return the data set of one stage. Raise RunError if the stage has none."""
+        if stage not in self.parts:
+            raise RunError(
+                f"data has no {stage} split; expected one of {', '.join(self.parts)}. "
+                f"Give data.parts.{stage} a size, or data.{stage} a data set"
+            )
+        return self.parts[stage]
+
+    def is_indexed(self, stage: Stage) -> bool:
+        """Return whether batches are gathered by index, without a DataLoader."""
+        is_plain = self.collate is default_collate and not self.transforms.of(stage)
+        return is_plain and isinstance(self.parts[stage], Indexed)
+
+    def loader(self, stage: Stage, *, rank: int, world_size: int) -> Loader:
+        """Return the loader of one rank and one stage."""
+        dataset = self.part(stage)
+        if isinstance(dataset, IterableDataset):
+            stream = replace(self.stream(stage, dataset), rank=rank, world_size=world_size)
+            return StreamLoader(stage=stage, stream=stream, options=self.options)
+        sampler = ShareSampler(batches=self.batching.of(stage), rank=rank, world_size=world_size)
+        if self.is_indexed(stage) and isinstance(dataset, Indexed):
+            return IndexedLoader(
+                stage=stage,
+                dataset=dataset,
+                sampler=sampler,
+                pin_memory=self.options.pin_memory,
+                form=self.form,
+                # The labels of tensors are checked as a whole.
+                labels=None if isinstance(dataset, Tensors) else self.labels,
+            )
+        source = self.source(stage)
+        assembly = self.assembly(source.name_of)
+        return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self.options, assembly=assembly)
+
+    def stream(self, stage: Stage, dataset: IterableDataset[object]) -> ShareOfStream:
+        """Return the batches of a stream for a single rank."""
+        shuffle = self.batching.shuffle and stage == "train"
+        return ShareOfStream(
+            dataset=dataset,
+            transforms=self.transforms.of(stage),
+            assembly=self.assembly(f"sample {{}} of {stage}".format),
+            batch_size=self.batching.batch_size,
+            drop_last=self.batching.drop_last and stage == "train",
+            shuffle_buffer=self.shuffle_buffer if shuffle else 0,
+            shuffle=shuffle,
+            seed=self.batching.seed,
+            stage=stage,
+            rank=0,
+            world_size=1,
+        )
+
+    def source(self, stage: Stage) -> SampleSource:
+        """Return the samples of one stage by (epoch, index)."""
+        dataset = cast(Dataset[object], self.part(stage))
+        return SampleSource(dataset=dataset, transforms=self.transforms.of(stage), seed=self.batching.seed, stage=stage)
+
+    def assembly(self, name_of: Callable[[int], str]) -> Assembly:
+        """Return the assembly of batches. name_of: Returns the name of a sample by its index."""
+        return Assembly(collate=self.collate, form=self.form, labels=self.labels, name_of=name_of)
+
+    def check_labels(self) -> None:
+        """Raise ConfigError for an invalid label of data in memory. Other labels are checked as they are read."""
+        for stage, part in self.parts.items():
+            targets = target_in(by_name(part.entries, self.form.names)) if isinstance(part, Tensors) else None
+            if (wrong := self.labels.first_wrong(targets)) is not None:
+                index, label = wrong
+                raise ConfigError([self.labels.error(label, of=sample_name(part, index, stage=stage))])
+
+    def first_sample(self, stage: Stage) -> object:
+        """Return a batch of the first sample, in the dtypes of the data set."""
+        part = self.part(stage)
+        if isinstance(part, Indexed) and self.is_indexed(stage):
+            return gather_samples(part, torch.zeros(1, dtype=torch.int64), stage=stage)
+        if not isinstance(part, IterableDataset):
+            source = self.source(stage)
+            assembly = replace(self.assembly(source.name_of), form=replace(self.form, keeps_doubles=True))
+            return batch_of(assembly([source[0, 0]]))
+        sample = next(open_stream(part, epoch=0), None)
+        require_sample(int(sample is not None), "an empty stream", key=stage)
+        read = apply_transforms(sample, self.transforms.of(stage))
+        return self.collate([plain_tensors(read) if self.collate is default_collate else read])
+
+    def first_samples(self, stage: Stage, *, seconds: float) -> object:
+        """Return the first samples as a batch; see Data.first_samples."""
+        part, size = self.part(stage), self.batching.batch_size
+        if isinstance(part, IterableDataset):
+            if not isinstance(part, Recorded):
+                return None
+            few = replace(self.stream(stage, part), batch_size=min(size, SAMPLES), drop_last=False)
+            found = next(iter(replace(few, shuffle=False, shuffle_buffer=0)), None)
+            require_sample(int(found is not None), "an empty stream", key=stage)
+            return None if found is None else batch_of(found[0])
+        if self.is_indexed(stage) and isinstance(part, Tensors):
+            return self.form(part.entries)
+        count = min(size, SAMPLES, samples_in(part))
+        if self.is_indexed(stage) and isinstance(part, Indexed):
+            entries = self.form(gather_samples(part, torch.arange(count), stage=stage))
+            self.labels.refuse(entries, lambda place: sample_name(part, place, stage=stage))
+            return entries
+        source, ends = self.source(stage), time.monotonic() + seconds
+        read = [source[0, 0]]
+        while len(read) < count and time.monotonic() < ends:
+            read.append(source[0, len(read)])
+        return batch_of(self.assembly(source.name_of)(read))

@@ -283,7 +283,7 @@ def test_errors_of_idx_files(mnist):
         with pytest.raises(ConfigError, match=message):
             Idx(path=str(folder))
     file.unlink()
-    with pytest.raises(ConfigError, match=r"without train-images-idx3-ubyte; expected it, with or without .gz"):
+    with pytest.raises(ConfigError, match=r"without train-images-idx3-ubyte; expected this file, with or without .gz"):
         Idx(path=str(folder))
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(b"\x1f\x8b no")
     with pytest.raises(ConfigError, match=r"expected an IDX file"):

@@ -64,7 +64,7 @@ def test_folders_of_parts_are_the_parts(pets):
     assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
     with pytest.raises(ConfigError, match=r"data.split: rules, and Images, which defines its splits"):
         Data(dataset=made, split={"folds": 3})
-    with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this part; expected null"):
+    with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this split; expected null"):
         Data(dataset=made, parts={"train": 0.5, "test": 0.5})
 
 

@@ -123,7 +123,7 @@ def test_inputs_are_read_from_the_data_and_frozen():
             "visits",
             ["data.inputs={image: {shape: [1,6,7], dtype: float32}, table: {shape: [5], dtype: float32}}"],
             "data.inputs.image.shape",
-            "[1, 6, 6], which is what the data holds",
+            "[1, 6, 6], the shape of the data",
         ),
         (
             "visits",

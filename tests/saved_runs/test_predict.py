@@ -288,7 +288,7 @@ def test_outputs_that_cannot_be_written_are_refused(pets_directory, pets, write_
         ("same.csv", "answers.xlsx", "a file in .npz, .csv, .jsonl"),
         ("same.csv", "nowhere/answers.csv", "mkdir -p nowhere"),
         ("same.csv", "same.csv/answers.csv", "whose folder is not there"),
-        ("missing.csv", "answers.csv", "which is not there"),
+        ("missing.csv", "answers.csv", "which does not exist"),
         ("same.csv", "same.csv", is_input),
         ("same.csv", "link.csv", is_input),
         ("same.csv", "hard.csv", is_input),
@@ -317,7 +317,7 @@ def test_series_and_records_that_overflow_are_refused(tmp_path):
     np.save(tmp_path / "series.npy", np.array([[0.0, 1.0], [1.0, 1e39], [2.0, 3.0]]))
     series = UnlabelledSeries(path=str(tmp_path / "series.npy"), length=2)
     fit = {"columns": ["0", "1"], "means": torch.zeros(2), "deviations": torch.ones(2)}
-    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a finite number that float32"):
+    with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a finite number that fits"):
         series.prepare({"windows": fit})
     (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": 2}\n{"a": 3, "b": 1e39}\n')
     (tmp_path / "lists.jsonl").write_text('{"input": [1.0, 2.0]}\n{"input": [1e39, 1.0]}\n')

@@ -60,7 +60,7 @@ def file_error(file: Path | str, reason: object, expected: str, *, key: str = "d
 
 def require_sample(count: int, file: Path | str, *, key: str = "dataset.path") -> None:
     """Raise ConfigError if a file has no samples."""
-    if not count:
+    if count < 1:
         raise data_error(key, got=f"{file} without a sample", expected="at least one")
 
 

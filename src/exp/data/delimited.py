@@ -78,10 +78,8 @@ class Csv(Table):
         self._open = self.opener(path, directory, dialect, missing_values)
         source = self._open()
         by_name = _by_name(target)
-        asked = {"categorical": categorical, "dates": dates, "ignore": ignore}
-        refuse_unknown_columns(
-            source.file, source.names, {**asked, "target": list(chain.from_iterable(by_name.values()))}
-        )
+        named = {"categorical": categorical, "dates": dates, "ignore": ignore}
+        refuse_unknown_columns(source.file, source.names, {**named, "target": [*chain(*by_name.values())]})
         place = {name: column for column, name in enumerate(source.names)}
         answers = {name: [place[str(one)] for one in columns] for name, columns in by_name.items()}
         tasks = _tasks(task, answers)
@@ -92,9 +90,7 @@ class Csv(Table):
         nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
-            raise data_error(
-                "dataset.ignore", got="every column except the target", expected="at least one input column"
-            )
+            raise data_error("dataset.ignore", got="every column except the target", expected="an input column")
         figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]

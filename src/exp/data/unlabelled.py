@@ -45,8 +45,7 @@ from exp.nested import tensors_in
 from exp.shared_types import Stage, TensorSpec, tensor_specs
 
 INPUT = "input"
-LARGEST = torch.finfo(torch.float32).max
-HELD = f"a finite number that fits in float32, {LARGEST:.3g} at most"
+HELD = f"a finite number that fits in float32, {torch.finfo(torch.float32).max:.3g} at most"
 
 
 class Unlabelled(Dataset[object]):
@@ -134,8 +133,7 @@ def trained_table(
         words=[place[name] for name in words],
         fixes=dict.fromkeys(place.values() if impute is None else (), fix),
     )
-    refuse_overflow(source, numbers, found.numbers)
-    return Table(
+    table = Table(
         columns=numbers,
         numbers=found.numbers,
         words={name: found.words[place[name]] for name in words},
@@ -144,6 +142,11 @@ def trained_table(
         impute=impute,
         encoding=encoding,
     )
+    if numbers:
+        # Encoded in float64, because a number outside float32 may be standardized to one inside.
+        encoded = table.encoded({FITTED: statistics})[INPUT][:, : len(numbers)]
+        refuse_overflow(encoded, source, numbers, found.numbers)
+    return table
 
 
 class UnlabelledSeries(Unlabelled):
@@ -179,10 +182,10 @@ class UnlabelledSeries(Unlabelled):
         names = order if self.columns is None else list(map(str, self.columns))
         refuse_unknown_columns(source.file, source.names, {"path": names})
         values = series_of(source, names)
-        refuse_overflow(source, names, values)
         rows, places = torch.from_numpy(values), [order.index(name) for name in names]
         if self.standardise:
             rows = (rows - statistics["means"][places]) / statistics["deviations"][places]
+        refuse_overflow(rows, source, names, values)
         if len(rows) < self.length:
             got = f"{source.file} with {len(rows)} rows"
             raise data_error("dataset.path", got=got, expected=f"a window of {self.length} at least")
@@ -334,9 +337,9 @@ class UnlabelledArrays(Tensors):
         super().__init__(entries=entries)
 
 
-def refuse_overflow(source: Source, names: Sequence[str], values: np.ndarray) -> None:
-    """Raise ConfigError for the first value `[N, C]` of named columns that float32 cannot represent."""
-    wrong = np.argwhere(np.abs(values) > LARGEST)
+def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], values: np.ndarray) -> None:
+    """Raise ConfigError for the first value `[N, C]` of named columns whose encoding does not fit in float32."""
+    wrong = (~encoded.float().isfinite()).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
         raise source.bad(row, source.names.index(names[column]), f"{values[row, column]:g}", HELD)

@@ -1,4 +1,4 @@
-"""Make the objects of a run, for one rank, from its plan; config ends here."""
+"""Builds the objects of a run for one rank from its plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
 
-# Callbacks that do not change the weights, or that save the average that they keep.
+# Callbacks that do not change the weights, or that save their average.
 LEAVING_WEIGHTS = (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -86,9 +86,11 @@ LEAVING_WEIGHTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of: Lightning's Trainer, what it trains, and the callbacks that know how it went.
+    """The objects of a run: Lightning's Trainer, module, data, and callbacks with results.
 
-    network: of the module, or the module itself where it is one of the user's own. stages: that data and module have.
+    Attributes:
+        network: The module's network, or a user's LightningModule.
+        stages: Stages that both data and module have.
     """
 
     trainer: Trainer
@@ -103,10 +105,14 @@ class Parts:
 
 
 def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None) -> Parts:
-    """Make every object of a run, for one rank.
+    """Return the objects of a run for one rank.
 
-    directory: of the run. resume: the checkpoint that its state will come from, instead of the config's.
-    Raises: ConfigError where a constructor refuses its values.
+    Args:
+        directory: Run directory.
+        resume: Checkpoint to resume from, instead of the config's.
+
+    Raises:
+        ConfigError: A constructor rejects its values.
     """
     settings, placement = plan.settings, plan.placement
     arguments, limits = take_limits(_trainer_values(plan))
@@ -115,9 +121,9 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     share = placement.data_rank(rank.global_rank)
     checkpointing = _checkpointing(plan, directory, own)
     module, network, batches, recording = (
-        _trained(plan, directory, limits=limits, rank=share, resume=resume)
+        _build_trained(plan, directory, limits=limits, rank=share, resume=resume)
         if plan.own is None
-        else _trained_of_own(plan, directory, limits=limits, rank=share, saving=checkpointing)
+        else _build_own(plan, directory, limits=limits, rank=share, saving=checkpointing)
     )
     tell_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -132,7 +138,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         precision=precision,
         directory=directory,
         rank=rank,
-        # Recording first, because the others look at the values that it publishes.
+        # Recording first, because the other callbacks read its values.
         callbacks=[
             recording,
             *_guards(plan, network),
@@ -166,15 +172,15 @@ def _stages(plan: Plan) -> Sequence[str]:
     if plan.own is None:
         return tuple(plan.data.stages)
     there = [stage for stage in STAGES if plan.own.data_kind is not None or stage in plan.data.stages]
-    # With a limit of 0 nothing is validated.
+    # A limit of 0 disables a stage.
     limits = {stage: getattr(plan.settings.trainer, f"limit_{stage}_batches") for stage in there}
     return [stage for stage in there if plan.own.has(stage) and limits[stage] != 0]
 
 
-def _trained(
+def _build_trained(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None
 ) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
-    """The module of exp's own model, its network, its data, and the callback that records it."""
+    """Return the module of exp's model, its network, its data, and the callback that records it."""
     settings = plan.settings
     kind, more = _module_kind(plan)
     data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
@@ -197,10 +203,10 @@ def _trained(
     return module, module.network, data, recording
 
 
-def _trained_of_own(
+def _build_own(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, saving: Checkpointing
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
-    """The same of a module of the user's own, which is its own network, and of its data."""
+    """Return a user's LightningModule, itself as the network, its data, and the callback that records it."""
     settings, world_size = plan.settings, plan.placement.data_ranks
     module, loaders = build_module(settings), plan.data_module
     batches: PlainData | BatchesOfLoaders = (
@@ -223,7 +229,7 @@ def _lightning_data(batches: LightningDataModule | BatchesOfLoaders) -> Lightnin
 def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:
     return Checkpointing(
         directory=directory,
-        # For those that are known to leave the weights alone, no copy is held.
+        # A copy of the weights is needed if a callback may change them.
         holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.settings.monitor,
         mode=plan.settings.mode,
@@ -234,7 +240,7 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
 
 
 def _guards(plan: Plan, network: nn.Module) -> list[Callback]:
-    """Return the callbacks that set which parameters learn, and that undo a skipped step."""
+    """Return the callbacks that unfreeze parameters and undo a skipped step."""
     freezing = build_freezing(network, plan.settings)
     learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
     return [*learning, *([UndoneForward()] if plan.settings.runtime.non_finite == "skip" else [])]
@@ -256,7 +262,7 @@ def _watch(settings: Settings, directory: Path, *, rank: Rank) -> StepWatch | No
 
 
 def _pruning(settings: Settings, directory: Path) -> Pruning | None:
-    """What ends a job of a search that falls behind; None of any other run."""
+    """Return the callback that ends a job of a search early; None for other runs."""
     sweep, monitor = settings.sweep, settings.monitor
     if sweep.trial is None or sweep.pruner == "none" or monitor is None:
         return None
@@ -271,7 +277,7 @@ def _pruning(settings: Settings, directory: Path) -> Pruning | None:
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:
-    """Its class, and what this takes beside a TrainingModule's parameters."""
+    """Return the class of the module, and its additional parameters."""
     if plan.phases:
         from exp.engine.phased_module import PhasedModule
 
@@ -292,14 +298,14 @@ def _trainer(
     rank: Rank,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    """Lightning's Trainer, placed, with our precision and checkpoint files in the place of its own."""
+    """Return Lightning's Trainer with exp's placement, precision and checkpoint files."""
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
-    # Loaders of the user's own know no ranks: Lightning has each take its part.
+    # The user's loaders know no ranks, so Lightning splits them.
     placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.settings.runtime
     checkpoint_io = _checkpoint_io(plan.settings.checkpoint.async_)
     loggers = build_loggers(plan.settings, directory)
-    # The bar is ours, for Lightning's redraws at every batch, unless the config names another.
+    # exp's progress bar, unless the config has another: Lightning's bar redraws at every batch.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
     # Layers of torchao 0.18 do not run under autocast in inference mode (test_fp8.py).
@@ -309,13 +315,13 @@ def _trainer(
         **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
         logger=list(loggers.values()),
-        # Lightning's own checkpoints only where the user's callbacks ask for them.
+        # Lightning's checkpoints only for the user's Checkpoint callbacks.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
         deterministic=runtime.deterministic,
         benchmark=runtime.cudnn_benchmark,
     )
-    # Now that Lightning knows the rank: on others than the first a store is not opened.
+    # Lightning knows the rank now, and opens stores only on rank 0.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer
 
@@ -327,7 +333,7 @@ def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
 
 
 def _trainer_values(plan: Plan) -> dict[str, Any]:
-    """The trainer node's values, its own `_target_` left out: the Trainer is called by `_trainer` alone."""
+    """Return the values of the trainer node without `_target_`."""
     return {
         key: construct(value, key=f"trainer.{key}", allow=plan.settings.security.allow)
         for key, value in plan.plain["trainer"].items()

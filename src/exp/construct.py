@@ -1,6 +1,6 @@
-"""Turn a node of a plain config into an object: the only place where a `_target_` is called.
+"""Builds objects from nodes of a plain config: the only place where a `_target_` is called.
 
-`construct` builds any node; the functions behind it build those that make a run, each from the whole plain config.
+`construct` builds any node. The other functions build the objects of a run from its settings.
 """
 
 from __future__ import annotations
@@ -62,17 +62,20 @@ from exp.shared_types import DataSpec
 from exp.strategies.strategy import Strategy
 
 Plain = Mapping[str, Any]
-MADE_OF_A_PART = ("sampler", "batch_sampler")
+BUILT_BY_DATA = ("sampler", "batch_sampler")
 
 
 def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
-    """Builds a plain config node and everything in it, innermost first.
+    """Return the object of a plain config node, with the objects of everything in it.
 
-    `{_target_: name, ...}` becomes an instance, with `_partial_: true` a functools.partial. `{repeat: n, layer: {...}}`
-    becomes an nn.ModuleList of n layers built one by one. Other mappings and lists keep their kind.
+    `{_target_: name, ...}` becomes an instance, or a functools.partial with `_partial_: true`. `{repeat: n, layer:
+    {...}}` becomes an nn.ModuleList of n layers. Other mappings and lists keep their type.
 
-    offers: values for parameters that the outermost target takes and the node leaves out.
-    Raises: ConfigError where a constructor refuses its values, naming the key.
+    Args:
+        offers: Values for parameters that the outermost target has and the node does not set.
+
+    Raises:
+        ConfigError: A constructor rejects its values.
     """
     if isinstance(node, Mapping):
         if "_target_" in node:
@@ -108,12 +111,12 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)
     try:
-        return _judged(target(*positional, **arguments), target, node["_target_"], key=key)
+        return _check_result(target(*positional, **arguments), target, node["_target_"], key=key)
     except ProgramError as error:
         error.key = error.key or f"{key}.{error.place}"
         raise
     except ConfigError as error:
-        raise ConfigError([_placed(error, key) for error in error.errors]) from error
+        raise ConfigError([_add_key(error, key) for error in error.errors]) from error
     except ExpError:
         raise
     except ImportError as error:
@@ -123,7 +126,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
     except (Exception, SystemExit) as error:
         is_known = isinstance(error, (*REFUSALS, MisconfigurationException, SystemExit))
         if not is_known and target.__module__.partition(".")[0] in LIBRARIES:
-            raise  # a bug; code of the user's own may have exceptions of its own
+            raise  # a bug; a user's code may raise any exception
         got = f"{node['_target_']} refused its values ({type(error).__name__}: {message_of(error)})"
         make = functools.partial(target, *positional, **arguments)
         detail = constructor_error(error, key=key, known=node, got=got, make=make)
@@ -133,7 +136,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
 
 
 def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> dict[str, Any]:
-    """The functions of a forward program, by their names there. Raises: ConfigError."""
+    """Return the functions of a forward program by their names in it. Raise ConfigError."""
     found = {}
     for name, dotted in named.items():
         try:
@@ -143,12 +146,12 @@ def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> d
     return found
 
 
-def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
-    """What a target gave; of a function it must be of a class that its place takes."""
+def _check_result(made: Any, target: Any, name: str, *, key: str) -> Any:
+    """Return the result of a target. Raise ConfigError if a function returned an object of another class."""
     if inspect.isclass(target):
         return made
     wanted = returned_classes(key)
-    # What has a length and numbers its parts is no data set for that.
+    # Tuples, texts and dicts have a length and items, but are no data sets.
     other: tuple[type, ...] = (tuple, str) if MODULE in wanted else (tuple, str, nn.Module)
     other += () if wanted == SPLITS else (dict,)
     kind = f"{type(made).__module__}.{type(made).__qualname__}"
@@ -161,9 +164,9 @@ def _judged(made: Any, target: Any, name: str, *, key: str) -> Any:
 
 
 def _for_torch(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with numbers as tensors and names as dtypes, where the target annotates these.
+    """Return the arguments with tensors and dtypes where the target's annotations have these types.
 
-    Without an annotation, as torch's own layers leave `dtype`, a text that names one of torch's dtypes in full is it.
+    Without an annotation, as for `dtype` of torch's layers, the full name of a dtype becomes the dtype.
     """
     if not any(isinstance(value, str | list | int | float) for value in arguments.values()):
         return arguments
@@ -179,7 +182,7 @@ def _as_annotated(value: Any, annotation: Any, target: Any) -> Any:
         return dtype if isinstance(dtype, torch.dtype) else value
     is_number = isinstance(value, int | float) and not {bool, int, float} & set(kinds)
     if Tensor in kinds and (is_number or isinstance(value, list)) and is_array(value):
-        # The losses of torch take weights of floating numbers alone.
+        # torch's losses take only floating-point weights.
         is_torchs = str(target.__module__).startswith("torch.")
         return torch.tensor(value, dtype=torch.get_default_dtype() if is_torchs else None)
     return value
@@ -194,27 +197,28 @@ def _with_secrets(text: str, *, key: str) -> str:
         ) from error
 
 
-def _placed(error: ErrorDetails, key: str) -> ErrorDetails:
-    """An error of a constructor names its own parameter; the config's key is that of the node before it."""
+def _add_key(error: ErrorDetails, key: str) -> ErrorDetails:
+    """Return the error with the key of the node before the name of the constructor's parameter."""
     inside = error.key == key or error.key.startswith(f"{key.split('.')[0]}.")
     return error if inside else dataclasses.replace(error, key=f"{key}.{error.key}")
 
 
 @secrets_kept()
 def plain_config(config: DictConfig) -> dict[str, Any]:
-    """The config as plain dicts and lists with every interpolation resolved, but for those of secrets."""
+    """Return the config as plain dicts and lists with all interpolations resolved, except those of secrets."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
 def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
-    """The data set with its parts; its samples are read where a loader asks for them.
+    """Return the data set with its splits. Samples are read later, by the loaders.
 
-    A run that goes on from a checkpoint takes from it what the training part told, not from a file changed since.
+    A resumed run takes values that were fitted to the training split from its checkpoint.
 
-    keeps_raw: as of Data.
+    Args:
+        keeps_raw: See Data.
     """
     ignored = set(_whole_numbers("ignore_index", [settings.objective, settings.metrics]))
-    # exp's own leave nothing out unless told so; others may, as torch's do.
+    # exp's losses ignore a label only if ignore_index is set. Others, such as torch's, ignore it by default.
     losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
@@ -226,27 +230,27 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
         "keeps_doubles": settings.precision.word == "fp64",
         "keeps_raw": keeps_raw,
     }
-    # Made by the data, once it has the part that they are of.
+    # The data builds them after its splits.
     partial = {
         name: {**settings.data[name], "_partial_": True}
-        for name in MADE_OF_A_PART
+        for name in BUILT_BY_DATA
         if isinstance(settings.data.get(name), Mapping)
     }
-    data: Data = construct({**settings.data, **partial}, key="data", allow=settings.security.allow, **offers)
+    data: Data = _build(settings, {**settings.data, **partial}, "data", **offers)
     return data
 
 
 def _fitted(resume: object) -> Mapping[str, Any] | None:
     if not isinstance(resume, str):
-        return None  # null, or an error of its own
+        return None  # null, or an invalid value
     try:
         return fitted_in(Path(resume))
     except RunError:
-        return None  # the check of the checkpoint itself tells what is wrong with it
+        return None  # the check of the checkpoint reports the error
 
 
 def _whole_numbers(key: str, node: object) -> Iterator[int]:
-    """The whole numbers that stand at a key, at any depth."""
+    """Yield the integers at a key, at any depth."""
     if isinstance(node, Mapping):
         yield from (value for name, value in node.items() if name == key and isinstance(value, int))
     if isinstance(node, Mapping | list):
@@ -255,10 +259,7 @@ def _whole_numbers(key: str, node: object) -> Iterator[int]:
 
 
 def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
-    """The model, seeded, with its lazy layers sized by the data.
-
-    device: "meta" builds it without memory.
-    """
+    """Return the seeded model, with lazy layers sized by the data. device: "meta" builds it without memory."""
     network = build_unsized_network(settings, device=device)
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
@@ -268,22 +269,25 @@ def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") ->
 
 
 def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
-    """The LightningModule of the user's own, seeded as a model is.
+    """Return the user's LightningModule, seeded like a model.
 
-    A network of exp's that it is given, `net: ${model}`, has its lazy layers sized by exp's data.
+    The lazy layers of an exp network in it, such as `net: ${model}`, are sized by exp's data.
 
-    device: "meta" builds it without memory.
-    Raises: ConfigError where its constructor refuses its values.
+    Args:
+        device: "meta" builds it without memory.
+
+    Raises:
+        ConfigError: Its constructor rejects its values.
     """
     initialisation(settings.seed)
     with torch.device(device):
         with warnings.catch_warnings():
-            # Of save_hyperparameters(): checkpoints of exp leave layers out by themselves.
+            # A warning of save_hyperparameters() that does not apply: exp's checkpoints leave layers out.
             warnings.filterwarnings("ignore", "Attribute '.+' is an instance of `nn.Module` and is already saved")
-            module: LightningModule = construct(settings.module, key="module", allow=settings.security.allow)
+            module: LightningModule = _build(settings, settings.module, "module")
         if "_modules" not in vars(module):
             got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
-            raise config_error("module", got=got, expected="that call, in which Lightning and torch make the module")
+            raise config_error("module", got=got, expected="that call, which initializes the module")
         for child in () if settings.has_own_loaders else module.children():
             if isinstance(child, ProgramModel):
                 materialise(child, example_inputs(DataSpec.of(settings.data), device=device))
@@ -291,21 +295,20 @@ def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
 
 
 def build_data_module(settings: Settings) -> LightningDataModule:
-    """The LightningDataModule of the user's own. Raises: ConfigError where its constructor refuses its values."""
-    data: LightningDataModule = construct(settings.data, key="data", allow=settings.security.allow)
+    """Return the user's LightningDataModule. Raise ConfigError if its constructor rejects its values."""
+    data: LightningDataModule = _build(settings, settings.data, "data")
     return data
 
 
 def prepare(network: nn.Module, settings: Settings) -> None:
-    """Initialise, adapt and freeze any network, a foreign one, too, as the config asks.
+    """Initialize, adapt and freeze a network. A network with unknown shapes is only frozen.
 
-    One that does not have all of its shapes yet is frozen alone.
-
-    Raises: ConfigError for a pattern that means nothing.
+    Raises:
+        ConfigError: A pattern matches nothing.
     """
     is_sized, lora = not any(map(is_lazy, network.parameters())), settings.lora
     if is_adapted(network):
-        return  # all of it is done
+        return  # nothing is left to do
     if is_sized:
         initialise(network, settings.initialisation)
     if not lora.layers:
@@ -315,15 +318,12 @@ def prepare(network: nn.Module, settings: Settings) -> None:
 
 
 def build_freezing(network: nn.Module, settings: Settings) -> Freezing:
-    """What of the network does not learn, and until when."""
+    """Return the frozen parts of the network, and the epochs of their unfreezing."""
     return find_frozen(network, **vars(settings.freeze))
 
 
 def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
-    """The model as a run begins with it: from the weights that the config names, where it names any.
-
-    Raises: RunError where they cannot be read.
-    """
+    """Return the model with the weights of `weights.from`, if set. Raise RunError if they cannot be read."""
     network, node = build_network(settings, spec), settings.weights
     if node.from_ is not None:
         weights = read_weights(Path(node.from_), averaged=node.averaged)
@@ -332,31 +332,29 @@ def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
 
 
 def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Module:
-    """The model, seeded; layers whose input size is left to the data get theirs in their first forward."""
+    """Return the seeded model. Lazy layers get their sizes in the first forward."""
     initialisation(settings.seed)
     with torch.device(device):
-        network: nn.Module = construct(settings.model, key="model", allow=settings.security.allow)
+        network: nn.Module = _build(settings, settings.model, "model")
     return network
 
 
 def build_objective(settings: Settings) -> Objective:
-    """The weighted sum of the named terms; a bare loss becomes a term of weight 1."""
+    """Return the weighted sum of the named terms. A loss without a term has the weight 1."""
     return Objective(terms=build_entries(settings, "objective"))
 
 
 def build_optimization(
     settings: Settings, *, optimizer: str = "optimizer", scheduler: str = "scheduler"
 ) -> Optimization:
-    """optimizer, scheduler: the dotted keys of their nodes."""
+    """Return the optimizer and schedule. optimizer, scheduler: Dotted keys of their nodes."""
     factories: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key in (optimizer, scheduler):
         group, *path = key.split(".")
         node: Plain = functools.reduce(lambda node, name: node[name], path, getattr(settings, group))
-        # What exp itself reads there is not the target's.
-        own = {name: node[name] for name in slot_of(key).reserved if name in node}
-        target = {name: value for name, value in node.items() if name not in own}
-        factories[key] = construct(_until_optimizer(target), key=key, allow=settings.security.allow)
+        own, target = _split_reserved(node, key)
+        factories[key] = _build(settings, _as_partial(target), key)
         options |= own
     return Optimization(
         optimizer_factory=factories[optimizer],
@@ -366,28 +364,36 @@ def build_optimization(
     )
 
 
-def _until_optimizer(node: Plain) -> dict[str, Any]:
-    """A node, and the schedules that it is made of, as partials: each waits for its optimizer."""
-    parts = {"schedulers": list(map(_until_optimizer, node["schedulers"]))} if "schedulers" in node else {}
+def _build(settings: Settings, node: Any, key: str, **offers: Any) -> Any:
+    return construct(node, key=key, allow=settings.security.allow, **offers)
+
+
+def _split_reserved(node: Plain, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of a node that exp reads, and those of its target."""
+    own = {name: node[name] for name in slot_of(key).reserved if name in node}
+    return own, {name: value for name, value in node.items() if name not in own}
+
+
+def _as_partial(node: Plain) -> dict[str, Any]:
+    """Return a node, and those of its `schedulers`, as partials: they need the optimizer."""
+    parts = {"schedulers": list(map(_as_partial, node["schedulers"]))} if "schedulers" in node else {}
     return {**node, **parts, "_partial_": True}
 
 
 def build_phases(settings: Settings) -> list[Phase]:
-    """In their order; an optimizer or a schedule that is not a phase's own is made from the one at the top."""
+    """Return the phases in order. A phase without an optimizer or schedule uses the run's."""
     phases = []
     for name, entry in settings.phases.items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
         rest = {key: value for key, value in entry.items() if key not in ("optimizer", "scheduler")}
         if isinstance(rest["parameters"], str):
             rest["parameters"] = [rest["parameters"]]
-        optimization = build_optimization(settings, **keys)
-        owns_optimizer, owns_scheduler = "optimizer" in keys, "scheduler" in keys
         phases.append(
             Phase(
                 name=name,
-                optimization=optimization,
-                owns_optimizer=owns_optimizer,
-                owns_scheduler=owns_scheduler,
+                optimization=build_optimization(settings, **keys),
+                owns_optimizer="optimizer" in keys,
+                owns_scheduler="scheduler" in keys,
                 **rest,
             )
         )
@@ -395,41 +401,30 @@ def build_phases(settings: Settings) -> list[Phase]:
 
 
 def build_entries(settings: Settings, group: str, **offers: Any) -> dict[str, Any]:
-    """Every named entry of a group of many, such as hooks."""
-    allow = settings.security.allow
-    return {
-        name: construct(node, key=f"{group}.{name}", allow=allow, **offers)
-        for name, node in getattr(settings, group).items()
-    }
+    """Return the objects of a group of named entries, such as hooks."""
+    entries: Plain = getattr(settings, group)
+    return {name: _build(settings, node, f"{group}.{name}", **offers) for name, node in entries.items()}
 
 
 def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
-    """Return the loggers of a run by name, except loggers that cannot be made. directory: Run directory."""
+    """Return the loggers of a run by name, except loggers that cannot be created. directory: Run directory."""
     offers = {"directory": str(directory), "save_dir": str(directory)}
     found: dict[str, Logger] = {}
     for name, node in settings.logger.items():
         key = f"logger.{name}"
-        logger = make_logger(
-            functools.partial(construct, node, key=key, allow=settings.security.allow, **offers), name=key
-        )
+        logger = make_logger(functools.partial(_build, settings, node, key, **offers), name=key)
         if logger is not None:
             found[name] = logger
     return found
 
 
 def build_measures(settings: Settings) -> dict[str, Measure]:
-    """Every named metric, with the values that it looks at.
-
-    Raises: ConfigError.
-    """
+    """Return the metrics by name, with the values that they compare. Raise ConfigError."""
     found = {}
     for name, node in settings.metrics.items():
         key = f"metrics.{name}"
-        # What exp itself reads there is not the metric's.
-        own = {word: node[word] for word in slot_of(key).reserved if word in node}
-        metric = construct(
-            {word: node[word] for word in node if word not in own}, key=key, allow=settings.security.allow
-        )
+        own, target = _split_reserved(node, key)
+        metric = _build(settings, target, key)
         try:
             found[name] = Measure(name=name, metric=metric, **own)
         except ValueError as error:
@@ -438,7 +433,7 @@ def build_measures(settings: Settings) -> dict[str, Measure]:
 
 
 def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision:
-    """The precision plugin, with the scaler that it asks for and runtime.matmul."""
+    """Return the precision plug-in with its loss scale and runtime.matmul."""
     precision, runtime = settings.precision, settings.runtime
     return build_precision(
         precision.word,
@@ -451,10 +446,10 @@ def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision
 
 
 def build_strategy(settings: Settings) -> Strategy | LightningStrategy:
-    """Cheap: nothing is placed and no process started yet."""
+    """Return the strategy. Nothing is placed and no process is started."""
     node = settings.strategy
     if not issubclass(resolve(node["_target_"], allow=settings.security.allow), Strategy):
-        # The name is the report's word; a class of Lightning's own takes none, or anything.
+        # The name is the word in the report. Lightning's classes have no such parameter.
         node = {key: value for key, value in node.items() if key != "name"}
-    strategy: Strategy | LightningStrategy = construct(node, key="strategy", allow=settings.security.allow)
+    strategy: Strategy | LightningStrategy = _build(settings, node, "strategy")
     return strategy

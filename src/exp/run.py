@@ -1,10 +1,10 @@
-"""Run a frozen config as one rank, from its plan to its report.
+"""Runs a frozen config as one rank, from its plan to its report.
 
 5 build     build, from check.plan
-6 fit       Lightning's Trainer; 7 log and 8 save are callbacks in it: engine.recording, engine.checkpointing
+6 fit       Lightning's Trainer, with callbacks for 7 log (engine.recording) and 8 save (engine.checkpointing)
 9 report    run_report
 
-start.py has the steps before.
+start.py has the earlier steps.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ def run(
     join: Callable[[Plan], None] | None = None,
     requeues: int | None = None,
 ) -> Report:
-    """Run a frozen config as one rank of it. Rank 0 writes the report, also of a run that fails or is interrupted.
+    """Run a frozen config as one rank. Rank 0 writes the report, even if the run fails or is interrupted.
 
-    resume: a checkpoint to go on from, instead of the config's.
-    decided: the plan, where this process has made it already. join: meets the other ranks, once there is a plan.
-    requeues: of a job that its scheduler may start again: it goes on from the newest checkpoint here, and where its
-        time is over, SLURM queues it again so many times. None: as runtime.autoresume says, which sets no bound.
-    Raises: whatever ended the run.
+    Args:
+        resume: Checkpoint to resume from, instead of the config's.
+        decided: The plan, if this process has made it already.
+        join: Joins the process group, given the plan.
+        requeues: How often SLURM queues the job again after its time limit. The run then resumes from the newest
+            checkpoint of the directory. None: without a limit if runtime.autoresume is set, otherwise never.
+
+    Raises:
+        BaseException: The error that ended the run.
     """
     directory = Path(directory).absolute()
     resolved = frozen(directory) if decided is None else decided.resolved
@@ -62,14 +66,14 @@ def run(
     forget_peak_memory()
     ongoing = Ongoing(directory, resolved.settings, overrides=overrides, world_size=rank.world_size)
     parts = None
-    # Of ranks it is known where their launcher has looked at the network.
+    # For ranks, the launcher has measured the operators of the network.
     operator = None if decided is None else decided.operator
     is_again = resolved.settings.runtime.autoresume or requeues is not None
     if resume is None and is_again:
         # torchrun and SLURM start the ranks of the same directory again.
         resume = newest_of(directory).path
     logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
-    with logged, _alive(directory, rank), raise_on_signal() as raised_by_signal:
+    with logged, _hold_run(directory, rank), raise_on_signal() as raised_by_signal:
         try:
             if decided is None:
                 decided = adopt(resolved, rank=rank)
@@ -83,21 +87,21 @@ def run(
             _work(decided, parts, resume)
             if parts.stopping.ended_by is not None:
                 log.info("the training ended by %s", parts.stopping.ended_by)
-            report = ongoing.ended("pruned" if _is_pruned(parts) else "completed", parts=parts)
+            report = ongoing.end_report("pruned" if _is_pruned(parts) else "completed", parts=parts)
             if rank.is_first:
                 write_end(report, parts.trainer.loggers)
         except BaseException as error:
-            told = explain(find_interruption(error, raised_by_signal), ongoing, parts=parts)
+            explained = explain(find_interruption(error, raised_by_signal), ongoing, parts=parts)
             if rank.is_first:
-                write_bad_end(ongoing, told, parts=parts)
+                write_bad_end(ongoing, explained, parts=parts)
                 if is_again:
-                    requeue(told, most=requeues)
-            raise told from told.__cause__
+                    requeue(explained, most=requeues)
+            raise explained from explained.__cause__
     return report
 
 
-def _alive(directory: Path, rank: Rank) -> AbstractContextManager[None]:
-    """Lets other programs know that the run is still going on: none goes on from its checkpoints by itself."""
+def _hold_run(directory: Path, rank: Rank) -> AbstractContextManager[None]:
+    """Lock the run, so that no other program resumes it meanwhile."""
     return hold_lock(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
@@ -114,7 +118,7 @@ def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Itera
     known = [parameter for parameter in parts.module.parameters() if not is_lazy(parameter)]
     trained = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     held = sum(parameter.numel() for parameter in known) - trained
-    unsized = " and more, of layers without a size yet" if len(known) < len(list(parts.module.parameters())) else ""
+    unsized = " and more, of layers without a size" if len(known) < len(list(parts.module.parameters())) else ""
     yield f"parameters: {trained:,} trained" + (f", {held:,} frozen" if held else "") + unsized
     ranks = f", {placement.world_size} ranks" if placement.world_size > 1 else ""
     device = torch.cuda.get_device_name() if placement.accelerator == "cuda" else placement.accelerator
@@ -128,36 +132,36 @@ def _size(part: AnyDataset) -> str:
     try:
         return f"{samples_in(part):,}"
     except (TypeError, NotImplementedError, UserCodeError):
-        return "samples"  # a stream, or a length that its own code cannot tell: the loader says what is wrong with it
+        return "samples"  # a stream, or a user's data set with an error that the loader will report
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
-    """Train, then test the best weights; or evaluate what the run starts from."""
+    """Train, then test the best weights; or evaluate the weights from which the run starts."""
     settings, trainer = decided.settings, parts.trainer
     start = str(resume) if resume is not None else settings.resume
     if settings.train:
-        _on(parts, start, trainer.fit)
+        _run_stage(parts, start, trainer.fit)
     if _is_pruned(parts):
         return
     if settings.validate:
         if "val" not in parts.stages:
-            raise RunError("validate=true, and the data, or the module, has no val part; expected one")
-        _on(parts, start, trainer.validate, verbose=False)
+            raise RunError("validate: got true, and the data or the module has no validation split; expected one")
+        _run_stage(parts, start, trainer.validate, verbose=False)
     if settings.predict:
-        _on(parts, start, trainer.predict, return_predictions=False)
+        _run_stage(parts, start, trainer.predict, return_predictions=False)
     if settings.test and "test" not in parts.stages:
-        if decided.own is None or decided.own.has("test"):  # else the plan's notes have said it
-            log.warning("the data has no test part: the test stage is left out")
+        if decided.own is None or decided.own.has("test"):  # otherwise a note of the check reports it
+            log.warning("the data has no test split: the test stage is left out")
     elif settings.test:
         weights = _best_weights(decided, parts) if settings.train else start
-        _on(parts, weights, trainer.test, verbose=False)
+        _run_stage(parts, weights, trainer.test, verbose=False)
         best = parts.checkpointing.best
         if best is not None and weights == best["checkpoint"]:
             note_metrics(best, parts.recording.latest, stage="test")
 
 
-def _on(parts: Parts, start: str | None, stage: Callable[..., object], **settings: bool) -> None:
-    """Run a stage of the Trainer from a checkpoint; None starts from the weights as they are."""
+def _run_stage(parts: Parts, start: str | None, stage: Callable[..., object], **settings: bool) -> None:
+    """Run a stage of the Trainer from a checkpoint, or with the current weights for None."""
     stage(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, **settings)
 
 
@@ -166,12 +170,12 @@ def _is_pruned(parts: Parts) -> bool:
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:
-    """The best checkpoint; None, for the weights as they are, where there is none."""
+    """Return the best checkpoint, or None for the current weights."""
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)
     if decided.settings.checkpoint.save_best and decided.settings.monitor is not None:
-        why = "was never measured, so no" if parts.checkpointing.best is None else "has no longer a"
+        why = "was never measured, so there is no" if parts.checkpointing.best is None else "no longer has a"
         log.warning("%s %s best.ckpt: the last weights are tested", decided.settings.monitor, why)
     return None
 

@@ -1,4 +1,4 @@
-"""What came of a run: report.json for programs, report.md for people, and the table at the end on the screen."""
+"""The result of a run: report.json for programs, report.md for people, and a table on the screen."""
 
 from __future__ import annotations
 
@@ -33,37 +33,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The folder of a run with the pictures of its report.md.
+# Folder of the pictures of report.md.
 PICTURES = "pictures"
-# What torch says of a worker of its DataLoader that was killed, or left (seen in 2.13).
+# torch's message about a worker of its DataLoader that died (2.13).
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
-# Where Lightning tears down in answer to any exception; private to it, and tested (2.6.6).
+# The function in which Lightning handles all exceptions of a trainer; private, and tested (2.6.6).
 LIGHTNING_CATCHES_IN = "_call_and_handle_interrupt"
-# What a report.json that is torn, or was written by somebody else, makes of its reading.
+# Errors in reading a damaged report.json.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-# Pruned: ended early by the search that it is a job of, and well.
+# `pruned`: a search ended the job early.
 Status = Literal["completed", "failed", "interrupted", "pruned"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run's result. The fields are the keys of report.json, a public contract.
+    """The result of a run. The fields are the keys of report.json, a public contract.
 
-    metrics: tag to last value, such as {"accuracy/val": 0.98}. A resumed run has those of earlier processes, too.
-    best: {metric, value, step, checkpoint} of the best checkpoint; None if none was written.
-    best_metrics: the losses and metrics by tag of the weights in the best checkpoint. `loss/train` is the mean of its
-        epoch. Empty if there is no best checkpoint.
-    stage_steps: by stage, the optimizer step of the weights that its last values are of, such as {"train": 40}.
-    ended_by: what ended the training, such as `trainer.max_epochs=30`, or an EarlyStopping with its settings. None if
-        the run did not train to an end.
-    steps: optimizer steps of the whole run, those before a resume included.
-    wall_seconds: of the run itself, without the imports and the check before it.
-    step_ms: wall time of training over optimizer steps, validation included; None where no step was taken.
-    peak_memory_mib: of device memory on a GPU, else of this rank's resident set.
-    tags: the config's, by which runs are found again.
-    parent: of a run of exp.fork {run, step, checkpoint, changed}, as in provenance.json; else None.
-    error: None, or {type, message}; the type is that of the exception that the user's own code raised, where it did.
-    not_written: {what, error} of what the run went on without: the screen, the log, a logger, a picture.
+    Attributes:
+        metrics: Last values by tag, such as {"accuracy/val": 0.98}, including those before a resume.
+        best: {metric, value, step, checkpoint} of the best checkpoint. None: no checkpoint.
+        best_metrics: Losses and metrics by tag of the weights in the best checkpoint. `loss/train` is the mean of its
+            epoch. Empty without a best checkpoint.
+        stage_steps: Optimizer step of the weights of each stage's last values, such as {"train": 40}.
+        ended_by: Cause of the end of the training, such as `trainer.max_epochs=30`, or an EarlyStopping with its
+            settings. None: the training did not end normally.
+        steps: Optimizer steps of the whole run, including those before a resume.
+        wall_seconds: Duration of the run in seconds, without imports and the check.
+        step_ms: Wall time of the training, with validation, divided by the optimizer steps. None: no step.
+        peak_memory_mib: Device memory on a GPU, otherwise the resident set of this rank.
+        tags: Tags of the config, by which users find runs.
+        parent: {run, step, checkpoint, changed} of a fork, as in provenance.json; otherwise None.
+        error: {type, message}, or None. The type is that of the exception in the user's code, if there is one.
+        not_written: {what, error} of outputs that failed: the screen, the log, a logger, a picture.
     """
 
     status: Status
@@ -91,7 +92,7 @@ class Report:
 
     @property
     def monitored(self) -> float:
-        """The value that goes back to a sweeper: the best of the monitored metric, nan where there is none."""
+        """The value for a sweeper: the best value of the monitored metric, or nan."""
         if self.best is not None:
             return float(self.best["value"])
         tag = None if self.monitor is None else compared_tag(self.monitor)
@@ -99,15 +100,17 @@ class Report:
 
 
 class Ongoing:
-    """A run under way: knows how it started, and makes the report of its end.
+    """A run that has started, and makes the report of its end.
 
-    directory: the run directory. settings: Of the run.
+    Args:
+        directory: Run directory.
+        settings: Settings of the run.
     """
 
     def __init__(self, directory: Path, settings: Settings, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         self.directory = directory
-        # The run's log fills it.
+        # Filled by the run's log.
         self.not_written: list[dict[str, str]] = []
         self._overrides = list(overrides)
         self._facts = {
@@ -122,7 +125,7 @@ class Ongoing:
             "parent": read_parent(directory),
         }
 
-    def ended(
+    def end_report(
         self,
         status: Status,
         *,
@@ -130,39 +133,40 @@ class Ongoing:
         error: BaseException | None = None,
         before: Report | None = None,
     ) -> Report:
-        """The report of an end.
+        """Return the report of the run's end.
 
-        parts: what build.py made; None where the run ended before, or in other processes.
-        before: what rank 0 had to report of the same run, if it could: its figures hold, its reason may not.
+        Args:
+            parts: The objects of the run. None: the run ended before they were built, or in other processes.
+            before: Report of rank 0 on the same run, whose error may not be the cause.
         """
-        # Of the user's own code it is their exception that programs look for.
+        # Programs look for the type of the exception in the user's code.
         kind = error.kind if isinstance(error, UserCodeError) else type(error).__name__
-        told = None if error is None else {"type": kind, "message": str(error)}
+        entry = None if error is None else {"type": kind, "message": str(error)}
         if before is not None:
-            return dataclasses.replace(before, status=status, error=told)
+            return dataclasses.replace(before, status=status, error=entry)
         return Report(
             status=status,
             wall_seconds=time.monotonic() - self._started,
-            error=told,
+            error=entry,
             not_written=self.not_written,
             **self._facts,
             **({} if parts is None else _progress(parts)),
         )
 
     def resume_command(self, checkpoint: str) -> str:
-        """What goes on with this run from a checkpoint: its own command, with `resume`."""
+        """Return the command that resumes this run from a checkpoint."""
         others = [text for text in self._overrides if text.lstrip("+").partition("=")[0] != "resume"]
         return train_command(others, key="resume", path=checkpoint)
 
 
 def train_command(overrides: Sequence[str], *, key: str, path: str) -> str:
-    """The command of a run with a path as the value of a key behind its overrides, quoted for Hydra and for a shell.
+    """Return the command of a run with `key=path` after its overrides, quoted for Hydra and for a shell.
 
-    The path is told from the working directory, where it lies below that.
+    A path below the working directory is relative.
     """
     shown = os.path.relpath(path)
     shown = os.path.abspath(path) if shown.startswith("..") else shown
-    # Hydra reads other signs as its own grammar; inside quotes a quote is escaped.
+    # Other signs belong to Hydra's grammar. Within quotes a quote is escaped.
     plain = re.fullmatch(r"[\w./+@%:-]+", shown, re.ASCII)
     escaped = shown.replace("'", "\\'")
     return _command([*overrides, f"{key}={shown}" if plain else f"{key}='{escaped}'"])
@@ -173,7 +177,7 @@ def _command(overrides: Sequence[str]) -> str:
 
 
 def _progress(parts: Parts) -> dict[str, Any]:
-    """How far a run came, read from the callbacks that kept count."""
+    """Return the figures of a run from its callbacks."""
     trainer = parts.trainer
     steps = trainer.global_step
     return {
@@ -199,7 +203,7 @@ def best_of(best: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _peak_memory_mib() -> float:
-    # Here, because who only reads reports needs no torch.
+    # Imported here, because reading reports needs no torch.
     from exp.hooks.memory_peaks import MIB, peak_of_run
 
     return peak_of_run().so_far() / MIB
@@ -207,7 +211,7 @@ def _peak_memory_mib() -> float:
 
 def forget_peak_memory() -> None:
     """Reset the peaks of memory of this process, so that the next report has no peak of an earlier run."""
-    # The import loads torch, and a process that only reads or writes reports needs no torch.
+    # Imported here, because reading and writing reports needs no torch.
     from exp.hooks.memory_peaks import HOST, peak_of_run
 
     for peak in {HOST, peak_of_run()}:
@@ -215,10 +219,13 @@ def forget_peak_memory() -> None:
 
 
 def write_report(report: Report, *, is_synced: bool = True) -> None:
-    """Writes report.json and report.md into the run directory, each whole or not at all.
+    """Write report.json and report.md to the run directory, each atomically.
 
-    is_synced: whether they are on the disk when this returns.
-    Raises: RunError where the directory cannot be written.
+    Args:
+        is_synced: Whether they are on the disk when this function returns.
+
+    Raises:
+        RunError: The directory cannot be written.
     """
     directory = Path(report.directory)
     plain = dataclasses.asdict(report)
@@ -232,42 +239,36 @@ def write_report(report: Report, *, is_synced: bool = True) -> None:
 
 
 def read_report(directory: Path | str) -> Report:
-    """The report of a run directory.
-
-    Raises: RunError where it holds none, or one that is damaged.
-    """
+    """Return the report of a run directory. Raise RunError if it is missing or damaged."""
     path = Path(directory) / "report.json"
     if not path.is_file():
-        raise RunError(f"{path} is not there: the run has not ended, or was killed before it could write its report")
+        raise RunError(f"{path} does not exist: the run is not over, or was killed before it wrote its report")
     try:
-        return parsed_report(path.read_text(encoding="utf-8"))
+        return parse_report(path.read_text(encoding="utf-8"))
     except (OSError, *DAMAGE) as error:
-        raise RunError(f"{path} is not as a run wrote it: {one_line(error)}") from error
+        raise RunError(f"{path} is damaged: {one_line(error)}") from error
 
 
-def parsed_report(text: str) -> Report:
-    """The report that a report.json holds.
-
-    Raises: one of DAMAGE where it is not as a run wrote it.
-    """
+def parse_report(text: str) -> Report:
+    """Return the report from the text of a report.json. Raise one of DAMAGE if it is damaged."""
     plain = json.loads(text)
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
-    # Older reports have no metrics of the best checkpoint.
+    # Reports of earlier versions lack these two keys.
     plain["best_metrics"] = {tag: float(value) for tag, value in plain.get("best_metrics", {}).items()}
     plain["tags"] = tuple(plain["tags"])
-    plain["not_written"] = tuple(plain.get("not_written", ()))  # which an older one has not
+    plain["not_written"] = tuple(plain.get("not_written", ()))
     report = Report(**plain)
     if report.status not in get_args(Status):
         raise ValueError(f"no status of a run, {report.status!r}")
     numbers = [report.wall_seconds, report.monitored, *([] if report.best is None else [report.best["step"]])]
     words = [] if report.error is None else [report.error["message"]]
     if not all(isinstance(one, int | float) for one in numbers) or not all(isinstance(one, str) for one in words):
-        raise ValueError("a text in the place of a number, or the other way round")
+        raise ValueError("a text instead of a number, or a number instead of a text")
     return report
 
 
 def find_report(directory: Path | str) -> Report | None:
-    """The report of a run directory; None where there is none yet, and where it is damaged."""
+    """Return the report of a run directory; None if it is missing or damaged."""
     try:
         return read_report(directory)
     except RunError:
@@ -275,30 +276,30 @@ def find_report(directory: Path | str) -> Report | None:
 
 
 def write_end(report: Report, loggers: Sequence[Logger]) -> None:
-    """Write the report, and tell every logger how the run ended.
-
-    Raises: RunError where the directory cannot be written.
-    """
+    """Write the report, and log the end of the run. Raise RunError if the directory cannot be written."""
     from exp.loggers.run_logger import RunLogger
 
     write_report(report)
-    told = len(report.not_written)
+    before = len(report.not_written)
     for logger in loggers:
         if isinstance(logger, RunLogger):
             logger.end(report.status)
     is_drawn = report.status != "interrupted" and draw_pictures(report)
-    if is_drawn or len(report.not_written) > told:
+    if is_drawn or len(report.not_written) > before:
         write_report(report)
 
 
 def write_bad_end(
     ongoing: Ongoing, error: BaseException, *, parts: Parts | None = None, has_ranks: bool = False
 ) -> None:
-    """Write the report of a run that failed or was interrupted, and say in the error how it goes on.
+    """Write the report of a failed or interrupted run, and add the command that resumes it to the error.
 
-    parts: what build.py made; None where the run ended before, or in other processes.
-    has_ranks: whether ranks of it had processes of their own, whose figures hold, and whose reason may not.
-    Raises: RunError, for a run with ranks, where the directory cannot be written.
+    Args:
+        parts: The objects of the run. None: the run ended before they were built, or in other processes.
+        has_ranks: Whether ranks ran in other processes. Their report has the figures, but maybe not the cause.
+
+    Raises:
+        RunError: The directory of a run with ranks cannot be written.
     """
     saved = last_checkpoint(ongoing.directory)
     if isinstance(error, Interrupted) and error.checkpoint is not None:
@@ -307,28 +308,29 @@ def write_bad_end(
         error.command = ongoing.resume_command(str(saved))
     status: Status = "interrupted" if isinstance(error, Interrupted) else "failed"
     if has_ranks:
-        write_report(ongoing.ended(status, error=error, before=find_report(ongoing.directory)))
+        write_report(ongoing.end_report(status, error=error, before=find_report(ongoing.directory)))
         return
-    report = ongoing.ended(status, parts=parts, error=error)
-    # To train.log alone: whoever called says it on the screen.
+    report = ongoing.end_report(status, parts=parts, error=error)
+    # Only for train.log: the caller prints the error.
     log.info("the run %s", report.status, exc_info=error)
     try:
         write_end(report, () if parts is None else parts.trainer.loggers)
     except RunError as second:
-        # The first error is the one to tell; where the disk is full, this one follows from it.
+        # The first error is raised. On a full disk the second one follows from it.
         log.error("%s", second)
 
 
 def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> BaseException:
-    """The error that is told in the place of one that says nothing to a user: of the user's own code, of the system's,
-    and of no memory.
+    """Return an error that users understand instead of one of the user's code, of the system, or of full memory.
 
-    parts: what build.py made; None where the run ended before.
+    Args:
+        parts: The objects of the run. None: the run ended before they were built.
     """
-    from exp.hooks.out_of_memory import explained, is_out_of_memory
+    from exp.hooks.out_of_memory import explained as explain_memory
+    from exp.hooks.out_of_memory import is_out_of_memory
 
-    told: ExpError
-    error = _what_ended(error)
+    explained: ExpError
+    error = _find_first_error(error)
     is_exit = isinstance(error, SystemExit)
     if isinstance(error, KeyboardInterrupt) or (is_exit and isinstance(error.__context__, KeyboardInterrupt)):
         error = Interrupted(signum=signal.SIGINT, checkpoint=None)
@@ -337,35 +339,35 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     if isinstance(error, ExpError):
         return error
     if is_exit:
-        told = UserCodeError.of(error, what="the run")
+        explained = UserCodeError.of(error, what="the run")
     elif is_out_of_memory(error):
-        told = RunError(explained(error, is_built=parts is not None))
+        explained = RunError(explain_memory(error, is_built=parts is not None))
     elif LOST_WORKER.search(message_of(error)):
-        told = RunError(
-            f"{error} It was to read the data. The system kills one so when the memory is used up; else its code ended "
-            "its process. With data.num_workers=0 its own error is told, and where"
+        explained = RunError(
+            f"{error} The worker reads data. The system kills it if the memory is full; otherwise its code ended "
+            "the process. Write data.num_workers=0 to see its error"
         )
     elif isinstance(error, OSError) and _is_below(error.filename, ongoing.directory):
-        told = RunError(_unwritable(ongoing, error))
+        explained = RunError(_write_message(ongoing, error))
     elif (place := _place(error, parts)) is not None:
-        told = UserCodeError.of(error, what=place)
+        explained = UserCodeError.of(error, what=place)
     elif isinstance(error, OSError):
-        told = RunError(_unwritable(ongoing, error))
+        explained = RunError(_write_message(ongoing, error))
     else:
         return error
-    # Before it is raised, for the log tells where it came from.
-    told.__cause__ = error
-    return told
+    # Set here, because the log prints the cause before the error is raised.
+    explained.__cause__ = error
+    return explained
 
 
 def _with_checkpoint(error: Interrupted, directory: Path) -> Interrupted:
-    """The interruption with what there is to go on from, for a signal may come behind the last step, too."""
+    """Return the interruption with the last checkpoint, if it has none: the signal may come after the last step."""
     saved = last_checkpoint(directory) if error.checkpoint is None else None
     return error if saved is None else Interrupted(signum=error.signum, checkpoint=str(saved), detail=error.detail)
 
 
-def _what_ended(error: BaseException) -> BaseException:
-    """The error that ended the run, and not what Lightning or a callback raised in answer to it, as in on_exception."""
+def _find_first_error(error: BaseException) -> BaseException:
+    """Return the error that ended the run, instead of one that Lightning or on_exception raised afterwards."""
     caught = _catching_frames(error)
     first, context = error, error.__context__
     while context is not None:
@@ -376,19 +378,19 @@ def _what_ended(error: BaseException) -> BaseException:
 
 
 def _catching_frames(error: BaseException) -> set[FrameType]:
-    """The calls of the function in which Lightning catches what ends a trainer's work, that an error came through."""
+    """Return the frames of LIGHTNING_CATCHES_IN through which an error came."""
     return {
         frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == LIGHTNING_CATCHES_IN
     }
 
 
 def _is_below(filename: object, directory: Path) -> bool:
-    """Return whether a file that an error names is in the run directory."""
+    """Return whether the file of an error is in the run directory."""
     return isinstance(filename, str) and Path(filename).absolute().is_relative_to(directory)
 
 
 def _place(error: BaseException, parts: Parts | None) -> str | None:
-    """Which part of the user's own, or of a package, raised an error; None where it was neither."""
+    """Return which object of the user or of a package raised an error, or None."""
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
     from torch.optim import Optimizer
@@ -410,10 +412,10 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
         if is_own and id(holder) in layers:
             name = layers[id(holder)]
             return f"{f'layer {name} ({kind.__name__})' if name else f'the network, {kind.__name__},'} in {method}"
-    return "code of your own" if is_own else None
+    return "your code" if is_own else None
 
 
-def _unwritable(ongoing: Ongoing, error: OSError) -> str:
+def _write_message(ongoing: Ongoing, error: OSError) -> str:
     """Return the message for a file of the run that cannot be written, with the command that resumes the run."""
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
     fix = "make room" if error.errno in NO_SPACE else "make the directory writable"
@@ -425,12 +427,14 @@ def _unwritable(ongoing: Ongoing, error: OSError) -> str:
 
 
 def draw_pictures(report: Report) -> bool:
-    """Draw the loss, the metrics and the gradients of a run's event file and table into its directory.
+    """Draw the loss, the metrics and the gradients from a run's event files and table, and write the pictures.
 
-    What cannot be drawn is told, and is no reason for a run to fail; nor is a signal that comes now: the run is over.
-    Returns: whether there is one.
+    Warn about pictures that cannot be drawn.
+
+    Returns:
+        Whether there are pictures.
     """
-    # Here, because who only reads reports needs neither.
+    # Imported here, because reading reports needs no pictures.
     from exp.report_pictures import draw_report_pictures
 
     directory = Path(report.directory)
@@ -446,7 +450,7 @@ def draw_pictures(report: Report) -> bool:
 
 
 def as_markdown(report: Report) -> str:
-    """The report as a page: the result, what was changed, pictures, the facts, every last value."""
+    """Return the report as Markdown: results, changed settings, pictures, facts, last values."""
     directory = Path(report.directory)
     facts = _facts(report)
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
@@ -455,7 +459,7 @@ def as_markdown(report: Report) -> str:
     if rows := _results(report):
         lines += ["", *markdown_table(("weights", "metric", *STAGES), rows, left=2)]
     changed = report.command.partition("exp.train")[2].strip()
-    lines += ["", f"Changed from the defaults: `{changed}`" if changed else "Nothing was changed from the defaults."]
+    lines += ["", f"Changed from the defaults: `{changed}`" if changed else "All settings are defaults."]
     for name in ("loss", "metrics", "gradients"):
         if (directory / PICTURES / f"{name}.png").is_file():
             lines += ["", f"![{name}]({PICTURES}/{name}.png)"]
@@ -469,7 +473,7 @@ def as_markdown(report: Report) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Print the table of results and how to look further."""
+    """Print the table of results and the other facts."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -482,12 +486,12 @@ def print_report(report: Report) -> None:
         shown = weights
     console.print(table)
     for name, fact in _facts(report).items():
-        # soft_wrap: a path that is broken over two lines cannot be copied.
+        # soft_wrap: a path on two lines cannot be copied.
         console.print(f"{name:<{len('dashboard')}}  {fact}", soft_wrap=True, markup=False)
 
 
 def _results(report: Report) -> list[tuple[str, ...]]:
-    """Return weights, metric, and the value of each stage: of the best weights first, then of the last ones.
+    """Return rows of weights, metric and the value of each stage, for the best weights and then the last ones.
 
     The value of `loss/train` is the mean of an epoch.
     """
@@ -495,7 +499,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
     last.pop("loss/train", None)
     if EPOCH_LOSS in last:
         last["loss/train"] = last.pop(EPOCH_LOSS)
-    # The test stage evaluates the best weights, and the last validation may be of an earlier step.
+    # The test stage uses the best weights, and the last validation may belong to an earlier step.
     steps = report.stage_steps
     if report.steps and steps:
         last = {tag: value for tag, value in last.items() if steps.get(split_tag(tag)[1]) == report.steps}
@@ -515,9 +519,9 @@ def _results(report: Report) -> list[tuple[str, ...]]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the other results in words by name."""
+    """Return the other results as texts by name."""
     shown, best = os.path.relpath(report.directory), report.best
-    speed = "" if report.step_ms is None else f", {report.step_ms:.2f} ms a step"
+    speed = "" if report.step_ms is None else f", {report.step_ms:.2f} ms per step"
     ranks = f", {report.world_size} ranks" if report.world_size > 1 else ""
     memory = "" if report.peak_memory_mib is None else f", {report.peak_memory_mib:.0f} MiB at the peak"
     facts = {
@@ -539,13 +543,13 @@ def _parent(parent: Mapping[str, Any]) -> str:
 
 
 def _dashboard_root(shown: str) -> str:
-    """Return `outputs` for a run below it, so that earlier runs are shown with it; else the directory of the run."""
+    """Return the first folder of a relative path, to show earlier runs as well; otherwise the run directory."""
     first = shown.partition(os.sep)[0]
     return shown if first in ("..", "", ".") else first
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become their names, so that any reader can parse the file."""
+    """Replace nan and infinity by their names, because JSON does not have them."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,9 +1,9 @@
-"""Start a run: check a composed config, freeze it in a run directory, and launch its ranks.
+"""Starts a run: checks a composed config, freezes it in a run directory, and launches its ranks.
 
 1 compose   check.stages.compose, before this
 2 check     check.resolution, check.examination
 3 freeze    config.freeze
-4 launch    launch.launcher if the run needs processes of its own, else run.run
+4 launch    launch.launcher if the run needs several processes, else run.run
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
-    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it asks for.
+    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it needs.
 
     Args:
         config: The composed config.
@@ -50,10 +50,10 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
     """
     decided, directory = prepare(config)
     start = None if begin is None else begin(directory)
-    return _started(directory, decided, start)
+    return _start(directory, decided, start)
 
 
-def go_on(directory: Path, found: Found | None = None) -> Report:
+def resume_run(directory: Path, found: Found | None = None) -> Report:
     """Resume an interrupted run in its directory from its newest whole checkpoint. Returns and raises as `fit`.
 
     Args:
@@ -68,11 +68,11 @@ def go_on(directory: Path, found: Found | None = None) -> Report:
     if found.path is None:
         raise RunError(f"{directory} has no whole checkpoint to resume from")
     with run_log(directory, rank=ALONE):
-        for note in (*found.notes, f"goes on from {found.path}"):
+        for note in (*found.notes, f"resuming from {found.path}"):
             log.warning("%s", note)
-    # What was reported of its end is not what it will have done.
+    # The run's new end will differ from the reported one.
     (directory / "report.json").unlink(missing_ok=True)
-    return _started(directory, decided, found.path)
+    return _start(directory, decided, found.path)
 
 
 def fit_job(config: DictConfig) -> Report:
@@ -81,19 +81,19 @@ def fit_job(config: DictConfig) -> Report:
     if (directory / "config.yaml").is_file():
         found = newest_of(directory)
         if found.path is not None:
-            return go_on(directory, found)
+            return resume_run(directory, found)
         clear(directory)
         take_directory(config, directory)
     return fit(config)
 
 
-def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
-    """Run a frozen config in as many processes as it asks for. start: a checkpoint to go on from."""
+def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
+    """Run a frozen config in as many processes as it needs. start: Checkpoint to resume from."""
     placement, settings = decided.placement, decided.settings
     if in_process(placement, max_restarts=settings.launch.max_restarts, step_timeout=settings.runtime.step_timeout):
         return run(directory, decided=decided, resume=start)
     threads = threads_of(settings.runtime.threads, operator=decided.operator)
-    del decided  # with its data, which the ranks read themselves
+    del decided  # the ranks read the data again
     ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
@@ -106,7 +106,7 @@ def _started(directory: Path, decided: Plan, start: Path | None) -> Report:
             allow=settings.security.allow,
         )
     except ExpError as error:
-        # A rank that was killed wrote no report, and a neighbour's report names the wrong reason.
+        # A killed rank wrote no report, and the report of another rank has the wrong cause.
         write_bad_end(ongoing, error, has_ranks=True)
         if settings.runtime.autoresume:
             requeue(error)

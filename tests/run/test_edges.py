@@ -128,12 +128,12 @@ def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
     )
     forget_peak_memory()
     ongoing = Ongoing(tmp_path, settings_of(config), overrides=[], world_size=1)
-    before = ongoing.ended("completed", parts=parts).peak_memory_mib
+    before = ongoing.end_report("completed", parts=parts).peak_memory_mib
     large = bytearray(400 * 2**20)
     large[::4096] = b"x" * len(large[::4096])
     forget_peak_memory()
     ongoing = Ongoing(tmp_path, settings_of(config), overrides=[], world_size=1)
-    held = ongoing.ended("completed", parts=parts).peak_memory_mib
+    held = ongoing.end_report("completed", parts=parts).peak_memory_mib
     assert held - before > 300
 
 

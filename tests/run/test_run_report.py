@@ -76,7 +76,7 @@ def test_markdown_names_the_error_and_the_metrics(tmp_path):
 
 
 def test_a_directory_without_a_report_is_an_error(tmp_path):
-    with pytest.raises(RunError, match=r"report\.json is not there"):
+    with pytest.raises(RunError, match=r"report\.json does not exist"):
         read_report(tmp_path)
 
 

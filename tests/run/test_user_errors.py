@@ -141,4 +141,4 @@ def test_the_message_names_the_place_and_the_users_frames(overrides, place, erro
 def test_a_killed_worker_is_reported_with_the_likely_cause(commands):
     message = failed_run(f"{IN_A_WORKER}killed", commands)
     assert "DataLoader worker" in message
-    assert "when the memory is used up" in message
+    assert "if the memory is full" in message

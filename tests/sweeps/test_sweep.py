@@ -371,7 +371,7 @@ def test_a_job_with_a_damaged_report_runs_again(text, capsys, table):
     status, runs = run_sweep("seed=1,2", RESUME)
     assert (status, seeds(runs)) == (0, [2])
     warning = capsys.readouterr().err
-    assert "1/report.json is not as a run wrote it: " in warning
+    assert "1/report.json is damaged: " in warning
     assert "Job 1 goes on from its last checkpoint" in warning
     assert [row["directory"] for row in table()] == ["0", "1"]
 

@@ -476,7 +476,7 @@ class Member:
         ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits.max_steps)
         seconds = self._seconds_before + self._progress.seconds
         return dataclasses.replace(
-            self.ongoing.ended(status, error=error),
+            self.ongoing.end_report(status, error=error),
             metrics={**self.log.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self.log.stages),

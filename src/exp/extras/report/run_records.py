@@ -19,7 +19,7 @@ from exp.errors import ConfigError, ExpError, shorten
 from exp.files import is_locked, natural_order
 from exp.redaction import mask_secrets
 from exp.run_report import DAMAGE as REPORT_DAMAGE
-from exp.run_report import parsed_report
+from exp.run_report import parse_report
 from exp.shared_types import Mode, compared_tag
 from exp.tensorboard.curves import Curve, event_files, read_curves
 
@@ -252,7 +252,7 @@ def _number_or_text(value: str) -> str:
 
 
 def _facts(path: Path) -> Facts:
-    report = parsed_report(path.read_text(encoding="utf-8"))
+    report = parse_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib
     return {

@@ -11,12 +11,12 @@ from pathlib import Path
 import exp
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = """# API: what is imported, and what a `_target_` names
+HEAD = """# API: Python functions, and classes for a `_target_`
 
 *Reference*: classes, functions and their parameters. Made from docstrings by `python docs/make_api.py`.
 The config's keys are in [configuration](configuration.md).
 """
-# What a class of your own is derived from, with the methods to write.
+# Base classes for a user's classes, whose methods are listed.
 BASES = [
     "exp.hooks.hook.Hook",
     "exp.hooks.step.Step",
@@ -24,10 +24,13 @@ BASES = [
     "exp.objectives.objective.Term",
     "exp.data.data.Data",
 ]
-# Their modules import an extra's package, which is not there on every machine that makes this page.
+# Classes whose modules import the package of an extra, which may not be installed.
 OF_EXTRAS = {"exp.extras.mlflow.mlflow_store.MlflowLogger", "exp.extras.wandb.wandb_run.WandbLogger"}
 TARGET = re.compile(r"_target_: *(exp\.[\w.]+)")
-# `name: what it is`, or several names with one meaning, at the beginning of a line of a docstring.
+# Sections of a docstring in Google's style, and an item of one.
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Shape|Yields):")
+ITEM = re.compile(r" {4}(\w+(?:, \w+)*): +(.*)")
+# `name: meaning` at the beginning of a line of a docstring without sections.
 NAMED = re.compile(r"^(\w+(?:, \w+)*): +(.*)$")
 
 
@@ -43,7 +46,7 @@ def _python() -> Iterator[str]:
 
 
 def _bases() -> Iterator[str]:
-    yield "## To derive from, and what such a class is given\n"
+    yield "## Base classes and their methods\n"
     for name in BASES:
         found = _resolved(name)
         yield from _entry(name, found)
@@ -56,7 +59,7 @@ def _bases() -> Iterator[str]:
 
 
 def _targets() -> Iterator[str]:
-    """What each group of conf/ names, once, in the first group that does."""
+    """Yield the classes of the options in conf/, each in the first group that has it."""
     seen = OF_EXTRAS.union(BASES)
     for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
         options: dict[str, list[str]] = {}
@@ -82,27 +85,33 @@ def _entry(name: str, found: object, where: str = "") -> Iterator[str]:
 
 
 def _prose(found: object) -> Iterator[str]:
-    """A docstring in Markdown: its paragraphs, and what it says of each parameter as a list."""
+    """Yield a docstring in Markdown: its paragraphs, and lists of parameters and exceptions."""
     own = vars(found).get("__doc__") if inspect.isclass(found) else inspect.getdoc(found)
     rows: list[str] = []
+    section = ""
     for line in inspect.cleandoc(own or "").splitlines():
-        named = NAMED.match(line)
-        if named and named[1] not in ("Raises", "Returns", "Source"):
-            if rows and rows[-1] and not rows[-1].startswith(("- ", "  ")):
-                rows.append("")
-            names = ", ".join(f"`{name}`" for name in named[1].split(", "))
-            rows.append(f"- {names}: {named[2]}")
-        elif rows and rows[-1].startswith(("- ", "  ")) and line.strip() and not named:
+        if header := SECTION.fullmatch(line):
+            section = header[1]
+            rows += ["", f"{section}:", ""] if section in ("Raises", "Returns", "Yields") else [""]
+            continue
+        if line and not line.startswith(" "):
+            section = ""
+        in_list = bool(rows) and rows[-1].startswith(("- ", "  "))
+        item = ITEM.match(line) if section else NAMED.match(line)
+        if item and item[1] not in ("Raises", "Returns", "Source"):
+            rows += [] if in_list or not rows or not rows[-1] else [""]
+            names = ", ".join(f"`{name}`" for name in item[1].split(", "))
+            rows.append(f"- {names}: {item[2]}")
+        elif in_list and line.strip() and not item:
             rows.append(f"  {line.strip()}")
         else:
-            if rows and rows[-1].startswith(("- ", "  ")):
-                rows.append("")
-            rows.append(line)
+            rows += [""] if in_list else []
+            rows.append(line.strip() if section else line)
     yield "\n".join(rows) + "\n"
 
 
 def _signature(found: object) -> str:
-    """As the source has it, without `self`; a long one has a line for each parameter."""
+    """Return the signature without `self`. A long one has a line for each parameter."""
     if not callable(found):
         return ""
     signature = inspect.signature(found)

@@ -13,6 +13,7 @@ from lightning.pytorch import strategies as lightning_strategies
 import exp
 from exp.build import LEAVING_WEIGHTS
 from exp.check.compatibility import EXCLUDED, NEEDS, REASONS, REFUSED
+from exp.config.settings import settings_of
 from exp.construct import build_entries, build_strategy, plain_config
 from exp.hooks.hook import Hook
 from exp.strategies.strategy import TRAITS, Strategy, traits_of
@@ -69,8 +70,8 @@ def _strategies() -> Iterator[str]:
 
 
 def _meanings() -> dict[str, str]:
-    """What the docstring of Strategy says of each trait."""
-    said = re.findall(r"^(\w+): (.+(?:\n {4}.+)*)", inspect.cleandoc(Strategy.__doc__), re.MULTILINE)
+    """Return the meaning of each trait in the docstring of Strategy."""
+    said = re.findall(r"^ *(\w+): (.+(?:\n {4,}(?!\w+: ).+)*)", inspect.cleandoc(Strategy.__doc__), re.MULTILINE)
     lines = {trait: " ".join(meaning.split()).removesuffix(".") for trait, meaning in said}
     return {trait: lines[trait] for trait in TRAITS}
 
@@ -91,11 +92,11 @@ def _needs() -> Iterator[str]:
 
 
 def _callbacks() -> Iterator[str]:
-    yield "## Callbacks that no run can have\n\n| callback | what it does | what to take instead |\n|---|---|---|"
+    yield "## Callbacks that no run supports\n\n| callback | effect | alternative |\n|---|---|---|"
     yield from (f"| `{kind.__name__}` | {why.removeprefix('which ')} | {fix} |" for kind, (why, fix) in REFUSED.items())
     kept = ", ".join(f"`{kind.__name__}`" for kind in LEAVING_WEIGHTS)
-    yield "\nOther callbacks may change weights behind a validation. A copy of what was validated is held for"
-    yield f"`best.ckpt` then. Of these nothing has to be held: {kept}.\n"
+    yield "\nOther callbacks may change weights after a validation. exp then holds a copy of the validated weights for"
+    yield f"`best.ckpt`. These callbacks need no copy: {kept}.\n"
 
 
 def _hooks() -> Iterator[str]:
@@ -133,12 +134,12 @@ def _excluding(hooks: Mapping[str, Hook], traits: list[str]) -> list[str]:
 def _chosen() -> dict[str, frozenset[str]]:
     """The traits of every strategy of conf/strategy, and of those options that change them."""
     words = sorted([f"strategy={path.stem}" for path in (ROOT / "conf" / "strategy").glob("*.yaml")] + list(OPTIONS))
-    return {one: traits_of(build_strategy(_plain(one.split()))) for one in words}
+    return {one: traits_of(build_strategy(settings_of(_plain(one.split())))) for one in words}
 
 
 def _built_hooks() -> dict[str, Hook]:
     names = ",".join(sorted(path.stem for path in (ROOT / "conf" / "hooks").glob("*.yaml")))
-    return build_entries(_plain([f"hooks=[{names}]"]), "hooks")
+    return build_entries(settings_of(_plain([f"hooks=[{names}]"])), "hooks")
 
 
 def _plain(overrides: list[str]) -> dict[str, Any]:

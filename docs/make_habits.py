@@ -9,18 +9,18 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "config" / "habits.txt"
 HEAD = """# Habits: what Hydra, Lightning and lightning-hydra-template have you type
 
-*Reference*: what is typed elsewhere, word by word, and what runs here.
+*Reference*: commands of other programs, and what to write in exp.
 
-Most of it runs as it stands. What does not is answered with exit status 2 and the line that runs, which you can paste:
+Most of them run unchanged. The others end with exit status 2 and a command that runs, which you can paste:
 
     python -m exp.train trainer=ddp          # ... Write strategy=ddp
 
-The tables are made from `tests/config/habits.txt` by `python docs/make_habits.py`. A test types each line, puts what
-the answer says in the place of what was wrong, and holds what then stands there against this table and against the
-check (of a sweep, what all jobs share). On the left is what stands behind `python train.py`, `main.py` or `my_app.py`;
-on the right what stands behind `python -m exp.train`. Quotes are for a shell. Where it is typed, `./conf` holds a group
-`db` and a primary config `small` of one's own. [From lightning-hydra-template](from-lightning-hydra-template.md) says
-more of a whole project, [configuration](configuration.md#custom-values-groups-and-functions) of values, groups and resolvers of your own.
+The tables are made from `tests/config/habits.txt` by `python docs/make_habits.py`. A test runs each line, applies the
+fix of the message, and compares the result with this table and with the check. For a sweep it compares what all jobs
+share. The left column follows `python train.py`, `main.py` or `my_app.py`, the right column follows `python -m
+exp.train`. Quotes are for a shell. In the test, `./conf` has a group `db` and a primary config `small`. [From
+lightning-hydra-template](from-lightning-hydra-template.md) describes a whole project, and
+[configuration](configuration.md#custom-values-groups-and-functions) custom values, groups and resolvers.
 """
 WORDS = {"runs": "runs", "leave out": "leave it out"}
 

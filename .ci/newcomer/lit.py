@@ -1,4 +1,4 @@
-"""A newcomer's own LightningModule and LightningDataModule, as lightning-hydra-template has them."""
+"""A LightningModule and a LightningDataModule in the form of lightning-hydra-template."""
 
 import lightning.pytorch as pl
 import torch

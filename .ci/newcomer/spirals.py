@@ -1,4 +1,4 @@
-"""A newcomer's own data set, layer and hook, beside their own ./conf."""
+"""A data set, a layer and a hook next to ./conf."""
 
 import torch
 from exp.hooks.hook import Hook

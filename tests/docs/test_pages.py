@@ -90,9 +90,9 @@ def test_the_site_builds_without_broken_links(tmp_path: Path) -> None:
 
 GENERATED = {
     "make_api": ("### `exp.compose`", "### `exp.hooks.hook.Hook`", "## objective"),
-    "make_compatibility": ("| `shards_parameters` |", "| `strategy=fsdp` |", "## Callbacks that no run can have"),
+    "make_compatibility": ("| `shards_parameters` |", "| `strategy=fsdp` |", "## Callbacks that no run supports"),
     "make_habits": ("| you type there | here |", "| `trainer.strategy=ddp` | `strategy=ddp` |"),
-    "make_vocabulary": ("`scaled_dot_product_attention`", "## Out"),
+    "make_vocabulary": ("`scaled_dot_product_attention`", "## Not supported"),
 }
 
 

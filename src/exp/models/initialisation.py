@@ -15,22 +15,11 @@ from exp.errors import config_error
 from exp.models.matching import matching_parameters
 from exp.spelling import did_you_mean
 
-SCHEMES: dict[str, Callable[..., object]] = {
-    "constant": nn.init.constant_,
-    "dirac": nn.init.dirac_,
-    "eye": nn.init.eye_,
-    "kaiming_normal": nn.init.kaiming_normal_,
-    "kaiming_uniform": nn.init.kaiming_uniform_,
-    "normal": nn.init.normal_,
-    "ones": nn.init.ones_,
-    "orthogonal": nn.init.orthogonal_,
-    "sparse": nn.init.sparse_,
-    "trunc_normal": nn.init.trunc_normal_,
-    "uniform": nn.init.uniform_,
-    "xavier_normal": nn.init.xavier_normal_,
-    "xavier_uniform": nn.init.xavier_uniform_,
-    "zeros": nn.init.zeros_,
-}
+NAMES = (
+    "constant", "dirac", "eye", "kaiming_normal", "kaiming_uniform", "normal", "ones", "orthogonal", "sparse",
+    "trunc_normal", "uniform", "xavier_normal", "xavier_uniform", "zeros",
+)  # fmt: skip
+SCHEMES: dict[str, Callable[..., object]] = {name: getattr(nn.init, f"{name}_") for name in NAMES}
 
 Scheme = str | Mapping[str, object]
 

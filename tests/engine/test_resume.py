@@ -320,7 +320,7 @@ def test_a_best_without_its_file_is_forgotten(
     first.checkpointing.best_path.unlink()
     again = small_run.Small(tmp_path / "b", max_epochs=2)
     again.fit(resume=first.last)
-    assert "best is looked for again" in caplog.text
+    assert "best value is looked for again" in caplog.text
     assert again.checkpointing.best["step"] == 14
     assert again.checkpointing.best_path.is_file()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from exp.engine.phased_module import PhasedModule
 from exp.errors import ConfigError, RunError
+from exp.extras.debugging.step_trace import run_again
 from exp.hooks.hook import Hook
 from exp.objectives.loss_inputs import Values
 from exp.objectives.objective import Objective, Term
@@ -184,9 +185,9 @@ class Again(Hook):
     """Runs each micro-batch of a step again, before the step."""
 
     def before_update(self, step: Any, update: Any) -> None:
-        look = SimpleNamespace(forward=contextlib.nullcontext, backward=lambda loss: None)
+        tracer = SimpleNamespace(forward=contextlib.nullcontext, backward=lambda loss: None)
         for place in range(len(update.window.batches)):
-            update.again(update.window, place, look)
+            run_again(update.module, update.window, place, tracer)
 
 
 @pytest.mark.parametrize("more", [{"accumulate_grad_batches": 3}, {"phases": True}], ids=str)

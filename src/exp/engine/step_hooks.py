@@ -23,7 +23,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.compilation import uncompiled
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
@@ -33,7 +32,7 @@ from exp.engine.own_module import OwnModule
 from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel
-from exp.hooks.step import Look, Step, Update, Window
+from exp.hooks.step import Step, Update, Window
 from exp.optim.phase import each_optimizer
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch, Stage
@@ -208,7 +207,15 @@ class StepHooks(StepObserver):
         step = self._step_of(record)
         losses = [*record.losses, *self._last_loss()]
         assert isinstance(self._module, TrainingModule)  # the check refuses such a hook for any other module
-        update = _update_of(self._module, optimizer, record.batches, losses, self.turn)
+        precision = self._module.run_trainer.precision_plugin
+        window = Window(batches=tuple(record.batches), epoch=step.epoch, phase=self.turn.phase, turn=self.turn.places)
+        update = Update(
+            window=window,
+            optimizer=optimizer,
+            losses=tuple(losses),
+            scale=precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None,
+            module=self._module,
+        )
         for hook in record.due.before_update:
             hook.before_update(step, update)
 
@@ -411,54 +418,3 @@ def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners:
             if owner != name:
                 raise RunError(f"{name} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename it")
     return found
-
-
-def _update_of(
-    module: TrainingModule,
-    optimizer: Optimizer,
-    batches: Sequence[tuple[Batch, int]],
-    losses: Sequence[Tensor],
-    turn: Turn,
-) -> Update:
-    """Return what a hook is given before this optimizer steps. losses: of the micro-batches."""
-    trainer = module.trainer
-    precision = trainer.precision_plugin
-    own = precision if isinstance(precision, RunPrecision) else None
-    return Update(
-        window=Window(batches=tuple(batches), epoch=trainer.current_epoch, phase=turn.phase, turn=turn.places),
-        optimizer=optimizer,
-        losses=tuple(losses),
-        scale=own.loss_scale if own is not None and own.is_scaled else None,
-        objective=module.objective,
-        again=partial(_run_again, module),
-        save=_save,
-    )
-
-
-def _save(path: Path, contents: Mapping[str, Any]) -> None:
-    AtomicCheckpointIO().save_checkpoint(dict(contents), path)
-
-
-def _run_again(module: TrainingModule, window: Window, place: int, look: Look) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run forward and backward of one micro-batch of a window, observed by `look` alone.
-
-    Parameters, their gradients and the optimizer do not change; buffers do. Random numbers are those of the step. A
-    compiled network runs uncompiled.
-
-    Returns: the loss, 0-d and detached, and the gradients of the parameters that the step changes and that have one.
-    """
-    named = module.trained_in(window)
-    observer, module.observer = module.observer, UNOBSERVED
-    try:
-        with torch.enable_grad(), uncompiled(module.network):
-            with look.forward():
-                loss = module.scaled_loss(window, place)
-            if not loss.requires_grad:
-                return loss, {}
-            look.backward(loss)
-            # Not loss.backward(), which would call the hooks of ddp at the parameters.
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    finally:
-        module.observer = observer
-    pairs = zip(named, found, strict=True)
-    return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from exp.hooks.norms import norms_by_name
 from exp.shared_types import Batch
@@ -101,26 +100,6 @@ class Window:
     turn: tuple[int, ...] = ()
 
 
-class Look(Protocol):
-    """An observer of a forward and a backward that run again."""
-
-    def forward(self) -> AbstractContextManager[object]:
-        """Return a context around the forward and the objective."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Called before the backward from `loss`, 0-d."""
-
-
-class Again(Protocol):
-    """Runs the forward and the backward of a step again, uncompiled, without a change of the run.
-
-    The buffers must be those from before the step. If ranks share the data, every rank must call it.
-    """
-
-    def __call__(self, window: Window, place: int, look: Look) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss, 0-d, and the gradients by parameter of the micro-batch at `place`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
     """A step that an optimizer is about to take. Its gradients are unscaled, averaged, and not clipped.
@@ -130,16 +109,11 @@ class Update:
         optimizer: The optimizer.
         losses: Losses of the micro-batches of this rank, 0-d on their device; with phases their sum.
         scale: Factor of the loss, 0-d or a float; None without a loss scale.
-        objective: The module that gives the loss.
-        again: Runs forward and backward of a micro-batch again.
-        save: Writes tensors and plain values to a file, whole or not at all. Raises OSError, and RunError for other
-            values.
+        module: The training module of the run.
     """
 
     window: Window
     optimizer: torch.optim.Optimizer
     losses: Sequence[Tensor]
     scale: Tensor | float | None
-    objective: torch.nn.Module
-    again: Again
-    save: Callable[[Path, Mapping[str, Any]], None]
+    module: nn.Module

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS
 
+from exp.engine.checkpoint import AtomicCheckpointIO
+from exp.engine.module import TrainingModule
 from exp.errors import ErrorDetails, NonFiniteError, RunError
 from exp.extras.debugging.step_trace import Trace, trace_of
 from exp.hooks.hook import Hook
@@ -106,7 +108,7 @@ class NanGuard(Hook):
             "network": _copied({**dict(step.network.named_parameters()), **dict(step.network.named_buffers())}),
         }
         try:
-            update.save(path, contents)
+            AtomicCheckpointIO().save_checkpoint(contents, path)
         except (OSError, RunError) as error:
             return None, [f"The step could not be kept in {path}: {error}."]
         return path, []
@@ -125,7 +127,8 @@ def _is_bad(update: Update) -> bool:
 
 def _traced(step: Step, update: Update) -> tuple[Trace | None, list[str]]:
     try:
-        return trace_of(update.again, update.window, network=step.network, objective=update.objective), []
+        assert isinstance(update.module, TrainingModule)  # the check allows no other module
+        return trace_of(update.module, update.window), []
     except Exception as error:  # out of memory, or a network that cannot run twice: the run must stop in any case
         return None, [f"The step could not be run again to find the module: {type(error).__name__}: {error}."]
 

@@ -16,9 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from exp.engine.compilation import uncompiled
+from exp.engine.module import TrainingModule
+from exp.engine.observer import UNOBSERVED
 from exp.extras.debugging.module_calls import ModuleCalls, nodes_behind
 from exp.hooks.norms import norms
-from exp.hooks.step import Again, Window
+from exp.hooks.step import Window
 from exp.nested import tensors_in
 
 OUTSIDE = "objective"
@@ -130,15 +133,44 @@ class Tracer:
         return f"`{name}`{kind}" if name else f"the network itself{kind}"
 
 
-def trace_of(again: Again, window: Window, *, network: nn.Module, objective: nn.Module) -> Trace:
+def run_again(
+    module: TrainingModule, window: Window, place: int, tracer: Tracer
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Run forward and backward of one micro-batch of a window again, uncompiled and observed by a tracer alone.
+
+    The buffers must be those from before the step. Parameters, their gradients and the optimizer do not change; buffers
+    do. Random numbers are those of the step. If ranks share the data, every rank must call it.
+
+    Returns:
+        The loss, 0-d and detached, and the gradients of the trained parameters that have one.
+    """
+    named = module.trained_in(window)
+    observer, module.observer = module.observer, UNOBSERVED
+    try:
+        with torch.enable_grad(), uncompiled(module.network):
+            with tracer.forward():
+                loss = module.scaled_loss(window, place)
+            if not loss.requires_grad:
+                return loss, {}
+            tracer.backward(loss)
+            # loss.backward() would call the hooks of ddp at the parameters.
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    finally:
+        module.observer = observer
+    pairs = zip(named, found, strict=True)
+    return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def trace_of(module: TrainingModule, window: Window) -> Trace:
     """Run the micro-batches of a window again, and trace them up to the first that is not finite."""
+    network = module.network
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     lost_before = [name for name, tensor in held.items() if is_lost([tensor])]
     found: Trace | None = None
     sums: dict[str, Tensor] = {}
     for place, (batch, _) in enumerate(window.batches):
-        tracer = Tracer(network, objective)
-        loss, gradients = again(window, place, tracer)
+        tracer = Tracer(network, module.objective)
+        loss, gradients = run_again(module, window, place, tracer)
         if found is not None:
             continue  # other ranks may wait for this rank in the rest of the step
         for name, gradient in gradients.items():

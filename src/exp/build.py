@@ -44,7 +44,7 @@ from exp.engine.checkpointing import Checkpointing, position_in
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
 from exp.engine.ema import ExponentialMovingAverage
-from exp.engine.lean_loop import run_several_at_once, tell_stop_iterations
+from exp.engine.lean_loop import report_stop_iterations, run_several_at_once
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import UndoneForward
 from exp.engine.own_data import BatchesOfLoaders
@@ -125,7 +125,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         if plan.own is None
         else _build_own(plan, directory, limits=limits, rank=share, saving=checkpointing)
     )
-    tell_stop_iterations([recording, *own])
+    report_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
     watch = _watch(settings, directory, rank=rank)
     pruning = _pruning(settings, directory)

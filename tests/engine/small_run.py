@@ -275,7 +275,7 @@ class Small:
     def is_lean(self) -> bool:
         """Whether the run makes several steps in one call of Lightning's loop."""
         loop = self.trainer.fit_loop.epoch_loop
-        return loop.steps_per_execution != 1 and loop._told is None
+        return loop.steps_per_execution != 1 and loop._reported is None
 
     def fit(self, *, resume: Path | str | None = None) -> None:
         self.trainer.fit(

@@ -1,15 +1,16 @@
-"""The adapter of Lightning's private loops of fit: several batches in one call, and nothing done in vain.
+"""Replacements for Lightning's private loops of fit that run several batches in one call.
 
 Lightning's own loop                                here
     for each batch: done? validate? stop?               for each execution: done? validate? stop?
         a fetch through three iterators                     for each batch of it
-        ask every callback for every hook                       fetch
-        closure in closure in optimizer.step                    the hooks that act, by lists made once an execution
-        results of self.log, of which there are none            forward, backward, clipping, optimizer, schedule
+        every hook of every callback                            fetch
+        closure in closure in optimizer.step                    only overridden hooks, in lists made once an execution
+        results of self.log, which are always empty             forward, backward, clipping, optimizer, schedule
 
-Counters, hooks and their order are Lightning's at every point where a callback can look. An execution ends before
-whatever the outer loop has to do: a validation, an epoch's end, a stop. So it may be short, and never runs too far. And
-it looks up everything anew: callbacks may have changed anything since (tens of us, against Lightning's half a ms).
+Counters, hooks and their order are Lightning's wherever a callback can see them. An execution ends before each task of
+the outer loop: a validation, the end of an epoch, a stop. It looks up all parts again, because callbacks may have
+changed them since the last one. That takes tens of microseconds; an iteration of Lightning's loop takes half a
+millisecond.
 
 docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning.
 Private names of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_has_run` and
@@ -60,12 +61,12 @@ TRAINING_HOOKS = (
 )
 VALIDATION_HOOKS = ("on_validation_batch_start", "on_validation_batch_end")
 NEED = "one_step_a_call"
-# Where nobody says how many: as many as fit in this. Lightning's share of an execution is half a millisecond.
+# Length of an execution without steps_per_execution. Lightning's part of an execution is half a millisecond.
 EXECUTION_SECONDS = 0.1
 
 
 def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) -> None:
-    """Put LeanEpochLoop, and with it LeanValidationLoop, in the place of the Trainer's own loops; before fit."""
+    """Replace the loops of the Trainer by LeanEpochLoop and LeanValidationLoop. Call it before fit."""
     own = trainer.fit_loop.epoch_loop
     lean = LeanEpochLoop(
         trainer, steps_per_execution=steps_per_execution, min_steps=own.min_steps, max_steps=own.max_steps
@@ -78,8 +79,11 @@ def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) ->
 class LeanEpochLoop(_TrainingEpochLoop):
     """A training epoch loop that runs several batches in one call of `advance`.
 
-    steps_per_execution: batches; None takes as many as fit in a tenth of a second, which is one of a large network; 1
-        is Lightning's own loop. Where something asks for that, the log says so.
+    If a callback or another part needs Lightning's own loop, the log says so.
+
+    Args:
+        steps_per_execution: Batches in one call. None runs batches for a tenth of a second, at least one. 1 is
+            Lightning's own loop.
     """
 
     trainer: RunTrainer
@@ -90,11 +94,11 @@ class LeanEpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.steps_per_execution = steps_per_execution
         self._one_by_one = False
-        self._told: str | None = None
+        self._reported: str | None = None
 
     @property
     def global_step(self) -> int:
-        # Without Lightning's look for manual optimization, which exp has not: callbacks ask for it at every batch.
+        # Lightning's property checks for manual optimization first; callbacks read this property in each batch.
         return self.automatic_optimization.optim_progress.optimizer.step.total.completed
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -102,20 +106,20 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._one_by_one = self.steps_per_execution == 1
 
     def _find_step(self) -> LeanStep | None:
-        """Make the step of this execution; None where Lightning's own loop is wanted, which then ends the epoch."""
+        """Return the step of this execution; None if Lightning's own loop has to run the rest of the epoch."""
         if self._one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
         if reason is None:
             return LeanStep(self)
         self._one_by_one = True
-        if reason != self._told:
+        if reason != self._reported:
             log.log(
                 logging.INFO if self.steps_per_execution is None else logging.WARNING,
                 "runtime.steps_per_execution is 1, and each step goes through Lightning's own loop: %s",
                 reason,
             )
-            self._told = reason
+            self._reported = reason
         return None
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -142,7 +146,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             left -= 1
             if left <= 0 or self._is_wanted_outside() or (ends is not None and time.monotonic() >= ends):
                 return
-            # What on_advance_end does where no validation is due.
+            # The tasks of on_advance_end if no validation is due.
             if lean.plateau_by_step:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             if not lean.accumulates:
@@ -178,7 +182,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self.scheduler_progress.increment_completed()
 
     def _is_wanted_outside(self) -> bool:
-        """Return whether the outer loop has something to do, or might, behind the batch that was done last."""
+        """Return whether the outer loop may have a task after this batch."""
         trainer, progress = self.trainer, self.batch_progress
         return (
             trainer.should_stop
@@ -189,12 +193,12 @@ class LeanEpochLoop(_TrainingEpochLoop):
         )
 
     def _batches_to_validation(self) -> float:
-        """How many batches may be done until `_should_check_val_fx` has to be asked; at an epoch's end it is anyway."""
+        """Return the number of batches before the next check for a validation within the epoch."""
         trainer = self.trainer
         if not self._should_check_val_epoch():
             return float("inf")
         every: float | None = trainer.val_check_batch
-        if every is None:  # after a time, not after a number of batches
+        if every is None:  # validations are due by time
             return 1
         limit = trainer.limit_train_batches
         if every == float("inf") and isinstance(limit, int):
@@ -207,11 +211,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 
 class LeanValidationLoop(_EvaluationLoop):
-    """A validation within fit, whose batches are done without what nobody uses: Lightning's loop around them.
+    """A validation loop of fit that calls only overridden hooks and reads no results of self.log.
 
-    Left out are hooks that nobody overrides, what self.log gives at a batch, which exp's own never call, and a look at
-    signatures that are known. Counters, limits, hooks and their order are Lightning's. If something that is not
-    exp's own acts at a batch of validation, or there are several loaders, it is Lightning's own loop.
+    Counters, limits, hooks and their order are Lightning's. If a callback of another package overrides a batch hook of
+    validation, or there are several loaders, the loop is Lightning's.
     """
 
     trainer: RunTrainer
@@ -225,13 +228,12 @@ class LeanValidationLoop(_EvaluationLoop):
             verbose=own.verbose,
             inference_mode=own.inference_mode,
         )
-        # Whether the batches of the validation under way are done here.
         self._is_lean = False
 
     def on_run_start(self) -> None:
         self._is_lean = False
         super().on_run_start()
-        # Behind the hooks, which may have changed anything.
+        # After the hooks, which may change any part.
         self._is_lean = not any(self._reasons())
         if self._is_lean:
             trainer, module = self.trainer, self.trainer.lightning_module
@@ -272,25 +274,23 @@ class LeanValidationLoop(_EvaluationLoop):
             raise SIGTERMException
 
 
-def tell_stop_iterations(callbacks: Iterable[Callback]) -> None:
-    """Let a StopIteration in a callback, or in what it calls, end the run as any error does.
+def report_stop_iterations(callbacks: Iterable[Callback]) -> None:
+    """Make a StopIteration in a hook of a callback end the run as an error.
 
-    Lightning's loops take it for the end of the data, and an epoch or a validation for done. `advance` sees a step's.
+    Lightning's loops would take it for the end of the data. `LeanEpochLoop.advance` covers the hooks of a step.
     """
     for callback in callbacks:
         for name in dir(Callback):
             is_hook = not name.startswith(("_", "on_train_batch", "on_before", "on_after"))
-            if is_hook and getattr(type(callback), name) is not getattr(Callback, name):
-                hook = getattr(callback, name)
-                if callable(hook):
-                    setattr(callback, name, functools.partial(_tell_stop_iteration, callback, name, hook))
+            if is_hook and (hook := overridden(callback, Callback, name)) is not None and callable(hook):
+                setattr(callback, name, functools.partial(_call_hook, callback, name, hook))
 
 
-def _tell_stop_iteration(
-    callback: Callback, name: str, hook: Callable[..., object], *given: object, **named: object
+def _call_hook(
+    callback: Callback, name: str, hook: Callable[..., object], *arguments: object, **named: object
 ) -> object:
     try:
-        return hook(*given, **named)
+        return hook(*arguments, **named)
     except StopIteration as error:
         raise UserCodeError.of(error, what=f"callback {type(callback).__name__}, in {name},") from error
 
@@ -319,7 +319,7 @@ def fetching(fetcher: _DataFetcher) -> Callable[[], Batch]:
 
 
 def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
-    """Return what brings a batch into the precision's dtype and onto its device."""
+    """Return a function that converts a batch to the precision's dtype and moves it to the device."""
     device, precision = trainer.strategy.root_device, trainer.precision_plugin
     moves = functools.partial(trainer.datamodule.transfer_batch_to_device, device=device, dataloader_idx=0)
     to_device: Callable[[Batch], Batch] | None = None if device.type == "cpu" else moves
@@ -334,43 +334,44 @@ def placing(trainer: RunTrainer) -> Callable[[Batch], Batch]:
 
 
 def overridden(owner: object, base: type, name: str) -> Callable[..., Any] | None:
-    """Return a hook that the class of its owner, or the owner itself, overrides; None for any other."""
+    """Return a hook that the owner or its class overrides; None if neither does."""
     found: Callable[..., Any] = getattr(owner, name)
     return None if name not in vars(owner) and getattr(type(owner), name) is getattr(base, name) else found
 
 
 def acting(trainer: RunTrainer, name: str) -> list[Callable[..., Any]]:
-    """Return a hook of all callbacks that give it a body, in their order."""
+    """Return the overridden hooks of one name, in the order of the callbacks."""
     found = (overridden(callback, Callback, name) for callback in trainer.callbacks)
     return [hook for hook in found if hook is not None]
 
 
 class LeanStep:
-    """The parts of a step, looked up once an execution, and where the step stands. What does nothing is left out.
+    """The parts of a step, looked up once an execution. Parts that do nothing are left out.
 
-    place the batch                          where the strategy would, if it is not there
+    place the batch                          on the device, if the strategy would do so
     training_step                            under the precision's forward context
-    zero_grad                                at the first batch of a window; before the training_step if nothing acts
-    scale, backward                          on_before_backward, on_after_backward of those that act
+    zero_grad                                at the first batch of a window; before the training_step if no hook acts
+    scale, backward                          overridden on_before_backward, on_after_backward
     at a window's last batch:
-        unscale; on_before_optimizer_step of those that act; clipping; optimizer step; the scale's update
+        unscale; overridden on_before_optimizer_step; clipping; optimizer step; the scale's update
 
-    A strategy, a module or an optimizer with a way of its own for one of these is asked for it, as Lightning would. A
-    callback may ask for batches without zero_grad and backward (StochasticWeightAveraging, for its batch norms).
+    If a strategy, a module or an optimizer overrides one of these, its method is called as Lightning would call it.
 
-    accumulates: whether the batch that was done last was not its window's last.
-    batches: of the epoch; infinite where it is not known.
-    schedules: those that move at a step; plateau_by_step: whether there are others, which need a value.
+    Attributes:
+        accumulates: Whether the last batch was not the last one of its window.
+        batches: Batches of the epoch; infinite if the number is unknown.
+        schedules: Schedules that step after each optimizer step.
+        plateau_by_step: Whether a schedule on plateau does so, too.
     """
 
     def __init__(self, loop: LeanEpochLoop) -> None:
         trainer = loop.trainer
         module, precision = trainer.lightning_module, trainer.precision_plugin
-        assert isinstance(module, TrainingModule)  # else there are reasons against it
+        assert isinstance(module, TrainingModule)  # see foreign_parts
         assert isinstance(precision, RunPrecision)
         self.trainer, self.module = trainer, module
         self.accumulates = False
-        # What Lightning hands to on_train_batch_end; none of exp's callbacks reads it.
+        # Lightning's argument of on_train_batch_end, which exp's callbacks do not read.
         self.outputs: dict[str, object] = {}
         self._strategy: LightningStrategy = trainer.strategy
         self._without_sync: Callable[[], AbstractContextManager[None]] = (
@@ -394,7 +395,13 @@ class LeanStep:
         self._window = trainer.accumulate_grad_batches
 
     def run(self, batch: Batch, batch_idx: int, *, is_last: bool) -> None:
-        """Run forward and backward, and the optimizer's step at a window's end. is_last: of the epoch."""
+        """Run forward and backward, and at the end of a window the optimizer step.
+
+        Args:
+            batch: The batch.
+            batch_idx: Number of the batch in the epoch.
+            is_last: Whether it is the last batch of the epoch.
+        """
         self._batch: Any = batch
         self._batch_idx = batch_idx
         self.accumulates = not is_last and (batch_idx + 1) % self._window != 0
@@ -407,12 +414,12 @@ class LeanStep:
             self._progress.step.increment_completed()
         self._batch = None
 
-    # --- which way each part goes ---
+    # --- the choice of each part ---
 
     def _choose_forward(self) -> None:
         strategy, precision = self._strategy, self._precision
         self.place = placing(self.trainer)
-        # Asked for anew at each batch: none is a context that is entered for nothing.
+        # Makes a context for each batch; None instead of a context that does nothing.
         self._context: Callable[[], AbstractContextManager[Any]] | None = None
         self._forward: Callable[[Batch, int], Any] = strategy.training_step
         if type(strategy).training_step is LightningStrategy.training_step and strategy.model is self.module:
@@ -424,7 +431,7 @@ class LeanStep:
         self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
 
     def _forward_through_wrapper(self, batch: Batch, batch_idx: int) -> Any:
-        """Call DistributedDataParallel, which calls the module's forward: its training step meanwhile."""
+        """Call DistributedDataParallel, which calls the module's forward, here replaced by the training step."""
         own, wrapper = vars(self.module), self._strategy.model
         assert wrapper is not None
         own["forward"] = self.module.training_step
@@ -438,8 +445,8 @@ class LeanStep:
         self._is_backward_plain = kind.backward is LightningStrategy.backward
         self._module_backward = overridden(self.module, LightningModule, "backward")
         self._zero_grad = overridden(self.module, LightningModule, "optimizer_zero_grad")
-        # Gradients that nothing reads are dropped before the forward, and do not add to the peak of the activations.
-        # With them, the peak of a GPT of 86 million parameters on an H100 was 3 to 6 percent above a loop by hand.
+        # Gradients are dropped before the forward if no hook reads them, so that they do not add to the peak of the
+        # activations. With them, a GPT of 86 million parameters on an H100 needed 3 to 6 percent more at its peak.
         self._dropped: list[Tensor] | None = None
         is_plain = self._zero_grad is None and type(self._optimizer).zero_grad is Optimizer.zero_grad
         if is_plain and not self._before_zero_grad:
@@ -450,12 +457,12 @@ class LeanStep:
         is_direct = (
             overridden(self.module, LightningModule, "optimizer_step") is None
             and _steps_plainly(self._strategy)
-            # Others may call the closure twice, or look at the loss.
+            # Other optimizers may call the closure twice, or read the loss.
             and kind.__module__.startswith("torch.optim.")
             and kind is not LBFGS
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
-        # Where steps may be skipped they are the scaler's.
+        # The scaler takes steps that may be skipped.
         self._step_unscaled = DirectStep(optimizer) if is_direct and not self._precision.skips else None
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
@@ -463,7 +470,7 @@ class LeanStep:
     # --- the step ---
 
     def _compute(self) -> Tensor:
-        """Run Lightning's closure: forward, zero_grad, backward. Returns the loss, detached."""
+        """Run the tasks of Lightning's closure: forward, zero_grad, backward. Return the loss, detached."""
         batch, batch_idx, window = self._batch, self._batch_idx, self._window
         is_first = batch_idx % window == 0
         if is_first and self._dropped is not None:
@@ -510,7 +517,7 @@ class LeanStep:
             hook(trainer, module)
 
     def _update_directly(self) -> None:
-        """Step an optimizer that calls its closure once, first of all, without one."""
+        """Step without a closure. For optimizers that would call it once, at the beginning."""
         precision, optimizer = self._precision, self._optimizer
         self._compute()
         if self._step_unscaled is None:
@@ -547,7 +554,7 @@ def _steps_plainly(strategy: LightningStrategy) -> bool:
 
 
 def why_one_by_one(trainer: RunTrainer) -> str | None:
-    """Return why a run has to go through Lightning's own loop, in one line; None where it has not."""
+    """Return why a run needs Lightning's own loop, in one line; None if it does not need it."""
     return "; ".join(_reasons(trainer)) or None
 
 
@@ -559,13 +566,19 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
                 yield f"the hook {name} needs {NEED}"
     strategy = trainer.strategy
     if is_own(strategy) and strategy.handles_gradient_accumulation:
-        yield f"the strategy {type(strategy).__name__} has a loop of its own"
+        yield f"the strategy {type(strategy).__name__} accumulates gradients itself"
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         yield "the callback StochasticWeightAveraging runs an epoch without a backward"
 
 
 def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:
-    """Yield what is not exp's own and may do anything. hooks: of batches. often: when these are called, in words."""
+    """Yield a sentence for each part of another package that may act at a batch.
+
+    Args:
+        trainer: The Trainer.
+        hooks: Names of batch hooks.
+        often: When the hooks are called, for the sentence.
+    """
     module = trainer.lightning_module
     owners: list[tuple[str, object, type]] = [
         (f"the callback {type(one).__name__}", one, Callback) for one in trainer.callbacks if not is_own(one)
@@ -575,18 +588,18 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
         if found:
             yield f"{title} acts {often}, in {', '.join(found)}"
     if not isinstance(module, TrainingModule):
-        yield f"{type(module).__name__} is no module of exp"
+        yield f"{type(module).__name__} is not a module of exp"
     strategy = trainer.strategy
     if not is_own(strategy) and type(strategy) is not SingleDeviceStrategy:
         yield f"the strategy {type(strategy).__name__} is not exp's"
     if type(trainer.precision_plugin) not in (RunPrecision, ScaledPrecision):
         yield f"the precision {type(trainer.precision_plugin).__name__} is not exp's"
     if type(trainer.profiler) is not PassThroughProfiler:
-        yield f"the profiler {type(trainer.profiler).__name__} looks into Lightning's loop"
+        yield f"the profiler {type(trainer.profiler).__name__} measures Lightning's loop"
     if not isinstance(trainer.datamodule, RunData):
         yield "the data is not exp's"
 
 
 def is_own(part: object) -> bool:
-    """Return whether exp itself wrote the class: a subclass by someone else may do anything."""
+    """Return whether the class is exp's. A subclass in another package may do anything."""
     return type(part).__module__.partition(".")[0] == "exp"

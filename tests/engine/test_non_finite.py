@@ -114,7 +114,7 @@ def test_only_values_by_design_may_be_infinite(tmp_path: Path, small_run: Module
             return x
 
     broken = nn.Sequential(nn.Linear(6, 2), Breaks())
-    with pytest.raises(NonFiniteError, match=r"after step 2: 1\.mask\. Nothing of it is saved"):
+    with pytest.raises(NonFiniteError, match=r"after step 2: 1\.mask\. This state is not saved"):
         small_run.Small(tmp_path / "ill", model=broken, max_epochs=1, every_n_steps=2).fit()
     assert saved(tmp_path / "ill") == {}
 

@@ -79,7 +79,7 @@ SHORT = ["trainer.max_steps=1", "model.layers.hidden.out_features=8"]
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("InPlace", "InPlace.forward changed a tensor in place; an observing hook leaves what it sees"),
+        ("InPlace", "InPlace.forward changed a tensor in place; expected no change, because the hook observes"),
         ("Number", "Number.after_step returned a float; expected a mapping of tags to values, or None"),
         ("Taken", "hooks.taken logs loss/train, a tag of the engine; expected a tag that is not in use"),
         ("Shared", "hooks.shared logs gradients/norm/total, a tag of hooks.gradients; expected a tag"),

@@ -124,13 +124,13 @@ def test_weight_files_of_other_programs_are_read(wrap, is_zip, tmp_path):
 def test_a_file_that_contains_code_is_refused(tmp_path):
     for is_zip in (True, False):
         torch.save(net(), tmp_path / "w.pt", _use_new_zipfile_serialization=is_zip)
-        with pytest.raises(RunError, match="would be code"):
+        with pytest.raises(RunError, match="would execute code"):
             read_weights(tmp_path / "w.pt")
     (tmp_path / "text.pt").write_text("no weights")
     with pytest.raises(RunError, match="cannot be read as weights"):
         read_weights(tmp_path / "text.pt")
     torch.save({"a": 1}, tmp_path / "other.pt")
-    with pytest.raises(RunError, match=r"holds no tensors by name.*It holds a"):
+    with pytest.raises(RunError, match=r"has no tensors by name.*It has a"):
         read_weights(tmp_path / "other.pt")
 
 
@@ -168,7 +168,7 @@ def test_weights_that_do_not_fit_are_refused():
     assert "which both become head.x" in refused("weights.from=five.pt", "+weights.keys={head.*: head.x}")
     assert "that is there" in refused("weights.from=nowhere.pt")
     assert "a directory without weights" in refused("weights.from=conf")
-    assert "would be code" in refused("weights.from=weight_nets.py")
+    assert "would execute code" in refused("weights.from=weight_nets.py")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])

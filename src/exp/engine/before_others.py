@@ -1,9 +1,9 @@
-"""The callback that acts before other callbacks do: saves before their hooks, and restores what a resume calls again.
+"""Save before the hooks of other callbacks, and restore the state that a resume's start hooks change.
 
-A resumed run calls the hooks of a start again: on_train_start, and within an epoch on_train_epoch_start. In the
-unbroken run they were called once, and the saved state must not change twice. So the saved state (weights, optimizers,
-schedules, callbacks) is put back after on_train_start of the others and, within an epoch, after their
-on_train_epoch_start.
+A resumed run calls the hooks of a start again: on_train_start, and within an epoch on_train_epoch_start. The
+uninterrupted run called them once, before the checkpoint, so that the saved state must not change again. Weights,
+optimizers, schedules and callbacks are restored after on_train_start of the other callbacks and, within an epoch, after
+their on_train_epoch_start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from exp.shared_types import Batch
 
 log = logging.getLogger(__name__)
 
-# Share of the length of a run by which the length of a schedule may differ.
+# Relative difference between the lengths of a schedule and of the run that is not reported.
 TOLERANCE = 0.05
 # Arguments of schedules that state the whole length of a run, or a part of it.
 LENGTHS, PARTS_OF_LENGTH = ("total_steps", "T_max"), ("warmup_steps", "total_iters", "step_size")
@@ -40,11 +40,11 @@ START_HOOKS = ("on_train_start", "on_train_epoch_start")
 
 
 class BeforeOthers(Callback):
-    """Acts for Checkpointing and Stopping before the user's callbacks do: stands before them in the Trainer's list.
+    """A callback that acts for Checkpointing and Stopping before the user's callbacks, which follow it in the list.
 
-    Saves before their hooks of a batch and of an epoch. Holds the weights that were validated, and saves the last state
-    before the others end the training. Some put other weights into the module then, as Lightning's WeightAveraging
-    does, and a longer run would go on from these.
+    It saves before their hooks of a batch and of an epoch, holds the validated weights, and saves the last state before
+    they end the training. Some callbacks, such as Lightning's WeightAveraging, then replace the weights of the module,
+    from which a longer run must not resume.
     """
 
     _trainer: RunTrainer
@@ -52,12 +52,12 @@ class BeforeOthers(Callback):
     def __init__(self, checkpointing: Checkpointing, stopping: Stopping) -> None:
         super().__init__()
         self.checkpointing, self.stopping = checkpointing, stopping
-        self._put_back: Callable[[], None] | None = None
+        self._restore: Callable[[], None] | None = None
         self._is_starting = False
         self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # By Lightning's rule they would write below the folder of a logger.
+        # By default they would write to the folder of a logger.
         for one in trainer.checkpoint_callbacks:
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
                 one.dirpath = str(self.checkpointing.directory / OF_LIGHTNING)
@@ -65,15 +65,17 @@ class BeforeOthers(Callback):
     # --- the start ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Nothing of a checkpoint is in optimizers and schedules yet.
+        # Before a checkpoint is loaded into optimizers and schedules.
         self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
 
     def _take_lengths(self) -> None:
-        there = list(_schedules(self._trainer))  # without those that a callback has replaced
+        current = list(_schedules(self._trainer))  # a callback may have replaced some
         for schedule, fresh in self._fresh:
-            if schedule in there and take_length(schedule, fresh) and self._trainer.is_global_zero:
+            if schedule in current and take_length(schedule, fresh) and self._trainer.is_global_zero:
                 name = type(schedule).__name__
-                log.info("the schedule %s has another length than before: its rates are those of the new one", name)
+                log.info(
+                    "the schedule %s has another length than before the resume; its rates change accordingly", name
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = cast(RunTrainer, trainer)
@@ -83,28 +85,28 @@ class BeforeOthers(Callback):
         if self.checkpointing.resumed is not None:
             self._take_lengths()
         if self.checkpointing.resumed is not None and any(_others(self._trainer, START_HOOKS)):
-            self._put_back = _way_back(self._trainer)
+            self._restore = _hold_state(self._trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_starting = True
-        if self._put_back is None:
+        if self._restore is None:
             self._start_batch(trainer, 0)
         else:
-            self._put_back()
+            self._restore()
 
     def _epoch_has_started(self) -> None:
-        """Put the saved state back after the hooks of an epoch that a resume starts again."""
+        """Restore the saved state after the start hooks of an epoch that a resume repeats."""
         self._is_starting = False
-        if self._put_back is not None:
+        if self._restore is not None:
             if self.checkpointing.resumed is not None and self.checkpointing.resumed.is_inside:
-                self._put_back()
-            self._put_back = None
+                self._restore()
+            self._restore = None
         self.checkpointing.resumed = None
 
     # --- before other callbacks ---
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
-        if self._is_starting or self._put_back is not None:
+        if self._is_starting or self._restore is not None:
             self._epoch_has_started()
         self._start_batch(trainer, batch_idx)
 
@@ -113,7 +115,7 @@ class BeforeOthers(Callback):
         self.stopping.start_batch(trainer, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_starting or self._put_back is not None:
+        if self._is_starting or self._restore is not None:
             self._epoch_has_started()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -124,7 +126,8 @@ class BeforeOthers(Callback):
         if self.checkpointing.watches_training:
             self.checkpointing.hold(trainer)
         elif not is_epoch_complete(trainer):
-            # A limit ends the run within an epoch, and the others may act as at its end, which a longer run has later.
+            # A limit ends the run within an epoch. Other callbacks may act as at its end, which comes later in a
+            # longer run.
             self.checkpointing.end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +135,7 @@ class BeforeOthers(Callback):
 
 
 def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
-    """Yield the schedules that count steps; those on plateau look at values."""
+    """Yield the schedules that count steps, without schedules on plateau."""
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler.schedule if isinstance(config.scheduler, PhaseSchedule) else config.scheduler
         if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
@@ -156,15 +159,15 @@ def _schedule_notes(module: TrainingModule) -> Iterator[str]:
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
-    """Yield the callbacks and the module, those of exp left out, that give one of the hooks a body."""
+    """Yield the callbacks and the module that override one of the hooks, except those of exp."""
     owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
     for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
         if not is_own(owner) and any(overridden(owner, base, hook) for hook in hooks):
             yield owner
 
 
-def _way_back(trainer: RunTrainer) -> Callable[[], None]:
-    """Copy the state that a checkpoint holds; return what puts it back, any number of times."""
+def _hold_state(trainer: RunTrainer) -> Callable[[], None]:
+    """Copy the state of a checkpoint, and return a function that restores it."""
     held: list[tuple[Callable[[Any], object], State]] = []
 
     def hold(load: Callable[[Any], object], state: State) -> None:
@@ -173,7 +176,7 @@ def _way_back(trainer: RunTrainer) -> Callable[[], None]:
     module = trainer.lightning_module
     hold(lambda state: nn.Module.load_state_dict(module, state, strict=False), module.state_dict())
     for optimizer in trainer.optimizers:
-        if isinstance(optimizer, Optimizer):  # those of deepspeed hold theirs elsewhere
+        if isinstance(optimizer, Optimizer):  # deepspeed has other optimizers
             hold(optimizer.load_state_dict, optimizer.state_dict())
     for config in trainer.lr_scheduler_configs:
         hold(config.scheduler.load_state_dict, dict(config.scheduler.state_dict()))
@@ -181,8 +184,8 @@ def _way_back(trainer: RunTrainer) -> Callable[[], None]:
         if not is_own(callback) and (state := callback.state_dict()):
             hold(callback.load_state_dict, state)
 
-    def put_back() -> None:
+    def restore() -> None:
         for load, state in held:
             load(copy.deepcopy(state))
 
-    return put_back
+    return restore

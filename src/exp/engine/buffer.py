@@ -1,6 +1,6 @@
-"""Buffers of values on their device: of the steps since the last write, and of a stage's epoch.
+"""Buffers of values on their device, which are copied to the host together.
 
-They come to the host in one copy.
+StepBuffer holds steps between two writes, and EpochValues sums the losses and metrics of a stage.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from exp.shared_types import Stage
 
 TRAIN_METRICS, TRAIN_LOSSES = "exp_train_metrics", "exp_train_losses"
 Value = TypeVar("Value")
-EXPECTED = "a hook must give one number, or a panel of exp.hooks.panels, for a tag"
+EXPECTED = "expected one number, or a panel of exp.hooks.panels"
 
 
 @dataclass(slots=True)
 class Recorded:
-    """One optimizer step.
+    """The values of one optimizer step.
 
-    index: counted from 1. size: samples of the global batches in it.
-    losses: the objective and, where there are several, its terms: tensors 0-d, this rank's share.
-    values: by tag: 0-d tensors on the device, floats, or panels.
-    terms: the names of the terms that were computed; None where all were.
-    panels: by tag, on the host: where the panels among the values are once the step is taken.
+    Attributes:
+        index: Number of the step, counted from 1.
+        size: Samples of its global batches.
+        losses: The objective and, if there are several, its terms: 0-d tensors of this rank's share.
+        values: 0-d tensors on the device, floats, or panels, by tag.
+        terms: Names of the computed terms; None for all.
+        panels: Panels on the host by tag, moved here from `values` when the step is taken.
     """
 
     index: int
@@ -48,7 +50,7 @@ class Recorded:
 
 
 class StepBuffer:
-    """Holds steps until they are taken."""
+    """Steps that wait to be written."""
 
     def __init__(self) -> None:
         self._steps: list[Recorded] = []
@@ -65,7 +67,7 @@ class StepBuffer:
         self._steps.append(step)
 
     def take(self, strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
-        """Return the steps with floats for values, and their losses, means over ranks. Every rank must call it."""
+        """Return the steps with values as floats, and their losses as means over ranks. Every rank must call it."""
         steps, self._steps = self._steps, []
         if not steps:
             return []
@@ -82,18 +84,18 @@ class StepBuffer:
         for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
             values[tag] = number
         _take_panels(steps)
-        # A NumPy number would be refused by the report, at the very end.
+        # The report takes no NumPy numbers.
         for step in steps:
             for tag, value in step.values.items():
                 if type(value) is not float:
                     step.values[tag] = _float(tag, value)
-        # Not all steps have all terms: a phase need not run in each.
+        # Steps may have different terms, because a phase need not run in each step.
         ends = list(accumulate(len(step.losses) for step in steps))
         return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
 
 
 def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
-    """Bring what hooks gave, by tag, to the host: the numbers as floats, and the panels."""
+    """Return the values of hooks on the host: numbers as floats, and panels."""
     panels = {tag: value for tag, value in values.items() if isinstance(value, Panel)}
     numbers = {
         tag: _one_number(tag, value).item() if isinstance(value, Tensor) else _float(tag, value)
@@ -104,7 +106,7 @@ def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[st
 
 
 def _take_panels(steps: Sequence[Recorded]) -> None:
-    """Moves the panels from the values of each step to its panels, on the host."""
+    """Move the panels of each step from its values to its panels, on the host."""
     found = [(step, tag, value) for step in steps for tag, value in step.values.items() if isinstance(value, Panel)]
     if found:
         for (step, tag, _), panel in zip(found, on_host([panel for _, _, panel in found]), strict=True):
@@ -126,14 +128,14 @@ def _float(tag: str, value: SupportsFloat) -> float:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
-    """Return all numbers of the tensors, in order. The first is a vector, the others are 0-d."""
+    """Return the numbers of the tensors in order. The first is a vector, the others are 0-d."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
     return gathered(tensors)
 
 
 def gathered(tensors: Sequence[Tensor]) -> list[float]:
-    """Do so by one copy to the host, which is one wait for the device: one stack for each kind of tensor."""
+    """Return the same numbers by one copy to the host, with one stack for each device and dtype."""
     losses, others = tensors[0], tensors[1:]
     # float64 keeps counts and float32 exact; mps has none.
     dtype = torch.float32 if losses.device.type == "mps" else torch.float64
@@ -151,7 +153,7 @@ def gathered(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Source(Protocol):
-    """The rank that has the outputs, of a network whose parts lie in several ranks."""
+    """The rank with the outputs of a network that is split over ranks."""
 
     has_output: bool
 
@@ -160,15 +162,20 @@ class Source(Protocol):
 
 
 class EpochValues(nn.Module):
-    """Sums the means of terms weighted by what they divide by, and updates metrics, on the device.
+    """The losses and metrics of a stage's epoch, on the device.
 
-    One host copy gives the values: of each term what one call over the whole stage would give.
+    Each term's mean is weighted by its divisor, so that the value equals one call over the whole stage. All values come
+    to the host in one copy.
 
-    terms: the objective's, by name, in their order. They have tags of their own where there are several.
-    summed: an attribute, the terms of which the loss is the weighted sum, in the order in which `add` is given them; of
-        phases a term is there as often as it is in one.
-    source: an attribute, where the outputs are; None is here.
-    leaves_out_lost: an attribute, whether a mean that is not finite is left out.
+    Args:
+        stage: Stage of the values.
+        terms: Terms of the objective by name. If there are several, each has a tag.
+        measures: Metrics of the stage.
+
+    Attributes:
+        summed: Terms whose weighted sum is the loss, in the order of `add`. With phases, a term occurs once per phase.
+        source: Rank with the outputs; None for this rank.
+        leaves_out_lost: Whether means that are not finite are left out.
     """
 
     def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], measures: Sequence[Measure]) -> None:
@@ -184,15 +191,17 @@ class EpochValues(nn.Module):
         self.clear_losses()
 
     def clear_losses(self) -> None:
-        """Start afresh."""
+        """Reset the sums of losses."""
         self._sums: Tensor | None = None
-        # A number of samples is known here, and costs the device nothing.
+        # Numbers of samples are floats on the host, which cost the device nothing.
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
     def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
-        """Adds a batch: each term's mean, and what it divided by. Where nothing counts, nothing is added.
+        """Add the means of a batch with their divisors. A mean with the divisor 0 adds nothing.
 
-        first: the place among `summed` of the first of them; those before it and behind the last are left alone.
+        Args:
+            means: Means of consecutive terms of `summed`.
+            first: Place of the first of these terms.
         """
         if self.leaves_out_lost:
             means = [(mean.where(mean.isfinite(), 0.0), divisor * mean.isfinite()) for mean, divisor in means]
@@ -208,7 +217,11 @@ class EpochValues(nn.Module):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def read(self, values: Values) -> dict[str, Any]:
-        """Return what the metrics look at, by name, without its graph. Raises: RunError where there is none."""
+        """Return the values that the metrics read, by name, without a graph.
+
+        Raises:
+            RunError: A value is missing.
+        """
         found: dict[str, Any] = {}
         for measure in self.measures:
             found |= measure.read(values)
@@ -219,16 +232,17 @@ class EpochValues(nn.Module):
             measure.update(read)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
-        """Return the values by tag, over all ranks, and start afresh. Every rank must call it.
+        """Return the values of all ranks by tag, and reset them. Every rank must call it.
 
-        A term of which nothing counted has no tag, and adds nothing to the loss.
+        A term with the divisor 0 has no tag, and adds nothing to the loss.
 
-        Raises: RunError where a metric gives what is no number.
+        Raises:
+            RunError: A metric returned something else than numbers.
         """
         device = strategy.root_device
         totals = self.totals(strategy)
         metrics = self._compute()
-        # In one stack, for of several numbers each copy to the device would wait.
+        # One stack, because a copy of each number to the device would wait.
         found = [torch.stack(list(one.values())).to(device, totals.dtype) for one in metrics.values() if one]
         values = torch.cat([totals, *found])
         self.clear_losses()
@@ -250,7 +264,7 @@ class EpochValues(nn.Module):
         return result | dict(zip(tags, others, strict=True))
 
     def totals(self, strategy: Strategy) -> Tensor:
-        """Return the sums of the terms, and behind them what divides each, over all ranks. Every rank must call it."""
+        """Return the sums of the terms over all ranks, followed by their divisors. Every rank must call it."""
         device = strategy.root_device
         dtype = summing_dtype(device)
         sums = torch.zeros(len(self.summed), dtype=dtype, device=device) if self._sums is None else self._sums

@@ -1,4 +1,4 @@
-"""Checkpoint files, written whole or not at all, checked when they are read, and never executed."""
+"""Write checkpoint files atomically, and read them with checksums and without executing code."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from exp.errors import RunError
 from exp.files import close_in_forks, lock, open_atomic, partial_path, sync_directory, write_atomic
 from exp.nested import map_tensors, tensors_in
 
-# The folder of a run directory in which they are.
+# Folder of the checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
-# The entry with the version of what exp writes. Formats 1 and 2 also had the shapes and the checksums of all entries.
+# Entry with the version of the format. Formats 1 and 2 also had shapes and checksums of all entries.
 MANIFEST, FORMAT = "exp_manifest", 3
 NUMBERS = frozenset({bool, int, float, type(None)})
-# Where nobody says whether a thread writes: the largest state that is copied for it, of which two may wait.
+# Without checkpoint.async: the largest state that is copied for the writing thread. Two copies may wait.
 LARGEST_COPY = 2**30
-# Where a checkpoint keeps the weights as they are trained; its state_dict holds the averaged ones.
+# Entry with the trained weights of a checkpoint whose state_dict has averaged weights.
 CURRENT = "current_model_state"
-# What a checkpoint holds, by name: tensors and plain values, nested as they are.
+# Content of a checkpoint by name: nested tensors and plain values.
 State = dict[str, Any]
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes beside the target, syncs, renames: a reader finds the old file or the new one, after a kill, too.
+    """Writes a checkpoint to a partial file, syncs it and renames it, so that a kill leaves the old or the new file.
 
-    Lightning's own writes to $TMPDIR and moves the file, without a sync: on another filesystem that is a copy, which a
-    kill or a full disk leaves half done where the good file was.
+    Lightning's class writes to $TMPDIR and moves the file without a sync. On another filesystem that is a copy, which a
+    kill or a full disk leaves incomplete in place of the good file.
 
-    is_synced: whether a file is on the disk when it is saved; see exp.files.open_atomic.
+    Args:
+        is_synced: Whether a saved file is on the disk; see exp.files. Default: True.
     """
 
-    # A state of at most so many bytes is packed into the bytes of its file at once, which takes 1 ms a MB.
+    # Largest state in bytes that is serialized in memory, which takes 1 ms per MB.
     packed_bytes = 16 * 2**20
 
     def __init__(self, *, is_synced: bool = True) -> None:
@@ -54,12 +55,14 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
-        """Write a checkpoint in the place of the older one.
+        """Replace a checkpoint file.
 
-        Raises: OSError with the system's own reason, the older file untouched; RunError for what cannot be read back.
+        Raises:
+            OSError: The write failed, with the reason of the system. The old file is unchanged.
+            RunError: An entry could not be read back.
         """
         if storage_options is not None:
-            raise RunError("checkpoints are written to local files; storage_options has no meaning here")
+            raise RunError("storage_options is not supported: checkpoints are local files")
         require_plain(checkpoint)
         self._save(checkpoint, Path(path))
 
@@ -67,7 +70,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(packed(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Write a checkpoint, or the bytes that `packed` made of one, in the place of the older file."""
+        """Replace a file by a checkpoint, or by the bytes of one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
             write_atomic(path, checkpoint, is_synced=self._is_synced)
@@ -87,11 +90,10 @@ class AtomicCheckpointIO(CheckpointIO):
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> State:
-        """Read a checkpoint, on CPU: tensors and plain values only, whatever `weights_only` says.
+        """Read a checkpoint after all pending writes. It has tensors and plain values, whatever `weights_only` is.
 
-        What waits to be written is written first.
-
-        Raises: RunError where the file is not there, is damaged, or holds anything else.
+        Raises:
+            RunError: The file is missing or damaged, or has other objects.
         """
         self.settle()
         return read_checkpoint(path, map_location=map_location)
@@ -100,35 +102,30 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a file that was saved, whole or not at all.
-
-        If the file was removed meanwhile, there is no copy.
-        """
+        """Copy a saved file atomically. Do nothing if the file has been removed."""
         with suppress(FileNotFoundError):
             copy_checkpoint(source, target)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Save what may be written later, where that is possible: whoever enters this settles before it is read."""
+        """Allow saves in this context to finish later. The caller calls `settle` before the files are read."""
         yield
 
     def settle(self) -> None:
-        """Return when everything that was asked for is done.
-
-        Raises: what went wrong with it.
-        """
+        """Block until all pending writes have finished, and raise the error of a failed one."""
 
 
 class ThreadedCheckpointIO(AtomicCheckpointIO):
-    """Writes in a thread, while the steps go on: one thing after the other, in the order in which it was asked for.
+    """Writes checkpoints in a thread while training continues, in the order of the calls.
 
-    What is saved is brought to the host first: a small state as the bytes of its file, for a thread that pickled would
-    take the interpreter from the steps; a large one as a copy, whose writes need the interpreter little.
-    At most one checkpoint waits behind the one that is being written: the next waits for its place. What went wrong is
-    raised by the next call, and nothing is written behind it. What is not saved `in_background` is on the disk when it
-    is saved: a callback of the user's may read it at once.
+    A small state is serialized before the thread takes it, because pickling would compete with training for the
+    interpreter. A large state is copied to the host. At most one checkpoint waits while another is written; the next
+    save blocks. The next call raises the error of a failed write, and nothing is written after it. A checkpoint that is
+    not saved `in_background` is on the disk when the call returns, because a user's callback may read it.
 
-    largest: bytes of a state that is copied; a larger one is written before the steps go on. None: any is copied.
+    Args:
+        largest: Bytes of the largest state that is copied. A larger one is written before training continues. None
+            copies any state.
     """
 
     MOST = 2
@@ -169,10 +166,10 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
         while self._pending:
             self._pending.popleft().result()
 
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, work: Callable[..., None], *arguments: object) -> None:
         def run() -> None:
             if self._has_failed:
-                return  # else a copy of what was not written would take a good file's place
+                return  # a copy of a file that was not written would replace a good file
             try:
                 work(*arguments)
             except BaseException:
@@ -183,12 +180,12 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
 
 
 def bytes_of(checkpoint: State) -> int:
-    """Return the bytes of the tensors in a checkpoint."""
+    """Return the size of the tensors in a checkpoint in bytes."""
     return sum(tensor.nbytes for tensor in tensors_in(checkpoint))
 
 
 def packed(checkpoint: State) -> bytes:
-    """Return the file that a checkpoint becomes."""
+    """Return the content of a checkpoint's file."""
     buffer = io.BytesIO()
     torch.save(with_manifest(checkpoint), buffer)
     return buffer.getvalue()
@@ -200,9 +197,9 @@ def with_manifest(checkpoint: State) -> State:
 
 
 def on_host(checkpoint: State) -> State:
-    """Copy a checkpoint to the host, with its mappings and lists: what is trained on changes nothing of it.
+    """Return a copy of a checkpoint on the host, which later training steps do not change.
 
-    Tensors that are one, such as tied weights, are one in the copy.
+    Tensors that share memory, such as tied weights, share it in the copy.
     """
     known: dict[tuple[object, ...], Tensor] = {}
 
@@ -239,9 +236,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
 
 
 def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:
-    """Read what AtomicCheckpointIO, or torch.save, wrote: tensors and plain values.
+    """Return the tensors and plain values of a file of AtomicCheckpointIO or torch.save.
 
-    Raises: RunError where the file is not there, is damaged, or holds anything else.
+    Raises:
+        RunError: The file is missing or damaged, or has other objects.
     """
     path = Path(path)
     _require_sound(path)
@@ -249,46 +247,53 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
 
 
 def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None = None) -> Any:
-    """Return what torch.load reads from a file without running code. kind: what the file is, for the error.
+    """Return the content of a file by torch.load, without executing code.
+
+    Args:
+        path: The file.
+        kind: Description of the file, for the error.
+        map_location: See torch.load. Default: CPU.
 
     Raises:
-        RunError: The file is damaged, or holds anything except tensors and plain values.
+        RunError: The file is damaged, or has objects other than tensors and plain values.
     """
     try:
         return torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"{path} cannot be read as {kind}: {reason}. Only tensors and plain values are read, because anything "
-            "else in it would be code"
+            f"{path} cannot be read as {kind}: {reason}. Only tensors and plain values are read, because other objects "
+            "would execute code"
         ) from error
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a file, whole or not at all; without writing its content again where the disk allows it."""
+    """Copy a file atomically, by a hard link if the filesystem has them."""
     partial = partial_path(target)
     with source.open("rb") as file, close_in_forks(file):
-        # The link is the same file, and whoever sweeps what the dead left asks for its lock.
+        # sweep_partial_files skips files that are locked, and the link is the same file.
         lock(file)
         try:
             os.link(source, partial)
-        except OSError:  # a filesystem without hard links, or another one
+        except OSError:  # no hard links, or another filesystem
             with open_atomic(target) as copy:
                 shutil.copyfileobj(file, copy)
             return
         try:
             partial.replace(target)
         finally:
-            # A rename between two names of one file does nothing and leaves both; one that fails leaves this one, too.
+            # A rename between two names of one file leaves both.
             partial.unlink(missing_ok=True)
     sync_directory(target.parent)
 
 
 def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of state_dict()") -> None:
-    """Check that a checkpoint will be readable, which torch would say only when it is read.
+    """Raise RunError for an entry that is neither a tensor nor a plain value; torch would fail when it reads the file.
 
-    key: of the value, dotted. fix: what to do about one that will not be.
-    Raises: RunError naming the entry that is neither a tensor nor a plain value.
+    Args:
+        value: Entry of a checkpoint.
+        key: Dotted name of the entry.
+        fix: Advice for an entry that cannot be saved.
     """
     if type(value) in NUMBERS or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
         return
@@ -304,8 +309,7 @@ def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of st
         return
     raise RunError(
         f"the checkpoint's {key} is a {type(value).__module__}.{type(value).__qualname__}; expected tensors, numbers, "
-        "texts and lists or dicts of them, because nothing else is read back. "
-        f"{fix}"
+        f"texts, and lists or dicts of them, because nothing else can be read back. {fix}"
     )
 
 
@@ -319,10 +323,10 @@ def is_plain(value: object) -> bool:
 
 
 def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
-    """Lay the state of a checkpoint's optimizers out as the network is that it will be loaded for.
+    """Convert the optimizer states of a checkpoint to the memory format of the network.
 
-    What lies in memory in two orders at once is no error to torch, and wrong: a fused optimizer walks through a weight
-    and its averages in the order of their memory (seen in torch 2.13, AdamW and Adam on CPU).
+    A fused optimizer visits a weight and its averages in the order of their memory. With different formats it computes
+    wrong numbers without an error (torch 2.13, AdamW and Adam on CPU).
     """
     if "optimizer_states" in checkpoint:
         is_last = any(_is_channels_last(parameter) for parameter in network.parameters())
@@ -334,25 +338,25 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 
 
 def _require_sound(path: Path) -> None:
-    """torch.load takes flipped bits for values; the zip's checksums do not."""
+    """Raise RunError if a checksum of the zip file is wrong. torch.load would accept flipped bits."""
     if not path.is_file():
-        raise RunError(f"{path} is not there, or is not a file; expected a checkpoint, such as checkpoints/last.ckpt")
+        raise RunError(f"{path} is not a file; expected a checkpoint, such as checkpoints/last.ckpt")
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
                 raise RunError(
-                    f"{path} has compressed entries ({packed[0]}); torch writes none, and a small file could fill the "
-                    "memory"
+                    f"{path} has compressed entries ({packed[0]}), which torch does not write; a small file could fill "
+                    "the memory"
                 )
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         raise RunError(f"{path} is damaged or is not a checkpoint: {error}") from error
     if damaged is not None:
-        raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Take another checkpoint")
+        raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Use another checkpoint")
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    # A weight of one channel, or one pixel, is both.
+    # A weight of one channel or one pixel has both formats.
     is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return is_last and not tensor.is_contiguous()

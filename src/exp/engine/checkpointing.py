@@ -119,7 +119,7 @@ class Checkpointing(Callback):
 
     @property
     def is_late(self) -> bool:
-        """Whether a checkpoint is due by the clock of this rank."""
+        """True if a checkpoint is due by the clock of this rank."""
         minutes = self.every_n_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
 

@@ -1,7 +1,7 @@
 """Compile the network in place by torch.compile: the same module and state dict, with a compiled call.
 
-Relied on, and tested (torch 2.13): `nn.Module.compile` compiles nothing, without an error, if `forward` is one of
-torch's own. A copy of a compiled network is not compiled.
+Tested with torch 2.13: `nn.Module.compile` compiles nothing, without an error, if `forward` is a method of torch. A
+copy of a compiled network is not compiled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from exp.objectives.term import TWICE
 
 log = logging.getLogger(__name__)
 
-# A compiled backward runs once, and has none of its own.
+# A compiled backward runs once, and cannot be differentiated.
 EAGER = TWICE | {"retained_graph"}
 _compiled: WeakSet[nn.Module] = WeakSet()
 
 
 def compile_network(network: nn.Module, *, backend: str, mode: str | None = None, needs: frozenset[str]) -> None:
-    """Compile a network's calls from now on; each shape and mode at its first call, which takes seconds.
+    """Compile the calls of a network. Each new shape or mode compiles at its first call, which takes seconds.
 
-    backend, mode: of torch.compile, such as inductor and reduce-overhead.
-    needs: of the objective, some of which a compiled network cannot meet.
+    Args:
+        network: The network.
+        backend: Backend of torch.compile, such as inductor.
+        mode: Mode of torch.compile, such as reduce-overhead.
+        needs: Needs of the objective, some of which a compiled network cannot meet.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
     options = _options(backend, on_cpu=on_cpu) if mode is None else None  # torch takes one of the two
@@ -35,13 +38,13 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
     _compiled.add(network)
     if needs & EAGER:
         log.warning(
-            "terms of the objective need %s, which a compiled network cannot give: their steps run it uncompiled",
+            "terms of the objective need %s, which a compiled network does not support: their steps run uncompiled",
             ", ".join(sorted(needs & EAGER)),
         )
 
 
 def _options(backend: str, *, on_cpu: bool) -> dict[str, Any] | None:
-    # Where inductor lays a CPU's convolutions out anew, a LeNet's lost their gradients for a batch of 41 (torch 2.13).
+    # With inductor's layout of convolutions on a CPU, a LeNet lost gradients for a batch of 41 (torch 2.13).
     return {"layout_optimization": False} if backend == "inductor" and on_cpu else None
 
 
@@ -51,7 +54,7 @@ def is_compiled(network: nn.Module) -> bool:
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[None]:
-    """Run a network that may be compiled as it is, within this context."""
+    """Return a context in which a compiled network runs uncompiled."""
     return _eager() if is_compiled(network) else nullcontext()
 
 
@@ -61,5 +64,5 @@ def _eager() -> AbstractContextManager[None]:
 
 
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
-    """Run a step's forward uncompiled where its terms need what a compiled network cannot give."""
+    """Return a context in which the network runs uncompiled if terms need what a compiled network does not support."""
     return _eager() if needs & EAGER and is_compiled(network) else nullcontext()

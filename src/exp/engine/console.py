@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Lightning's loggers print to the screen by themselves.
+# Lightning's loggers, which print to the terminal.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 ADVICE = (
     ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker"
@@ -47,14 +47,15 @@ BAR_WIDTH = 8
 
 @contextmanager
 def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, str]] | None = None) -> Iterator[Path]:
-    """Write what is logged and warned in this process to a file in the run directory: train.log, train.rank1.log ...
+    """Write the log and the warnings of this process to train.log, or train.rank1.log ..., of the run directory.
 
-    Warnings and errors of exp stay on the screen of rank 0. Everything is put back at the end.
+    Warnings and errors of exp remain on the terminal of rank 0. All loggers are restored at the end.
 
     Args:
-        directory: Of the run.
-        rank: Of this process.
-        not_written: Takes {what, error} of what the run continues without: the screen, the log, a logger, a picture.
+        directory: Run directory.
+        rank: Rank of this process.
+        not_written: List to which {what, error} is added for each failed output: the terminal, the log, a logger,
+            a picture.
     """
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
     root, own = logging.getLogger(), logging.getLogger("exp")
@@ -62,7 +63,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
     collector = NotWritten([] if not_written is None else not_written)
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
     level = own.level
-    # A run does not fail for its log.
+    # A log that cannot be opened does not end the run.
     unopened: OSError | None = None
     try:
         opened = path.open("a", encoding="utf-8", buffering=1)
@@ -80,7 +81,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             for logger, _, _ in chatty:
                 logger.handlers, logger.propagate = [], True
             logging.captureWarnings(True)
-            # exp's check gives this advice, and Lightning's own code is not the user's.
+            # exp's check gives this advice. Deprecations in Lightning's code do not concern the user.
             warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
@@ -98,19 +99,19 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
 
 
 def is_of_the_run(record: logging.LogRecord) -> bool:
-    """Return whether a line says something of the run: what Lightning informs of is known, or an advert."""
+    """Return whether to log a record: Lightning's information is known already, or advertising."""
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in LIGHTNING
 
 
 class _Formatter(logging.Formatter):
-    """Names the secrets that this process has used, of messages and tracebacks."""
+    """A formatter that replaces secrets in messages and tracebacks by their names."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _ScreenHandler(logging.Handler):
-    """Writes to sys.stderr as it is at that moment: a bar puts its own there, so that lines appear above it."""
+    """Writes to the current sys.stderr, which a bar replaces so that lines appear above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # A traceback is for the file; the screen has the message.

@@ -1,4 +1,4 @@
-"""A LightningDataModule over exp's data: each training epoch starts where the run is."""
+"""A LightningDataModule for exp's data, whose training batches start at the position of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_BATCH = Batch(data=None, size=1, global_size=1, world_size=1)
 
 
 class RunTrainer(Trainer):
-    """Lightning's Trainer with the types of what its connectors give it, for a type checker: none is ever made."""
+    """Lightning's Trainer with types of attributes that its connectors set. For type checkers; never constructed."""
 
     callbacks: list[Callback]
     datamodule: RunData
@@ -36,16 +36,21 @@ class RunTrainer(Trainer):
 
 
 class StagedData(LightningDataModule):
-    """exp's data as Lightning asks for it: this rank's loaders, and where training stands in them.
+    """A LightningDataModule with the loaders of this rank.
 
-    rank, world_size: which of how many shares of each global batch is this rank's; ranks of one model have the same.
-    seconds_waited: an attribute, for how long training has waited for its batches, in this process.
-    ahead: an attribute, the iterator that gave the last training batch.
+    Args:
+        data: Data of the run.
+        rank: Number of this rank's share of each global batch. Ranks of one model have the same share.
+        world_size: Number of shares.
+
+    Attributes:
+        seconds_waited: Seconds for which training has waited for batches in this process.
+        ahead: The iterator that returned the last training batch.
     """
 
     ahead: Ahead
 
-    # Of Lightning, without its None before there is one: it is there whenever a loader is asked for.
+    # Lightning's attribute, which is set whenever Lightning asks for a loader.
     trainer: Trainer
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
@@ -56,35 +61,37 @@ class StagedData(LightningDataModule):
         self.seconds_waited = 0.0
 
     def setup(self, stage: str) -> None:
-        """Leave validation out where the data has no val part; Lightning would ask for its loader."""
+        """Disable validation if the data has no validation split; Lightning would ask for its loader."""
         if "val" not in self.data.stages:
             self.trainer.limit_val_batches = 0
 
     @property
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """The names of the classes by target."""
+        """Names of the classes by target."""
         return class_names(self.data.part(self.data.stages[0]), self.data.fitted)
 
     def batches(self, stage: Stage) -> int | None:
-        """Return the global batches of an epoch; None where a stream does not know."""
+        """Return the number of global batches of an epoch; None for a stream of unknown length."""
         try:
             return len(self._loader(stage))
         except TypeError:
             return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the training part told, which Lightning keeps in checkpoints under this class's name."""
+        """Return what was fitted on the training split. Lightning saves it under the name of this class."""
         return dict(self.data.fitted)
 
     def train_dataloader(self) -> Batches:
-        """Return the batches to train on.
+        """Return the training batches.
 
-        Raises: RunError where there is none; ConfigError where a validation would never be due.
+        Raises:
+            RunError: There is no batch.
+            ConfigError: An epoch is too short for `trainer.val_check_interval`.
         """
         batches = self.batches("train")
         if batches == 0:
             raise RunError(
-                "the training part has no batch; expected one or more. data.drop_last leaves out a short last batch: "
+                "the training split has no batch; expected one or more. data.drop_last leaves out a short last batch: "
                 "set it to false, or data.batch_size to fewer samples"
             )
         refuse_late_validation(self.trainer, batches)
@@ -97,7 +104,7 @@ class StagedData(LightningDataModule):
         return self._given("test")
 
     def predict_dataloader(self) -> Batches:
-        """Return the test part: there is none of its own for what has no answers."""
+        """Return the test split, which is used for predictions."""
         return self._given("test")
 
     def teardown(self, stage: str) -> None:
@@ -120,18 +127,20 @@ class StagedData(LightningDataModule):
 
 
 class RunData(StagedData):
-    """The data of a run of exp's own model, in exp's batches."""
+    """The data of a run with exp's training module, as Batch objects."""
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return placed(batch, device)
 
 
 class PlainData(StagedData):
-    """The data of a run of a LightningModule of the user's own: batches as the data set gives them, without a Batch.
+    """The data of a run with a user's LightningModule: batches as the data set returns them, without a Batch.
 
-    How a batch is moved is the module's affair, or Lightning's.
+    The module or Lightning moves the batches.
 
-    shares: an attribute, of each batch of training that was given last its number and its share, without its data.
+    Attributes:
+        shares: Share of each recent training batch by its number, without data.
+        current: Share of the current batch.
     """
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
@@ -140,7 +149,7 @@ class PlainData(StagedData):
         self.current = NO_BATCH
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
-        """Begin a batch of training; return its share."""
+        """Begin a training batch, and return its share."""
         self.current = self.shares[batch_idx].with_data(batch)
         return self.current
 
@@ -151,14 +160,15 @@ class PlainData(StagedData):
 
 
 def placed(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch; on CPU it stays itself, of which Lightning's own would make a copy."""
+    """Return the batch on a device. On CPU it is the same object, which Lightning's function would copy."""
     return batch if device.type == "cpu" else batch.with_data(move_tensors(batch.data, device))
 
 
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
-    """What the training part told in the run that wrote a checkpoint; None where that kept nothing.
+    """Return what the run of a checkpoint fitted on its training split; None if the checkpoint has no such entry.
 
-    Raises: RunError where the file is not there or is damaged.
+    Raises:
+        RunError: The file is missing or damaged.
     """
     state = read_checkpoint(checkpoint)
     found: Mapping[str, Any] | None = state.get(RunData.__qualname__, state.get(PlainData.__qualname__))
@@ -166,9 +176,12 @@ def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 class Batches:
-    """A loader of one stage, as Lightning sees it: each pass of training starts where the Trainer says that the run is.
+    """The batches of one stage. A training iterator starts at the position of the Trainer.
 
-    Lightning asks for more iterators than it uses: counting them would be counting epochs wrongly.
+    The position is not counted here, because Lightning creates iterators that it does not use.
+
+    Attributes:
+        ahead: The training iterator that was created last.
     """
 
     def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: StagedData) -> None:
@@ -183,10 +196,10 @@ class Batches:
         return self._loader
 
     def release(self) -> None:
-        """Let the loader go, and its workers end.
+        """Free the loader, so that its workers end.
 
-        Lightning keeps this object as long as the Trainer lives, and workers that ignore signals would keep the
-        interpreter from ending.
+        Lightning keeps this object as long as the Trainer. Workers that ignore signals would block the interpreter's
+        exit.
         """
         self._loader = self.ahead = None
 
@@ -199,7 +212,7 @@ class Batches:
         return self.ahead
 
     def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
-        """The batches from a position, (epoch, batch), on, transformed on the device where transforms ask for that."""
+        """Return the batches from a position (epoch, batch) on, after transforms that run on the device."""
         if not self._module.data.transforms_batches(self._stage):
             return batches
         return self._on_device(batches, *position)
@@ -211,19 +224,19 @@ class Batches:
             yield module.data.transform_batch(there, stage=self._stage, rank=module.rank, epoch=epoch, number=number)
 
     def __len__(self) -> int:
-        """Raises: TypeError where a stream does not know."""
+        """Return the number of batches. Raise TypeError for a stream of unknown length."""
         return len(self.loader)
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing: the position is the run's. With it and `load_state_dict` Lightning knows that a resume is exact."""
+        """Return no state: the run has the position. Lightning takes loaders with this method as resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Nothing to load."""
+        """Load nothing."""
 
 
 class PlainBatches(Batches):
-    """The same, which gives each batch's data alone; of training its share is kept beside it."""
+    """Batches that return only their data. PlainData keeps the shares of training batches."""
 
     def __iter__(self) -> Iterator[Any]:
         module = self._module
@@ -231,25 +244,25 @@ class PlainBatches(Batches):
         start = next_batch(module.trainer)[1] if self._stage == "train" else 0
         for number, batch in enumerate(super().__iter__(), start):
             if self._stage == "train":
-                # Of a stream Lightning reads one ahead.
+                # Lightning reads one batch of a stream in advance.
                 module.shares.pop(number - 2, None)
                 module.shares[number] = batch.with_data(None)
             yield batch.data
 
 
 class Ahead(Iterator[Batch]):
-    """The training batches from a position on, which a step over several micro-batches can read in advance."""
+    """An iterator over training batches that can read the micro-batches of a step in advance."""
 
     def __init__(self, batches: Iterator[Batch], loader: Loader, module: StagedData, position: tuple[int, int]) -> None:
         self._batches, self._module, self._sampler = batches, module, loader.sampler
         self._epoch, self._next = position
-        # The batches from number `_first` on: those that were read and not given, and those that a step may ask for.
+        # Batches from number `_first` on: not returned yet, or micro-batches of the current step.
         self._read: deque[Batch] = deque()
         self._first = self._next
 
     def __next__(self) -> Batch:
         self._module.ahead = self
-        # Of a stream, Lightning itself reads one batch in advance.
+        # Lightning reads one batch of a stream in advance.
         while self._read and self._first < self._next - (self._sampler is None):
             self._read.popleft()
             self._first += 1
@@ -261,9 +274,12 @@ class Ahead(Iterator[Batch]):
         return self._read[self._next - 1 - self._first]
 
     def micro_batches(self, start: int, stop: int, *, with_data: bool) -> Sequence[Batch]:
-        """Return this rank's shares of the batches from `start` to before `stop`, or to the end of the data.
+        """Return this rank's shares of the batches `start` to `stop - 1`, or to the end of the data.
 
-        start: the number of the batch that training is at. with_data: whether their data is read.
+        Args:
+            start: Number of the current training batch.
+            stop: Number after the last batch.
+            with_data: Whether the shares need their data.
         """
         if self._sampler is not None and not with_data:
             ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)

@@ -1,4 +1,4 @@
-"""Run the forward of a step: call the network with a batch, name its values, give terms what they need."""
+"""Call the network with a batch, and name the values for terms, metrics and hooks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
 from exp.shared_types import INPUT
 
-# The values of a forward by name, as terms, metrics and hooks find them.
+# Values of a forward by name.
 Values = Mapping[str, Any]
-# Called with a network's inputs, it gives its output: the network itself, or what stands in its place.
+# Returns a network's output for its inputs: the network, or a callable that replaces it.
 Runner = Callable[..., Any]
-# Of what runs the network, and a batch's data.
+# Returns the values by name, from a runner and the data of a batch.
 Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
 def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forward:
-    """Return one forward pass: of what runs the network and a batch's data it makes the values by name.
+    """Return a function that runs one forward and names its values.
 
-    inputs: the names of the data's inputs, as network_call takes them.
-    They are the batch's own entries (`input` and `target` where they have no names), what the network returns by name
-    (nested.named_parts), and `output`, which is all that it returns unless it names one so.
+    The values are the entries of the batch (`input` and `target` if they have no names), the outputs that the network
+    names (nested.named_parts), and `output`, which is the whole output unless the network names one so.
+
+    Args:
+        network: The network.
+        inputs: Names of the inputs of the data; see network_call.
     """
     call = network_call(network, inputs)
 
@@ -51,7 +54,7 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
 
 
 def named_values(data: Any) -> dict[str, Any]:
-    """Name the values of a batch: input and target, or input alone where the data set has no targets."""
+    """Return the values of a batch by name. Without names they are `input`, and `target` if there is one."""
     if isinstance(data, Mapping):
         return dict(data)
     if type(data) in (tuple, list) and len(data) == 2:
@@ -62,7 +65,7 @@ def named_values(data: Any) -> dict[str, Any]:
         return dict(zip(("input", "target"), data, strict=False))
     got = f"{len(data)} values" if isinstance(data, Sequence) else f"a {type(data).__name__}"
     raise RunError(
-        f"the data set gives {got} for a sample; expected (input, target), the input alone, or a mapping of names"
+        f"the data set returned {got} for a sample; expected (input, target), the input alone, or a mapping of names"
     )
 
 
@@ -76,10 +79,16 @@ def make_passes(
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
-    """Return the passes of one step, made inside `needing`, under the step's autocast; its forward is `passes.run()`.
+    """Return the passes of one step. Call it inside `needing`, under the autocast of the step.
 
-    needs: of the objective, or of the terms of one phase. inputs: the names of the data's inputs.
-    run, runner, loss_scale: as Passes takes them.
+    Args:
+        needs: Needs of the objective, or of the terms of one phase.
+        network: The network.
+        run: See Passes.
+        data: Data of the batch.
+        inputs: Names of the inputs of the data.
+        runner: See Passes.
+        loss_scale: See Passes.
     """
     return Passes(
         network=network,
@@ -94,10 +103,10 @@ def make_passes(
 
 @contextmanager
 def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
-    """Turn gradients on around a step's forward and objective, also in evaluation, to be differentiated twice.
+    """Enable gradients around the forward and objective of a step, also in evaluation.
 
-    Fused attention has no derivative of its backward, nor have the recurrent layers of oneDNN and cuDNN: such steps
-    take the plain kernels, which compute the same.
+    For second derivatives, attention and recurrent layers run with plain kernels. The kernels of attention, oneDNN
+    and cuDNN have no derivative of their backward.
     """
     with as_needed(needs, network), ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -111,10 +120,10 @@ def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 
 def _outside_inference(data: Nested) -> Nested:
-    """Copy the tensors of inference mode, in which evaluation reads its batches: no gradient can pass them."""
+    """Return data with copies of inference tensors, which gradients cannot pass. Evaluation reads its batches so."""
     return map_tensors(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def detached(output: Nested) -> Nested:
-    """Return what a network gave, without the graph that led to it."""
+    """Return the output of a network without its graph."""
     return map_tensors(output, Tensor.detach)

@@ -7,8 +7,8 @@ Lightning's own loop                                here
         closure in closure in optimizer.step                    only overridden hooks, in lists made once an execution
         results of self.log, which are always empty             forward, backward, clipping, optimizer, schedule
 
-Counters, hooks and their order are Lightning's wherever a callback can see them. An execution ends before each task of
-the outer loop: a validation, the end of an epoch, a stop. It looks up all parts again, because callbacks may have
+Counters, hooks and their order are Lightning's at each point that callbacks see. An execution ends before each task
+of the outer loop: a validation, the end of an epoch, a stop. It looks up all parts again, because callbacks may have
 changed them since the last one. That takes tens of microseconds; an iteration of Lightning's loop takes half a
 millisecond.
 
@@ -126,7 +126,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         try:
             self._advance(data_fetcher)
         except StopIteration as error:
-            # Lightning would take one of the user's code for the end of the data.
+            # Lightning would take a StopIteration of the user's code for the end of the data.
             if user_frames(error):
                 raise UserCodeError.of(error, what="a step of training") from error
             raise

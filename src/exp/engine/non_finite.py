@@ -1,7 +1,7 @@
-"""Keep numbers that are not finite out of checkpoints, and out of runs that end well.
+"""Keep non-finite numbers out of checkpoints, and end runs that have them.
 
 runtime.non_finite     if a loss, a gradient or a weight is not finite
-stop                   the run ends by a NonFiniteError; what was saved before it stays
+stop                   the run ends with a NonFiniteError; earlier checkpoints remain
 skip                   a step with such a gradient changes nothing (precision/scaler.py, and `UndoneForward` here)
 """
 
@@ -22,7 +22,7 @@ from exp.shared_types import Batch
 from exp.spelling import among
 from exp.strategies.whole_state import local_part
 
-# The kinds of numbers that are not finite, which a buffer holds by design or not at all.
+# Kinds of non-finite numbers. A buffer may hold some of them by design.
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
 FIXES = (
@@ -37,9 +37,9 @@ OWN_FIXES = (
 
 
 def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
-    """Return what each entry of a state dict may hold that is not finite: what it holds now, such as a mask's -inf.
+    """Return the kinds that each entry of a state dict may hold: those that it holds now, such as -inf in a mask.
 
-    Parameters that learn may hold nothing of the kind.
+    Trained parameters may hold none.
     """
     learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -50,11 +50,17 @@ def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
 def require_finite(
     state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, fixes: str = FIXES
 ) -> None:
-    """Check weights, their averages and the optimizers' states, as a checkpoint has them. Every rank must call it.
+    """Check weights, their averages and the states of optimizers in a checkpoint. Every rank must call it.
 
-    by_design: of `kinds_by_design`. An entry that was not there then may hold infinities.
-    saved: which checkpoint is good, in words. fixes: what to do.
-    Raises: NonFiniteError, on every rank where one has found something.
+    Args:
+        state: Checkpoint.
+        by_design: Result of `kinds_by_design`. A new entry may hold infinities.
+        trainer: The Trainer.
+        saved: Description of the last good checkpoint.
+        fixes: Advice.
+
+    Raises:
+        NonFiniteError: A number is not finite. Raised on all ranks if one rank has such a number.
     """
     found = broken_entries(state, by_design)
     is_broken = bool(found)
@@ -62,14 +68,14 @@ def require_finite(
         flag = torch.tensor(float(is_broken), device=trainer.strategy.root_device)
         is_broken = bool(trainer.strategy.reduce(flag, reduce_op="max") > 0)
     if is_broken:
-        what = among(found, count=6) if found else "what other ranks hold"
+        what = among(found, count=6) if found else "tensors of other ranks"
         raise NonFiniteError(
-            f"not finite after step {trainer.global_step}: {what}. Nothing of it is saved; {saved}. {fixes}"
+            f"not finite after step {trainer.global_step}: {what}. This state is not saved; {saved}. {fixes}"
         )
 
 
 def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
-    """Return the names of what is not finite and was not so by design."""
+    """Return the names of tensors with non-finite numbers, except those by design."""
     named = [(name, value) for name, value in state["state_dict"].items() if isinstance(value, Tensor)]
     average = state[CURRENT].items() if CURRENT in state else ()
     named += [(name, value) for name, value in average if isinstance(value, Tensor)]
@@ -80,10 +86,7 @@ def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
 
 
 def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: str = FIXES) -> None:
-    """Refuse a loss that is not a number, or infinite where no loss scale will fall for it.
-
-    Raises: NonFiniteError.
-    """
+    """Raise NonFiniteError for a loss that is nan, or infinite without a loss scale that will fall."""
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"
@@ -91,7 +94,7 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: 
 
 
 class UndoneForward(Callback):
-    """A callback that puts back what the forward of a skipped step did to buffers, such as those of a batch norm."""
+    """A callback that restores the buffers from before a skipped step, such as those of a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class UndoneForward(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        # On the device: to look at it would wait.
+        # On the device, because reading it would wait.
         is_skipped = _skipped_steps(trainer) > self._skipped
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(torch.where(is_skipped.to(buffer.device), before, buffer))
@@ -126,9 +129,9 @@ def _skipped_steps(trainer: Trainer) -> Tensor:
 
 
 def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what may hold a number that is not finite: a sum is finite only where all its terms are.
+    """Yield the tensors that may hold non-finite numbers: a finite sum has only finite terms.
 
-    One read of each tensor, and one wait for each device.
+    Each tensor is read once, with one wait per device.
     """
     held: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
@@ -141,7 +144,7 @@ def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that lie in this rank, as real ones; none of a tensor of whole numbers."""
+    """Return the numbers of a tensor on this rank as real numbers; an empty tensor for integers."""
     values = local_part(tensor.detach())
     if values.is_sparse:
         values = values.coalesce().values()

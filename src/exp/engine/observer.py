@@ -1,4 +1,4 @@
-"""The result of a training step, and the observer that it is given."""
+"""The result of a training step, and the observers of steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from exp.shared_types import Stage
 class StepResult(NamedTuple):
     """The result of a training step.
 
-    loss: the objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
-        detached. None before a window of phases has run.
-    parts: its terms by name, weighted alike.
+    Attributes:
+        loss: Objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
+            detached. None before a window of phases has run.
+        parts: Terms of the objective by name, weighted alike.
     """
 
     loss: Tensor | None
@@ -25,11 +26,12 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One of several passes over a window's micro-batches.
+    """A pass over the micro-batches of a window.
 
-    phase: its name; None in a run without phases, and between two windows.
-    places: what its randomness is derived from; see exp.data.randomness.reseed.
-    is_recorded: whether it is the phase's last in the step, which is the one that is recorded.
+    Attributes:
+        phase: Name of the phase; None without phases, and between two windows.
+        places: Derives the randomness of the pass; see exp.data.randomness.reseed.
+        is_recorded: Whether the pass is the last one of its phase in the step, which is recorded.
     """
 
     phase: str | None = None
@@ -42,34 +44,35 @@ WHOLE_STEP = Turn()
 
 
 class StepObserver:
-    """An observer of training and evaluation. This one does nothing; the engine's calls hooks.
+    """An observer of training and evaluation. This class does nothing; StepHooks calls hooks.
 
-    watches_forward: whether it has a context to enter around the forward of the micro-batch under way.
+    Attributes:
+        watches_forward: Whether `around_forward` returns a context to enter in the current micro-batch.
     """
 
     watches_forward = False
 
     def around_forward(self, data: object) -> AbstractContextManager[None]:
-        """Return a context around a micro-batch's forward and objective. Asked for where `watches_forward`."""
+        """Return a context around the forward and the objective of a micro-batch."""
         return nullcontext()
 
     def after_forward(self, values: Values) -> None:
-        """See what they gave. values: by name, as `forward_by_name` gives them."""
+        """Called after the forward and the objective. values: by name, as from `forward_by_name`."""
 
     def after_backward(self) -> None:
-        """See the backward of one micro-batch of a phase done."""
+        """Called after the backward of a micro-batch of a phase."""
 
     def after_clipping(self) -> None:
-        """See the gradients as the optimizer takes them."""
+        """Called with the gradients that the optimizer takes."""
 
     def after_phase(self) -> None:
-        """See that the optimizer of a phase has stepped."""
+        """Called after the optimizer step of a phase."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Begin another pass over the window's micro-batches, or, by WHOLE_STEP, end the last one."""
+        """Called when a pass over the micro-batches begins; WHOLE_STEP ends the last one."""
 
     def evaluated(self, stage: Stage, values: Values) -> None:
-        """See a batch of an evaluation, of which this rank has a share."""
+        """Called for each batch of an evaluation of which this rank has a share."""
 
 
 UNOBSERVED = StepObserver()

@@ -1,11 +1,11 @@
-"""The batches of a module of the user's own: of exp's data, or of a LightningDataModule of the user's own.
+"""The batches of a user's LightningDataModule, resumed exactly.
 
-A LightningDataModule has loaders that know no position. Here each pass of training begins where the run is: what is
-drawn for it is derived from (seed, epoch, batch), and batches that a run has done before are read and put away. So a
-run resumes exactly, whatever a data set draws. It takes the time to read them.
+Loaders of a LightningDataModule have no position. Here each training epoch begins at the position of the run: random
+numbers are derived from (seed, epoch, batch), and batches that the run has seen before are read and skipped. So a run
+resumes exactly whatever random numbers a data set draws, after the time to read these batches.
 
-Relied on, and tested: Lightning hands every loader to `strategy.process_dataloader`, with its distributed sampler in
-it; a loader with `state_dict` and `load_state_dict` is one from which it goes on (seen in lightning 2.6.6).
+Tested with Lightning 2.6.6: Lightning passes each loader, with its distributed sampler, to
+`strategy.process_dataloader`, and resumes a loader that has `state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from exp.shared_types import Batch
 
 
 class OwnBatches(Protocol):
-    """The batch that the training is at.
+    """The shares of training batches.
 
     Attributes:
-        current: The share under way.
-        seconds_waited: Seconds for which training has waited for its batches in this process.
+        current: Share of the current batch.
+        seconds_waited: Seconds for which training has waited for batches in this process.
     """
 
     current: Batch
     seconds_waited: float
 
-    def begin(self, batch: Any, batch_idx: int) -> Batch:
-        """Begin a batch of training; return its share."""
+    def begin(self, batch: object, batch_idx: int) -> Batch:
+        """Begin a training batch, and return its share."""
 
 
 class BatchesOfLoaders:
-    """The batches of a LightningDataModule of the user: each rank has what its loaders give."""
+    """The batches of a user's LightningDataModule. A rank's share of a batch is what its loaders return."""
 
     def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
         self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
@@ -51,13 +51,13 @@ class BatchesOfLoaders:
         self.seconds_waited = 0.0
         self._count = 0
 
-    def begin(self, batch: Any, batch_idx: int) -> Batch:
+    def begin(self, batch: object, batch_idx: int) -> Batch:
         size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)
         self.current = Batch(data=batch, size=size, global_size=size * self.world_size, world_size=self.world_size)
         return self.current
 
     def follow(self, trainer: Trainer) -> None:
-        """Have each loader of training begin where the run is; before fit."""
+        """Make each training loader start at the position of the run. Call it before fit."""
         strategy, own = trainer.strategy, trainer.strategy.process_dataloader
 
         def process(loader: object) -> object:
@@ -65,7 +65,7 @@ class BatchesOfLoaders:
             if trainer.validating or not trainer.training:
                 return loader
             self._count += 1
-            # Of several loaders each draws numbers of its own.
+            # Each of several loaders has another random stream.
             seed = self.seed if self._count == 1 else seed_for(self.seed, "loader", self._count)
             return PositionedLoader(loader, trainer=trainer, batches=self, seed=seed)
 
@@ -73,23 +73,23 @@ class BatchesOfLoaders:
 
 
 class PositionedLoader:
-    """A loader of the user's own, whose first pass in an epoch begins at the position of the run.
+    """A user's loader that starts at the position of the run in its first pass of an epoch.
 
-    Of several, a short one may be passed through more than once in an epoch.
+    With several loaders, Lightning may pass through a short one several times in an epoch.
     """
 
-    def __init__(self, loader: Any, *, trainer: Trainer, batches: BatchesOfLoaders, seed: int) -> None:
-        self.loader, self._trainer, self._batches = cast(Iterable[Any], loader), trainer, batches
+    def __init__(self, loader: object, *, trainer: Trainer, batches: BatchesOfLoaders, seed: int) -> None:
+        self.loader, self._trainer, self._batches = cast(Iterable[object], loader), trainer, batches
         self._seed = seed
         self._seeds: dict[int, int] = {}
         self._epoch, self._pass = -1, 0
 
     def __len__(self) -> int:
-        """Raises: TypeError where the loader does not know."""
+        """Return the number of batches. Raise TypeError if the loader has no length."""
         return len(cast(Sized, self.loader))
 
-    def __iter__(self) -> Iterator[Any]:
-        # A generator: nothing is drawn before the first batch is asked for, of iterators that nobody uses nothing.
+    def __iter__(self) -> Iterator[object]:
+        # A generator, so that an iterator that is never used draws no random numbers.
         epoch, start = next_batch(self._trainer)
         if epoch == self._epoch:
             self._pass, start = self._pass + 1, 0
@@ -104,10 +104,10 @@ class PositionedLoader:
                     yield batch
             if skipped == start or not skipped:
                 break
-            # The run stands in a further pass of this loader.
+            # The position is in a later pass of this loader.
             start, self._pass = start - skipped, self._pass + 1
 
-    def _one_pass(self) -> Iterator[Any]:
+    def _one_pass(self) -> Iterator[object]:
         seed, rank, epoch = self._seed, self._batches.rank, self._epoch
         seed = seed if not self._pass else seed_for(seed, "pass", self._pass)
         self._begin_epoch(epoch)
@@ -124,12 +124,12 @@ class PositionedLoader:
             yield batch
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Tell samplers and data their epoch, and set generators of the loader's own to this epoch's numbers."""
+        """Set the epoch of samplers and data, and seed the loader's generators for it."""
         dataset = getattr(self.loader, "dataset", None)
         if (wanting := wanting_epochs(dataset)) and getattr(self.loader, "persistent_workers", False):
             raise RunError(
                 f"{type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; expected "
-                "false: workers that persist keep the data set of their first epoch"
+                "false, because persistent workers keep the data set of their first epoch"
             )
         set_epochs(wanting, epoch, seed=self._batches.seed)
         samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
@@ -143,12 +143,12 @@ class PositionedLoader:
             generator.manual_seed(own if epoch == 0 else seed_for(own, "loader", epoch))
 
     def __getattr__(self, name: str) -> Any:
-        """What else Lightning asks of a loader, such as its `sampler`."""
+        """Return another attribute of the loader, such as its `sampler`."""
         return getattr(self.loader, name)
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing: the position is the run's."""
+        """Return no state: the run has the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Nothing to load."""
+        """Load nothing."""

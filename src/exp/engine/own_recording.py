@@ -1,10 +1,9 @@
-"""The callback that runs the hooks of a LightningModule of the user's own, and keeps what it logs for the report.
+"""Run the hooks of a user's LightningModule, and keep the values of `self.log` for the report.
 
-`self.log` goes to the loggers by Lightning's own way. What hooks give is written beside it, on Lightning's axis: the
-first step is 0 there, and a batch is one step, however many optimizers it steps.
+`self.log` writes to the loggers as in Lightning. Values of hooks are written on Lightning's axis: the first step is 0,
+and a batch is one step, however many optimizers step in it.
 
-Relied on, and tested: `trainer.callback_metrics` has all that `self.log` was given, by the name under which callbacks
-know it (seen in lightning 2.6.6).
+Tested with Lightning 2.6.6: `trainer.callback_metrics` has all values of `self.log`, by the names that callbacks use.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -35,10 +33,15 @@ log = logging.getLogger(__name__)
 
 
 class OwnRecording(StepRecording):
-    """A callback that runs hooks on a module of the user's own, and writes what they give to every logger.
+    """A callback that runs hooks on a user's LightningModule, and writes their values to all loggers.
 
-    It must stand before callbacks that look at random numbers. hooks, directory: as StepRecording's.
-    chooses_threads: whether the first batch says how many threads its operators take, for nothing else knows its size.
+    It must come before callbacks that use random numbers.
+
+    Args:
+        module: The adapter of the LightningModule.
+        hooks: Hooks by name.
+        directory: Run directory, in which hooks write files.
+        chooses_threads: Whether to choose the number of threads by the size of the first batch. Default: False.
     """
 
     first_point = 0
@@ -59,7 +62,7 @@ class OwnRecording(StepRecording):
         self._module = module
 
     def shown(self) -> dict[str, float]:
-        """What the module gave to self.log with prog_bar=True."""
+        """Return the values of self.log with prog_bar=True."""
         return as_numbers(self._trainer.progress_bar_metrics)
 
     # --- the run ---
@@ -68,7 +71,7 @@ class OwnRecording(StepRecording):
         self._module.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Here, for now it is known how long an epoch is.
+        # The length of an epoch is known from here on.
         self._step_hooks.attach(trainer, self._module)
         super().on_train_start(trainer, pl_module)
 
@@ -77,13 +80,13 @@ class OwnRecording(StepRecording):
         self._keep(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning starts no epoch, and says so in its log alone.
+        # Without a batch Lightning starts no epoch, and only logs it.
         if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             raise _no_batch(trainer)
 
     # --- the step ---
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         share = self._module.batches.begin(batch, batch_idx)
         if self._chooses_threads:
             self._chooses_threads = False
@@ -96,18 +99,18 @@ class OwnRecording(StepRecording):
         self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """See true gradients, of one of several optimizers those of its own parameters."""
+        """Record unscaled gradients. With several optimizers, only those of the optimizer's parameters."""
         hooks, several = self._step_hooks, len(trainer.optimizers) > 1
         if hooks.record is not None and hooks.record.is_stepped and not several and pl_module.automatic_optimization:
-            return  # an optimizer that evaluates its closure several times in a step
+            return  # the optimizer calls its closure several times in a step
         if several:
             hooks.begin_turn(Turn(phase=str(trainer.optimizers.index(optimizer))))
-        with _alone(pl_module, optimizer) if several else nullcontext():
+        with _hide_other_gradients(pl_module, optimizer) if several else nullcontext():
             self._record_update(optimizer)
         hooks.begin_turn(WHOLE_STEP)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         record = self._step_hooks.end_batch(ends_step=not pl_module.automatic_optimization)
         if record is not None:
@@ -127,12 +130,12 @@ class OwnRecording(StepRecording):
         self.stage_steps["train"] = trainer.global_step
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._module.reseed("val", epoch=dataloader_idx, batch=batch_idx)
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._module.reseed("test", epoch=dataloader_idx, batch=batch_idx)
 
@@ -149,7 +152,7 @@ class OwnRecording(StepRecording):
             self.stage_steps[stage] = trainer.global_step if self._loaded_step is None else self._loaded_step
 
     def _keep(self, trainer: Trainer) -> None:
-        """Keep what was given to self.log for the report."""
+        """Keep the values of self.log for the report."""
         if not trainer.sanity_checking:
             self.latest.update(as_numbers(trainer.callback_metrics))
 
@@ -169,14 +172,14 @@ class OwnRecording(StepRecording):
 def _no_batch(trainer: Trainer) -> RunError:
     name = type(vars(trainer)["datamodule"]).__name__ if "datamodule" in vars(trainer) else "data"
     return RunError(
-        f"the train_dataloader of {name} gives no batch; expected at least one to train on. Look at how many "
-        "samples it has, at its batch_size and drop_last, and at the samplers"
+        f"the train_dataloader of {name} returned no batch; expected one or more. Check its number of samples, its "
+        "batch_size and drop_last, and its samplers"
     )
 
 
 @contextmanager
-def _alone(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Leave gradients to the parameters of one optimizer alone: others may hold some of a step of their own."""
+def _hide_other_gradients(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
+    """Hide the gradients of parameters of other optimizers, which may belong to other losses."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
     for parameter in module.parameters():

@@ -1,18 +1,18 @@
 """The training module of a run with phases: several backward passes and several optimizers in one step.
 
-for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop, as ever
-    training_step                         keeps the micro-batch; backward and zero_grad have nothing to do
-at the window's last one: optimizer_step
+for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop
+    training_step                         keeps the micro-batch; backward and zero_grad do nothing
+at the last micro-batch: optimizer_step
     for each phase that is due, repeats times
-        for each micro-batch: reseed, the phase's forward and terms, scaled backward into its own parameters
-        gradients averaged over ranks, unscaled; hooks; clipping; the phase's optimizer
-    the loss scale's update
-    phases that are simultaneous: one forward, the backwards of all, and only then the optimizers
-schedules, on_train_batch_end             Lightning's loop, as ever
+        for each micro-batch: reseed, forward and terms of the phase, scaled backward into its parameters
+        gradients averaged over ranks, unscaled; hooks; clipping; the optimizer of the phase
+    update of the loss scale
+    simultaneous phases: one forward, all backwards, then the optimizers
+schedules, on_train_batch_end             Lightning's loop
 
-So a window is one step of the Trainer, whatever the number of optimizers: the x axis, max_steps, checkpoints, positions
+A window is one step of the Trainer, whatever the number of optimizers: the x axis, max_steps, checkpoints, positions
 and schedules count windows. Only public hooks of LightningModule are overridden. With manual optimization, Lightning
-would refuse accumulate_grad_batches, and count each optimizer's step as one of the run's (seen in 2.6.6).
+2.6.6 would refuse accumulate_grad_batches and count each optimizer step as a step of the run.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from exp.strategies.strategy import WrapsModule
 
 
 class PhasedModule(TrainingModule):
-    """A TrainingModule whose step is a list of phases, each with its own terms, parameters and optimizer.
+    """A TrainingModule whose step is a list of phases, each with its terms, parameters and optimizer.
 
     The loss of a step is the sum of the losses of the phases that ran in it, each at its last repeat.
 
-    phases: in the order in which they run. The other parameters are TrainingModule's; its optimization is not used.
+    Args:
+        phases: Phases in the order in which they run.
+        parts: Arguments of TrainingModule. Its optimization is not used.
     """
 
     averages_gradients = True
@@ -57,10 +59,10 @@ class PhasedModule(TrainingModule):
         super().__init__(**parts)
         self.phases = tuple(phases)
         self._turns = turns_of(self.phases)
-        # In a plain mapping: their terms are those of the objective, which is registered already.
+        # In a plain mapping, because the objective has registered the terms.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
         counts = [len(self._objectives[phase.name].terms) for phase in self.phases]
-        # Where the terms of each stand among those that are summed.
+        # Place of the first term of each phase among the summed terms.
         ends = itertools.accumulate(counts, initial=0)
         self._places = {phase.name: end for phase, end in zip(self.phases, ends, strict=False)}
         for stage in STAGES:
@@ -72,7 +74,7 @@ class PhasedModule(TrainingModule):
         self._all_trained: list[nn.Parameter] = []
         self._ran: set[str] = set()
         self._metrics_wait = False
-        # Views of the network, not submodules: the state dict has it once.
+        # Views of the network, not submodules, because the state dict has the network once.
         views = {phase.forward: self.network for phase in self.phases}
         views |= {name: with_forward(self.network, name) for name in views if name is not None}
         self._forwards = {name: (view, forward_by_name(view, self.inputs)) for name, view in views.items()}
@@ -83,22 +85,22 @@ class PhasedModule(TrainingModule):
             needs[phase.forward] = needs.get(phase.forward, frozenset()) | self._objectives[phase.name].needs
         return [(self._forwards[name][0], words) for name, words in needs.items()]
 
-    # --- what Lightning's loop calls ---
+    # --- called by Lightning's loop ---
 
     def on_train_start(self) -> None:
         self._window = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep a micro-batch for the phases, which run at the window's end. Returns a 0 that nothing reads."""
+        """Keep a micro-batch for the phases, which run at the end of the window. Return a 0 that is not used."""
         self._window.append((batch, batch_idx))
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Do nothing: the phases have theirs."""
+        """Do nothing: phases run their backward in optimizer_step."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Do nothing: each phase begins with it."""
+        """Do nothing: each phase begins with zero_grad."""
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Callable[[], object] | None = None
@@ -112,7 +114,7 @@ class PhasedModule(TrainingModule):
         self._run_phases(window, together)
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizers of all phases as one, and a schedule for each phase that has one."""
+        """Return the optimizers of all phases as one, and the schedules of phases."""
         optimizers, schedules = {}, {}
         steps, epochs = self.lengths()
         for phase in self.phases:
@@ -152,7 +154,7 @@ class PhasedModule(TrainingModule):
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
-        # Only exp's ddp may be told not to.
+        # Only exp's ddp has the switch.
         strategy = self.trainer.strategy
         if not isinstance(strategy, WrapsModule) or strategy.broadcasts_buffers:
             broadcast_buffers(self)
@@ -168,7 +170,7 @@ class PhasedModule(TrainingModule):
             self._ran |= {phase.name for phase in group}
             for repeat in range(first.repeats):
                 if repeat:
-                    # A scaler takes each optimizer once between two updates: a repeat is an iteration of its own.
+                    # A scaler allows one step of each optimizer between two updates.
                     precision.update()
                 places = (index, repeat) if index + repeat else ()
                 turns = [Turn(phase.name, places, repeat == first.repeats - 1) for phase in group]
@@ -192,9 +194,9 @@ class PhasedModule(TrainingModule):
     def _backward_phases(
         self, group: Sequence[Phase], window: Sequence[tuple[Batch, int]], *, turns: Sequence[Turn]
     ) -> list[StepResult]:
-        """Compute the gradients of simultaneous phases, or of one, over a window; return the loss and terms of each."""
+        """Compute the gradients of one phase or of simultaneous phases, and return the loss and terms of each."""
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
-        with self._training_only([one for phase in group for one in self._trained[phase.name]]):
+        with self._freeze_others([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
                 values, shares = self._shares_of(group, batch, batch_idx, turns[0].places)
                 self._update_metrics(group[0], batch, values)
@@ -213,7 +215,7 @@ class PhasedModule(TrainingModule):
         return [StepResult(loss, parts) for loss, parts in sums]
 
     def _backward(self, group: Sequence[Phase], losses: Sequence[Tensor], turns: Sequence[Turn]) -> None:
-        """Run the backward of each loss into the parameters of its own phase; the graph is kept until the last."""
+        """Run the backward of each loss into the parameters of its phase. The graph is kept until the last one."""
         scale = self._precision.scale
         if len(group) == 1:
             scale(losses[0]).backward()
@@ -228,7 +230,7 @@ class PhasedModule(TrainingModule):
     def _shares_of(
         self, group: Sequence[Phase], batch: Batch, batch_idx: int, turn: tuple[int, ...]
     ) -> tuple[Values, list[tuple[Tensor, Mapping[str, Tensor]]]]:
-        """Compute the values by name of one forward over a micro-batch, and each phase's loss and terms."""
+        """Return the values by name of one forward over a micro-batch, and the loss and terms of each phase."""
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
             if self.observer.watches_forward:
@@ -246,12 +248,12 @@ class PhasedModule(TrainingModule):
         return values, shares
 
     def _update_metrics(self, phase: Phase, batch: Batch, values: Values) -> None:
-        # Metrics look at the first phase of a step that gives the network's own output.
+        # Metrics read the first phase of a step that runs the network's default forward.
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(self._train_values.read(values))
 
     def _count(self, phase: Phase, batch: Batch, *, is_last: bool) -> None:
-        """Add a micro-batch to the epoch's losses. is_last: of the phase's repeats."""
+        """Add a micro-batch to the losses of the epoch, in the last repeat of its phase."""
         if self._is_weighed and is_last:
             means = self._objectives[phase.name].own_means(batch)
             self._train_values.add(means, first=self._places[phase.name])
@@ -270,11 +272,11 @@ class PhasedModule(TrainingModule):
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Compute the values by name, the phase's loss and its terms. values: where the forward was run already."""
+        """Return the values by name, the loss and the terms of a phase. values: of a forward that has run already."""
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
-        network.training = self.network.training  # of a view, a copy
+        network.training = self.network.training  # a view has a copy of the attribute
         if objective.needs:
             return self._forward_with_passes(batch, objective, network=network, run=run, runner=runner)
         values = run(runner, batch.data) if values is None else values
@@ -282,19 +284,19 @@ class PhasedModule(TrainingModule):
         return values, loss, parts
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
-        """Evaluate: the forward of every phase, and the means of its terms; the loss is the sum of all phases."""
+        """Return the values of an evaluation and the means of all phases' terms, whose sum is the loss."""
         known: dict[str | None, Values] = {}
         means: list[Mean] = []
         for phase in self.phases:
             found, _, parts = self._forward_phase(phase, batch, known.get(phase.forward))
             known.setdefault(phase.forward, found)
             means += self._objectives[phase.name].means(found, parts, size=batch.size)
-        # What metrics look at is the network's own output.
+        # Metrics read the output of the default forward.
         values = known[None] if None in known else self._run(self.run_network, batch.data)
         return {**values, "output": detached(values["output"])}, means
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
-        """Step by scaled gradients, which become true for hooks and clipping."""
+        """Step with scaled gradients, which are unscaled for hooks and clipping."""
         trainer, precision = self._trainer, self._precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
@@ -311,8 +313,8 @@ class PhasedModule(TrainingModule):
         self.observer.after_phase()
 
     @contextmanager
-    def _training_only(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let only these parameters learn, so that no other gets a gradient, or the work for one."""
+    def _freeze_others(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Freeze all parameters except these, so that the backward computes no other gradients."""
         chosen = {id(parameter) for parameter in parameters}
         others = [parameter for parameter in self._all_trained if id(parameter) not in chosen]
         for parameter in others:
@@ -327,9 +329,9 @@ class PhasedModule(TrainingModule):
 def _added(
     one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add a loss and its terms to those of the micro-batches before."""
+    """Return the sums of two losses and of their terms."""
     return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 
-# As TrainingModule's: this is where inspect looks first.
+# See TrainingModule.
 vars(PhasedModule.training_step)["__signature__"] = inspect.signature(PhasedModule.training_step)

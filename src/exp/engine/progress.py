@@ -1,10 +1,10 @@
 """The position of a run, its limits, and its length in steps.
 
-Lightning restores its counters as they stood in the middle of whatever hook saved them, and continues wrongly from most
-of them (docs/resume.md). Here a checkpoint holds a position, and the counters are made from it anew.
+Lightning restores its counters as they were inside the hook that saved them, and continues wrongly from most hooks
+(docs/resume.md). An exp checkpoint has a position, and the counters are made from it.
 
-Relied on, and tested: the names in `fit_loop.state_dict()`, and that a loop restored to them goes on as said beside
-each; `fit_loop._restarting` (seen in lightning 2.6.6).
+Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`; how a loop with such a state continues; the private
+name `_restarting` of the fit loop.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from exp.shared_types import span_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits that exp keeps itself, because Lightning's own end a resumed run too early.
+    """Limits that exp enforces, because Lightning's limits end a resumed run too early.
 
-    max_steps: optimizer steps of the whole run, those before a resume included; None is no limit.
-    max_seconds: wall time of training, likewise.
-    resumed: where the run goes on; None begins it.
+    Attributes:
+        max_steps: Optimizer steps of the whole run, including those before a resume; None without a limit.
+        max_seconds: Training time of the whole run in seconds; None without a limit.
+        resumed: Position from which the run resumes; None for a new run.
     """
 
     max_steps: int | None = None
@@ -38,11 +39,12 @@ class Limits:
 
 
 def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
-    """Divide the config's trainer node into the arguments of Lightning's Trainer and the limits that are ours.
+    """Return the arguments of Lightning's Trainer and exp's limits, from the config's trainer node.
 
-    With a limit by steps or time and none by epochs, epochs are not limited.
+    With a limit of steps or time and none of epochs, epochs are not limited.
 
-    Raises: ConfigError for a max_time that cannot be read.
+    Raises:
+        ConfigError: max_time cannot be read.
     """
     arguments = dict(trainer)
     max_steps, max_time = arguments.pop("max_steps", -1), arguments.pop("max_time", None)
@@ -56,10 +58,10 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
 
 
 def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float:
-    """Return the seconds of a max_time: a number, a time such as 1h30m, or one of Lightning's spellings, which are
-    DD:HH:MM:SS and a mapping of days, hours, ...
+    """Return the seconds of a max_time: a number, a time such as 1h30m, or a form of Lightning.
 
-    Raises: ConfigError.
+    Raises:
+        ConfigError: max_time cannot be read.
     """
     try:
         if isinstance(max_time, timedelta):
@@ -73,7 +75,7 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
             else:
                 time = timedelta(seconds=span_seconds(max_time))
         elif isinstance(max_time, bool):
-            raise TypeError("a truth value is no time")
+            raise TypeError("a boolean is not a time")
         else:
             time = timedelta(seconds=max_time)
         if time < timedelta():
@@ -88,28 +90,26 @@ def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float
 
 
 def total_epochs(trainer: Trainer) -> int | None:
-    """Return the epochs of the whole run; None where they are not limited."""
+    """Return the epochs of the whole run; None if they are not limited."""
     return None if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
 
 
 def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
-    """Return the global batches of an epoch that the run takes; None where it is not known.
+    """Return the number of global batches that the run takes in an epoch; None if it is unknown.
 
-    batches: that the training data has in an epoch; None where it is not known.
+    Args:
+        trainer: The Trainer.
+        batches: Number of batches of the training data in an epoch; None if unknown.
     """
     limit = trainer.limit_train_batches
     if batches is not None:
-        # Lightning's rule: a whole number counts batches, a fraction is one of the data's.
+        # Lightning's rule: an integer counts batches, a float is a share of the data.
         return min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     return limit if isinstance(limit, int) else None
 
 
 def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
-    """Refuse a validation that an epoch is too short for, for which Lightning raises a ValueError.
-
-    batches: as epoch_batches takes it.
-    Raises: ConfigError.
-    """
+    """Raise ConfigError if an epoch is shorter than the validation interval. batches: see `epoch_batches`."""
     interval, taken = trainer.val_check_interval, epoch_batches(trainer, batches)
     if trainer.check_val_every_n_epoch is None or not isinstance(interval, int) or taken is None or interval <= taken:
         return
@@ -122,15 +122,12 @@ def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:
-    """Return the optimizer steps of the whole run; None where it has no known end.
-
-    batches: global batches that the training data has in an epoch; None where it is not known.
-    """
+    """Return the optimizer steps of the whole run; None if its end is unknown. batches: see `epoch_batches`."""
     batches = epoch_batches(trainer, batches)
     epochs = total_epochs(trainer)
     known = [steps for steps in (limits.max_steps, trainer.max_steps) if steps is not None and steps >= 0]
     if batches is not None and epochs is not None:
-        # Batches may have had another size before a resume: its steps, and those of the batches that are left.
+        # Batches may have had another size before a resume: add the steps that are done and those that are left.
         done = limits.resumed or Position(epoch=0, batch=0, step=0, batches=0)
         scheduler = accumulation_scheduler(trainer)
         if scheduler is None:
@@ -146,18 +143,22 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
 
 
 def accumulation_scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    """Return the callback that says how many batches are accumulated in each epoch; None if the Trainer says it."""
+    """Return the callback that sets the accumulated batches of each epoch; None without one."""
     callbacks = vars(trainer).get("callbacks", ())
     return next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How much of a run is done: what comes next is batch `batch` of epoch `epoch`, both counted from 0.
+    """The position of a run: batch `batch` of epoch `epoch` is next.
 
-    step: optimizer steps done. batches: training batches done, over all epochs.
-    validation_due: the validation behind batch `batch - 1` comes first.
-    epoch_complete: that batch was the last one of its epoch, so that nothing but the validation is left of it.
+    Attributes:
+        epoch: Epoch, counted from 0.
+        batch: Batch in the epoch, counted from 0.
+        step: Optimizer steps done.
+        batches: Training batches done in all epochs.
+        validation_due: Whether the validation after batch `batch - 1` is next.
+        epoch_complete: Whether that batch was the last one of its epoch, so that only the validation is left.
     """
 
     epoch: int
@@ -169,20 +170,20 @@ class Position:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Position:
-        """Return the position in a checkpoint. Earlier versions also saved a number of samples."""
+        """Return the position in a checkpoint. Checkpoints of earlier versions also have a number of samples."""
         return cls(**{name: value for name, value in saved.items() if name != "samples"})
 
     @property
     def is_inside(self) -> bool:
-        """Return whether the epoch has begun."""
+        """True if the epoch has begun."""
         return self.batch > 0
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
-    """Return the position in on_train_batch_start, or, for batch 0, in on_train_epoch_start: the batch is not done yet.
+    """Return the position in on_train_batch_start, or, for batch 0, in on_train_epoch_start.
 
-    Between accumulated batches it is the first of them: the parameters have not changed since, and doing the others
-    again gives the same gradients.
+    Within a window of accumulated batches it is the first of them: the parameters did not change since, so that the
+    same gradients are computed again.
     """
     again = batch_idx % trainer.accumulate_grad_batches
     return Position(
@@ -194,7 +195,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
 
 
 def in_validation(trainer: Trainer) -> Position:
-    """Return the position while fit validates: the validation has to be done again."""
+    """Return the position during a validation in fit, which a resumed run repeats."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
@@ -209,7 +210,7 @@ def in_validation(trainer: Trainer) -> Position:
 
 
 def after_fit(trainer: Trainer) -> Position:
-    """Return the position in on_train_end. Lightning counts an epoch as done, too, when it stopped in its middle."""
+    """Return the position in on_train_end. Lightning also counts an epoch that was stopped early."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
@@ -223,28 +224,32 @@ def after_fit(trainer: Trainer) -> Position:
 
 
 def is_epoch_complete(trainer: Trainer) -> bool:
-    """Return whether the batch that was done last is the last one of its epoch."""
+    """Return whether the last batch was the last one of its epoch."""
     return trainer.is_last_batch or trainer.fit_loop.batch_idx + 1 == trainer.num_training_batches
 
 
 def next_batch(trainer: Trainer) -> tuple[int, int]:
-    """Return the epoch and the batch in it that the training loader has to give next, when asked for an iterator."""
+    """Return the epoch, and the batch in it, at which a new training iterator starts."""
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = False) -> dict[str, Any]:
-    """Return the state that makes Lightning's fit loop go on at a position.
+    """Return the state with which Lightning's fit loop continues at a position.
 
-    is_manual: whether the module steps its optimizers by hand: several at a batch, and no batches are accumulated.
+    Args:
+        trainer: The Trainer.
+        position: The position.
+        is_manual: Whether the module steps its optimizers by hand. Then a batch may have several steps, and no batches
+            are accumulated.
     """
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
-    # Inside an epoch: it is ready and not started, so that Lightning calls on_train_epoch_start again. At its start:
-    # nothing is open, and Lightning does not count it as a restart at all.
+    # Inside an epoch, the epoch is ready and not started, so that Lightning calls on_train_epoch_start again. At its
+    # start, no epoch is open, and Lightning does not treat it as a restart.
     epochs = _counts(position.epoch, position.epoch) | {"ready": position.epoch + inside}
     state["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
-    # One batch processed but not completed is the end of a batch, whose validation counts as done; all completed is
-    # behind it, and a validation loop that stands inside a batch is run again from its start.
+    # A batch that is processed but not completed is at its end, after its validation. If all are completed, a
+    # validation loop inside a batch starts again.
     open_batches = int(inside and not position.validation_due)
     state["epoch_loop.batch_progress"] = {
         "total": _counts(position.batches, position.batches - open_batches),
@@ -262,18 +267,18 @@ def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = Fa
     if is_manual:
         state["epoch_loop.manual_optimization.optim_step_progress"]["total"] = dict(steps)
         stepped = position.batches
-    # The x axis of a user's self.log. Inside an epoch, Lightning adds the step of the batch that it counts as open.
+    # The x axis of self.log. Inside an epoch, Lightning adds the step of the open batch.
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": max(0, stepped - inside)}
     return state
 
 
 def forget_restart(trainer: Trainer) -> None:
-    """Have Lightning take the rest of an epoch for an epoch like any other; in on_train_start.
+    """Make Lightning treat the rest of a resumed epoch like any other epoch. Call it in on_train_start.
 
-    Lightning takes all of it for a restart, and leaves out the update of a schedule on plateau at its end.
+    During a restart, Lightning leaves out the update of a schedule on plateau at the end of the epoch.
     """
     trainer.fit_loop._restarting = False
-    # As in the unbroken run: of an epoch that it starts again Lightning counts the start alone.
+    # As in an uninterrupted run. Lightning counts only the start of a restarted epoch.
     epochs = trainer.fit_loop.epoch_progress
     epochs.current.ready = epochs.total.ready
 

@@ -1,4 +1,4 @@
-"""End a job of a search that falls behind: its monitored value goes to Optuna's record at each validation."""
+"""End a job of a search early, by Optuna's pruner and the monitored value of each validation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Pruning(Callback):
-    """A callback that ends fit, as a limit does, where the pruner says so. All ranks end at the same batch.
+    """A callback that ends fit, as a limit does, if the pruner decides so. All ranks end at the same batch.
 
-    trial: number in the sweep's study. monitor: the tag. sweep: the sweep's directory.
+    Args:
+        trial: Number of the trial in the study of the sweep.
+        monitor: Monitored tag.
+        pruner: Name of the pruner.
+        sweep: Directory of the sweep.
     """
 
     def __init__(self, *, trial: int, monitor: str, pruner: Pruner, sweep: Path) -> None:
@@ -31,9 +35,9 @@ class Pruning(Callback):
         self.sweep = sweep
         self.has_pruned = False
         self._trial: TrialOfJob | None = None
-        # Validations of the whole run, by which the pruner counts.
+        # Validations of the whole run, which are the steps of the pruner.
         self.validations = 0
-        # Of a checkpoint of an earlier version, which has no count.
+        # Position of a checkpoint of an earlier version, which has no count.
         self._uncounted: Position | None = None
 
     def state_dict(self) -> dict[str, int]:
@@ -49,8 +53,8 @@ class Pruning(Callback):
                 self.validations = self._uncounted.epoch // (trainer.check_val_every_n_epoch or 1)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A job that was killed between its pruning and its report is not trained on.
-        if self.validations and self._agreed(trainer, lambda: self._is_pruned(trainer)):
+        # A job that was killed after its pruning must not train again.
+        if self.validations and self._agree(trainer, lambda: self._is_pruned(trainer)):
             self._stop(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,27 +67,27 @@ class Pruning(Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self.validations += 1
-        if self.monitor in trainer.callback_metrics and self._agreed(trainer, lambda: self._falls_behind(trainer)):
+        if self.monitor in trainer.callback_metrics and self._agree(trainer, lambda: self._report(trainer)):
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
         self.has_pruned = trainer.should_stop = True
 
-    def _agreed(self, trainer: Trainer, ask: Callable[[], bool]) -> bool:
-        """What rank 0 says, to all."""
-        said = trainer.is_global_zero and ask()
+    def _agree(self, trainer: Trainer, ask: Callable[[], bool]) -> bool:
+        """Return the answer of rank 0 on all ranks."""
+        answer = trainer.is_global_zero and ask()
         if trainer.world_size == 1:
-            return said
-        told = torch.tensor(int(said), device=trainer.strategy.root_device)
-        return bool(trainer.strategy.reduce(told, reduce_op="max"))
+            return answer
+        flag = torch.tensor(int(answer), device=trainer.strategy.root_device)
+        return bool(trainer.strategy.reduce(flag, reduce_op="max"))
 
-    def _falls_behind(self, trainer: Trainer) -> bool:
+    def _report(self, trainer: Trainer) -> bool:
         value, step = float(trainer.callback_metrics[self.monitor]), self.validations
         if not math.isfinite(value):
-            return False  # what becomes of it, runtime.non_finite says
+            return False  # runtime.non_finite decides on the run
         is_pruned = self._record(trainer).report(value, step=step)
         if is_pruned and is_epoch_complete(trainer) and trainer.current_epoch + 1 == total_epochs(trainer):
-            return False  # it has done all that it was to do
+            return False  # the run is complete
         if is_pruned:
             log.info("pruned by %s at validation %d, with %s %.6g", self.pruner, step, self.monitor, value)
         return is_pruned
@@ -99,7 +103,7 @@ class Pruning(Callback):
 
 
 def _validations_before(position: Position, trainer: Trainer) -> int:
-    """Return how many validations of the run are done at a position. One that is due is not."""
+    """Return the number of validations before a position, without one that is due."""
     epochs, every, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch, trainer.num_training_batches
     if epochs is None and isinstance(every, int):
         return (position.batches - position.validation_due) // every
@@ -112,7 +116,7 @@ def _validations_before(position: Position, trainer: Trainer) -> int:
 
 
 def _validations(trainer: Trainer) -> int | None:
-    """How many validations the run has, where its epochs are limited."""
+    """Return the number of validations of the run; None if its epochs are not limited."""
     if trainer.max_epochs is None or trainer.max_epochs < 0 or trainer.check_val_every_n_epoch is None:
         return None
     every, batches = trainer.val_check_batch, trainer.num_training_batches

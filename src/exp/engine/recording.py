@@ -1,13 +1,13 @@
 """The callback that runs the hooks and feeds the loggers.
 
-for each training batch                                      what Recording does
-    on_train_batch_start                                     hooks that are due: at their modules, around_forward
+in each training batch                                       Recording
+    on_train_batch_start                                     due hooks: at their modules, around_forward
     forward, objective, backward                             after_forward
-    on_before_optimizer_step  (gradients true, not clipped)  after_backward of hooks that are due; learning rates
+    on_before_optimizer_step  (unscaled, not clipped)        after_backward of due hooks; learning rates
     clipping, optimizer step, schedule                       after_clipping
-    on_train_batch_end                                       after_step of hooks that are due; buffers the step
-every trainer.log_every_n_steps steps, before a validation,  the buffer to the host and to the loggers; a loss that
-a checkpoint and the end                                     is not a number ends the run
+    on_train_batch_end                                       after_step of due hooks; buffers the step
+every trainer.log_every_n_steps steps, before a validation,  copies the buffer to the host and writes it to the loggers;
+a checkpoint and the end                                     a loss that is not a number ends the run
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from exp.shared_types import EPOCH_LOSS, Batch, Stage
 log = logging.getLogger(__name__)
 
 STATE = "exp_recording"
-# The last point of each tag: for the report of a run that goes on, which may not give all of them again.
+# Last value of each tag, for the report of a resumed run, which may not log all of them again.
 LATEST = "exp_latest"
 
 
@@ -57,11 +57,11 @@ class StepRecording(Callback, ABC):
     Args:
         hooks: Hooks by name.
         directory: Run directory, in which hooks write files.
-        skips: Whether a loss that is not finite is left out, as its step is. Otherwise it ends the run.
+        skips: Whether steps with a loss that is not finite are skipped. Otherwise they end the run.
 
     Attributes:
         latest: Last value of each tag, also of earlier processes of the run.
-        stage_steps: By stage, the optimizer step of the weights that its last values are of.
+        stage_steps: By stage, the optimizer step of the weights that were evaluated last.
         first_point: Place of the first step on the x axis of the loggers.
     """
 
@@ -89,7 +89,7 @@ class StepRecording(Callback, ABC):
 
     @abstractmethod
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
-        """Add the losses of a step to its values."""
+        """Add the losses of a step to the values to log."""
 
     @abstractmethod
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
@@ -159,16 +159,16 @@ class StepRecording(Callback, ABC):
         try:
             self._end_writing(trainer)
         except Exception:
-            log.exception("the heat maps are not drawn to their end; the run ends by what came before")
+            log.exception("the heat maps cannot be drawn; the run ends with the earlier error")
 
     def _reseed(self, epoch: int) -> None:
-        """Set the generators for the hooks of an epoch's start; -1 is the start of training."""
+        """Set the generators for the hooks at the start of an epoch; -1 is the start of training."""
         reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
 
     # --- the step ---
 
     def _record_update(self, optimizer: Optimizer) -> None:
-        """Record true gradients before an optimizer steps, and its learning rates if they changed or are written."""
+        """Record unscaled gradients before an optimizer steps, and its learning rates if they changed or are due."""
         found, phase = self._step_hooks.before_step(), self._step_hooks.turn.phase
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
@@ -176,7 +176,7 @@ class StepRecording(Callback, ABC):
             found.update(name_rates(optimizer, rates, phase=phase))
 
     def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
-        """Buffer a step that has ended, and write the buffer if it is time."""
+        """Buffer a step that has ended, and write the buffer if it is due."""
         self._index += 1
         self._buffer.add(Recorded(self._index, record.size, losses, record.found, terms))
         if self._is_flush(self._index):
@@ -185,10 +185,10 @@ class StepRecording(Callback, ABC):
     def _is_flush(self, index: int) -> bool:
         return is_written(index, first=self._first, every=self._trainer.log_every_n_steps or 50)
 
-    # --- what leaves the device ---
+    # --- writing ---
 
     def flush(self, trainer: Trainer) -> None:
-        """Write the steps that wait. Every rank must call it at the same step.
+        """Write the buffered steps. Every rank must call it at the same step.
 
         Raises:
             NonFiniteError: A loss is not finite.
@@ -199,7 +199,7 @@ class StepRecording(Callback, ABC):
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and precision.skips:
-            # As they are after the last step that waits.
+            # They belong to the last buffered step.
             last = self._buffer.last.values
             last["precision/skipped_steps"] = precision.skipped_steps
             if is_scaled:
@@ -213,11 +213,11 @@ class StepRecording(Callback, ABC):
                 precision.written(step.values, step=step.index)
 
     def shown(self) -> dict[str, float]:
-        """Return the last points that the console shows: a stage's loss and metrics, without the terms of a loss."""
+        """Return the last values for the console: losses and metrics of stages, without the terms of a loss."""
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write values by tag to every logger, and panels to exp's own: Lightning's loggers take numbers alone."""
+        """Write values by tag to all loggers, and panels to exp's loggers: Lightning's take only numbers."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
@@ -233,7 +233,7 @@ class StepRecording(Callback, ABC):
         return (logger for logger in self._trainer.loggers if isinstance(logger, RunLogger))
 
     def _end_writing(self, trainer: Trainer) -> None:
-        """Draw the heat maps that have grown since they were drawn last."""
+        """Draw the heat maps that have new columns."""
         if trainer.is_global_zero:
             for index, pictures in self._heat_maps.end().items():
                 self._show(pictures, index)
@@ -247,14 +247,14 @@ class StepRecording(Callback, ABC):
             try:
                 shown[tag] = panel.drawn()
             except Interrupted:
-                raise  # a signal came while it was drawn
+                raise  # a signal arrived while the panel was drawn
             except Exception as error:
                 self._undrawn.add(tag)
                 warn_not_written(f"the picture {tag}", error)
         return shown
 
     def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
-        """Write the values of a stage once an optimizer step: the same weights give the same values again."""
+        """Write the values of a stage, at most once per optimizer step."""
         if (values or panels) and self._stages.get(stage) != self._index:
             self._stages[stage] = self.stage_steps[stage] = self._index
             self._write(values, self._index, panels)
@@ -270,8 +270,8 @@ def require_loss(values: Mapping[str, float], stage: Stage) -> None:
     """Raise RunError if an evaluation gave no loss."""
     if f"loss/{stage}" not in values:
         raise RunError(
-            f"loss/{stage} has no value: no target of the {stage} samples counts; expected one at least that is "
-            "not ignored, of a class with a weight above 0. Look at ignore_index and class_weights"
+            f"loss/{stage} has no value: no target of the {stage} samples counts; expected at least one target that "
+            "is not ignored, of a class with a weight above 0. Fix: check ignore_index and class_weights"
         )
 
 
@@ -281,9 +281,9 @@ def is_shown(tag: str) -> bool:
 
 
 class Recording(StepRecording):
-    """A callback that runs hooks, collects what they and the steps give, and writes it to every logger of the Trainer.
+    """A callback that runs hooks, and writes their values and those of the steps to all loggers.
 
-    It must stand before callbacks that look at `trainer.callback_metrics`.
+    It must come before callbacks that read `trainer.callback_metrics`.
 
     Attributes:
         metrics: Values of epochs, which callbacks compare.
@@ -301,7 +301,7 @@ class Recording(StepRecording):
 
     def _start_window(self) -> None:
         """Start a window: the batches of one optimizer step."""
-        # The loss and terms that the gradients of the update come from; with phases None.
+        # Loss and terms of the gradients of the update; None with phases.
         self._result: StepResult | None = None
         self._losses: list[Tensor] = []
         self._micro_batches = 0
@@ -315,7 +315,7 @@ class Recording(StepRecording):
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:
-        """Leave out losses that are not finite. The caller ends the training; call this after `setup`."""
+        """Leave out losses that are not finite, for a caller that ends the training. Call it after `setup`."""
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -334,7 +334,7 @@ class Recording(StepRecording):
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # With phases this is Lightning's empty backward; a phase reports its own.
+        # With phases this is Lightning's empty backward; phases report their backward.
         if not self._module.phases:
             self._step_hooks.after_backward()
 
@@ -342,7 +342,7 @@ class Recording(StepRecording):
         hooks, turn = self._step_hooks, self._step_hooks.turn
         if turn.phase is None:
             if self._result is not None:
-                return  # an optimizer that evaluates its closure several times in a step
+                return  # the optimizer calls its closure several times in a step
             self._result = self._module.last
             vars(self._module)["is_counting"] = False
         hooks.before_update(optimizer)
@@ -354,7 +354,7 @@ class Recording(StepRecording):
     ) -> None:
         record, module = self._step_hooks.end_batch(), self._module
         if module.phases and record is None:
-            return  # the phases run at the last micro-batch, and give the means over all of them
+            return  # phases run at the last micro-batch, and return means over all of them
         loss, parts = self._result or module.last
         assert loss is not None
         several = len(parts) > 1 or (module.phases and len(module.objective.terms) > 1)
@@ -371,7 +371,7 @@ class Recording(StepRecording):
 
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
         loss = losses[0]
-        # The mean is over the steps that were taken; without any it is not a number.
+        # The mean over the steps that were not skipped; nan if all were skipped.
         if not self._skips or math.isfinite(loss):
             self._epoch_sum += loss * step.size
             self._epoch_size += step.size
@@ -386,9 +386,9 @@ class Recording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")
-        # A limit may end the run within an epoch, whose sums a longer run goes on with.
+        # A limit may end the run within an epoch. A longer run continues with the sums.
         sums = self._epoch_sum, self._epoch_size
-        # Weighed terms are summed by what they divide by; without them the steps say what the epoch's mean is.
+        # Weighted terms are summed with their divisors; otherwise the mean of the epoch follows from its steps.
         weighed = self._module.objective.weighed
         state = None if is_epoch_complete(trainer) else values.state(trainer.strategy, with_losses=bool(weighed))
         found = values.finish(trainer.strategy) if values.measures or weighed else {}
@@ -417,9 +417,9 @@ class Recording(StepRecording):
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Give values to callbacks and schedules, past self.log, which would cost half a millisecond a value.
+        """Give values to callbacks and schedules. self.log would cost half a millisecond per value.
 
-        Relied on, and tested: `trainer.callback_metrics` is the dict that Lightning keeps (seen in 2.6.6).
+        Tested with Lightning 2.6.6: `trainer.callback_metrics` is the dict that Lightning keeps.
         """
         self.metrics.update(values)
         trainer.callback_metrics.update(_tensors(values))
@@ -445,5 +445,5 @@ class Recording(StepRecording):
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    """Make of values what Lightning's own callbacks compare; in the precision of a report."""
+    """Return values as tensors, as Lightning's callbacks compare them, in the precision of a report."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}

@@ -1,4 +1,4 @@
-"""Save the state of a run where it is at a position, and end it: what it saved there before, or would have."""
+"""Save the state of a run at a position, and end the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from exp.engine.checkpointing import Checkpointing
 from exp.engine.progress import Position, before_batch, in_validation
 from exp.shared_types import Batch
 
-# Among the checkpoints of the run.
+# File in the checkpoints directory.
 STATE = "state.ckpt"
 
 
 class StateAt(Callback):
-    """A callback for a run that is trained again: of `exp.resume RUN --verify`, and of `exp.fork RUN@STEP`.
+    """A callback for `exp.resume RUN --verify`, which trains a run again up to a position.
 
-    The last state of a run is its own last.ckpt: this one looks at all before it.
+    It is not needed for the last state of a run, which is in last.ckpt.
 
-    position: fields of exp.engine.progress.Position, all or some: the first place that has them.
+    Args:
+        position: Some or all fields of exp.engine.progress.Position. The first position with these values is saved.
     """
 
     def __init__(self, *, position: Mapping[str, int | bool | None]) -> None:

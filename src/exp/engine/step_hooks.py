@@ -2,7 +2,7 @@
 
 A step has four phases, in which hooks give values. StepRecord collects them until the step ends:
 
-forward     after_forward: of each micro-batch, the last one counts
+forward     after_forward: of each micro-batch; the values of the last one count
 backward    after_backward: the gradients are true and not clipped
 clipping    after_clipping
 step        after_step: the parameters are updated
@@ -48,7 +48,11 @@ Owners = dict[str, str]
 
 
 class Due:
-    """The hooks of one step by the methods that they override. hooks: with the methods that have nothing to do."""
+    """The hooks of one step by the methods that they override.
+
+    Args:
+        hooks: Hooks with the methods that do nothing in this step.
+    """
 
     def __init__(self, hooks: Mapping[Hook, frozenset[str]]) -> None:
         self.passed = _busy(hooks, "passed")
@@ -65,7 +69,7 @@ class Due:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The optimizer step under way.
+    """The current optimizer step.
 
     Attributes:
         index: Optimizer step, counted from 1.
@@ -76,10 +80,10 @@ class StepRecord:
         weight: Weight of the last micro-batch.
         batches: Micro-batches with their numbers, if a hook asks for them.
         losses: Losses of the micro-batches, if a hook asks for them.
-        found: What hooks have given, by tag.
+        found: Values of hooks by tag.
         is_stepped: Whether an optimizer steps, or has stepped.
         is_clipping: Whether hooks look at the gradients after clipping.
-        seen: The step as hooks see it; None until a hook looks at it.
+        seen: The step for hooks; None until a hook needs it.
     """
 
     index: int
@@ -97,15 +101,15 @@ class StepRecord:
 
 
 class StepHooks(StepObserver):
-    """Calls the hooks. Recording reports batches and steps, and the module reports what is between them.
+    """An observer that calls the hooks. Recording reports batches and steps, and the module the events between them.
 
     Args:
         hooks: Hooks by name.
         directory: Run directory, in which hooks write files.
 
     Attributes:
-        turn: The pass of phases that is under way.
-        record: The step under way; None between two steps.
+        turn: The current pass of phases.
+        record: The current step; None between two steps.
     """
 
     _trainer: RunTrainer
@@ -120,7 +124,7 @@ class StepHooks(StepObserver):
         self._pausing = _overriding(self._all, "pause")
         self._evaluating = _overriding(self._all, "evaluated")
         self._finishing = _overriding(self._all, "after_evaluation")
-        # The same hooks are due together again and again: their lists are made once.
+        # One object for each combination of due hooks.
         self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
         self._samples = 0
         self._total_steps: int | None = None
@@ -134,7 +138,7 @@ class StepHooks(StepObserver):
     # --- the run ---
 
     def attach(self, trainer: Trainer, module: TrainingModule | OwnModule) -> None:
-        """Attach the hooks: in fit all of them; in another stage those that act in one."""
+        """Attach all hooks in fit, and in another stage those that act in evaluations."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
         self._end_step()
         self.turn, self._same = WHOLE_STEP, {}
@@ -172,12 +176,12 @@ class StepHooks(StepObserver):
                 try:
                     hook.on_error(error, step)
                 except Exception:
-                    log.exception("hooks.%s failed in on_error; the run ends by what came before", name)
+                    log.exception("hooks.%s failed in on_error; the run ends with the earlier error", name)
 
     # --- the step, as Recording reports it ---
 
     def start_batch(self, batch: Batch, batch_idx: int, *, index: int) -> None:
-        """Take a micro-batch of optimizer step `index`."""
+        """Begin a micro-batch of optimizer step `index`."""
         record = self.record
         if record is None:
             record = self.record = StepRecord(index, self._due_at(index))
@@ -188,7 +192,7 @@ class StepHooks(StepObserver):
         if record.due.keeps_batches:
             record.batches.append((batch, batch_idx))
         if record.seen is not None:
-            self._bring_up(record, record.seen)
+            self._update(record, record.seen)
         self._passed("batch")
 
     def _due_at(self, index: int) -> Due:
@@ -206,7 +210,7 @@ class StepHooks(StepObserver):
             return
         step = self._step_of(record)
         losses = [*record.losses, *self._last_loss()]
-        assert isinstance(self._module, TrainingModule)  # the check refuses such a hook for any other module
+        assert isinstance(self._module, TrainingModule)  # the check allows no other module for such a hook
         precision = self._module.run_trainer.precision_plugin
         window = Window(batches=tuple(record.batches), epoch=step.epoch, phase=self.turn.phase, turn=self.turn.places)
         update = Update(
@@ -220,17 +224,17 @@ class StepHooks(StepObserver):
             hook.before_update(step, update)
 
     def before_step(self) -> Found:
-        """Record the true gradients before an optimizer steps. Return what hooks have given for the step."""
+        """Record unscaled gradients before an optimizer steps. Return the values of hooks for the step so far."""
         record = self.record
         assert record is not None
         record.is_stepped, record.is_clipping = True, bool(record.due.after_clipping)
         for hook in record.due.at_modules:
-            hook.disengage()  # what another hook computes from here on is not the step's
+            hook.disengage()  # other hooks may run the network from here on
         self._call(record.due.after_backward, "after_backward")
         return record.found
 
     def end_batch(self, *, ends_step: bool = False) -> StepRecord | None:
-        """End a micro-batch. Return the step if it ends with it: an optimizer has stepped, or `ends_step`."""
+        """End a micro-batch. Return the step if it has ended: an optimizer has stepped, or `ends_step`."""
         record = self.record
         assert record is not None
         due = record.due
@@ -250,7 +254,7 @@ class StepHooks(StepObserver):
 
     @contextmanager
     def around_forward(self, data: object) -> Iterator[None]:
-        # A step may have several: of phases, and of optimizers that evaluate their closure again.
+        # Phases, and optimizers that call their closure again, run several forwards in a step.
         record = self.record
         assert record is not None
         record.data = data
@@ -296,7 +300,7 @@ class StepHooks(StepObserver):
                 hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
-        """Record what hooks give, by tags that end with the phase under way."""
+        """Record the values of hooks. The tags end with the name of the current phase."""
         record, phase = self.record, self.turn.phase
         if record is None or not hooks:
             return
@@ -307,7 +311,7 @@ class StepHooks(StepObserver):
         for hook in hooks:
             record.found.update(values_of(hook, method, (step, *arguments), owners=self._owners, ending=ending))
 
-    # --- the step as hooks see it ---
+    # --- the step for hooks ---
 
     def _end_step(self) -> None:
         self.record, self.watches_forward = None, False
@@ -329,19 +333,19 @@ class StepHooks(StepObserver):
                 clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
             )
-            self._bring_up(record, step)
+            self._update(record, step)
         step.loss = self._module.last.loss
         step.phase = self.turn.phase
         return step
 
-    def _bring_up(self, record: StepRecord, step: Step) -> None:
-        """Bring a step up to the last micro-batch."""
+    def _update(self, record: StepRecord, step: Step) -> None:
+        """Set the fields of a step that depend on the last micro-batch."""
         step.batch_idx, step.batch_size = record.batch_idx, record.size
         step.samples_seen, step.seconds_waited = self._samples, self._module.seconds_waited
         step.data, step.weight, step.batches = record.data, record.weight, record.batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:
-        # Once: Lightning's properties look each of them up through others.
+        # Once, because Lightning's properties are chains of lookups.
         trainer, module = self._trainer, self._module
         self._same = {
             "network": module.network,
@@ -368,7 +372,7 @@ class StepHooks(StepObserver):
             hook.evaluated(stage, values)
 
     def finish(self, stage: Stage, trainer: Trainer) -> Found:
-        """Return what the hooks give for an evaluation, at its end. Every rank must call it."""
+        """Return the values of hooks at the end of an evaluation. Every rank must call it."""
         gather = partial(gather_data, strategy=trainer.strategy)
         found: Found = {}
         for hook in self._finishing:

@@ -1,4 +1,4 @@
-"""End a run before its last epoch: at max_steps, max_time, and signals. All ranks stop at the same batch."""
+"""End a run at max_steps, max_time and signals. All ranks stop at the same batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exp.shared_types import Batch
 from exp.signals import SignalFlag
 
 STATE = "exp_seconds"
-# Ranks ask each other about so often; in between, no step pays for a collective.
+# Seconds between two collectives in which ranks agree.
 AGREE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 class Stopping(Callback):
     """A callback that ends fit at a limit, and any stage at a signal.
 
-    At a limit the run ends as at its last epoch: the validation, the epoch's end, a checkpoint. After a signal the
-    state is saved where the run stands, and Interrupted leaves, before a validation that may take long.
+    At a limit the run ends as after its last epoch: with the validation, the end of the epoch and a checkpoint. After a
+    signal the state is saved, and Interrupted is raised before a validation that may take long.
 
-    checkpointing: writes the state after a signal; None leaves without.
+    Args:
+        limits: Limits of the run.
+        checkpointing: Writes the state after a signal; None saves nothing.
     """
 
     def __init__(self, *, limits: Limits | None = None, checkpointing: Checkpointing | None = None) -> None:
@@ -44,7 +46,7 @@ class Stopping(Callback):
         self._started: float | None = None
         self._countdown = self._interval = 1
         self._last_agreed = 0.0
-        # What ended the training; None without one.
+        # Reason why the training ended; None before its end.
         self.ended_by: str | None = None
 
     # --- a limit ---
@@ -62,7 +64,7 @@ class Stopping(Callback):
         if self._is_restored:  # and no training began
             self._is_restored = False
             log.warning(
-                "nothing is left to train: %s has reached %s, which counts the whole run. To train longer, raise it",
+                "nothing is left to train: %s has reached %s, which counts the whole run. Raise it to train longer",
                 trainer.ckpt_path,
                 self.reason(trainer),
             )
@@ -82,7 +84,7 @@ class Stopping(Callback):
             trainer.should_stop = True
 
     def reason(self, trainer: Trainer) -> str:
-        """Return what ended the training: a limit, or a callback with its settings."""
+        """Return why the training ended: a limit, or a callback with its settings."""
         if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
             return end_by_epochs(trainer.max_epochs)
         limits = self.limits
@@ -100,23 +102,23 @@ class Stopping(Callback):
 
     @property
     def seconds(self) -> float:
-        """Return the wall time of training so far, before a resume included."""
+        """Training time in seconds, including the time before a resume."""
         return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     # --- a signal ---
 
     def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Leave after a signal, as far as a window of accumulated batches begins. Every rank must call it."""
+        """Stop after a signal, at the start of a window of accumulated batches. Every rank must call it."""
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
             self._leave(trainer, before_batch(trainer, batch_idx))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._seconds_before = None, self.seconds
-        # Another callback's, such as EarlyStopping's, is made before.
+        # Callbacks such as EarlyStopping have set their reasons before.
         self.ended_by = self.reason(trainer)
         self._countdown = 1
         self._look(trainer)
-        if self._agreed:  # it came after the last batch; Checkpointing has saved
+        if self._agreed:  # the signal came after the last batch, and Checkpointing has saved
             last = None if self.checkpointing is None else self.checkpointing.last_path
             raise Interrupted(signum=self._agreed, checkpoint=str(last) if last and last.is_file() else None)
         self._signals.restore()
@@ -132,7 +134,7 @@ class Stopping(Callback):
         if self._agreed and not trainer.sanity_checking:
             is_fitting = trainer.state.fn == "fit"
             if is_fitting:
-                _take_averages_out(trainer)
+                _restore_trained_weights(trainer)
             self._leave(trainer, in_validation(trainer) if is_fitting else None)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,14 +151,14 @@ class Stopping(Callback):
         self.on_test_batch_end(trainer)
 
     def _begin(self) -> None:
-        # Here and not in setup: Lightning installs its own handlers just before.
+        # Not in setup, because Lightning installs its handlers just before this call.
         self._signals.install()
         self._agreed = 0
         self._countdown = self._interval = 1
         self._last_agreed = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
-        """See whether a signal came to any rank, and whether rank 0 says that the time is over."""
+        """Check on all ranks for a signal to any rank, and for limits by the clock of rank 0."""
         received, seconds, checkpointing = self._signals.received or 0, self.limits.max_seconds, self.checkpointing
         if trainer.world_size > 1:
             self._countdown -= 1
@@ -173,11 +175,11 @@ class Stopping(Callback):
             trainer.should_stop = True
 
     def _agree(self, trainer: Trainer, received: int, is_over: bool, is_late: bool) -> tuple[int, bool, bool]:
-        """Return the largest signal of all ranks, and what the clock of rank 0 says, because clocks differ."""
+        """Return the largest signal of all ranks, and the flags of rank 0, because clocks differ."""
         now = time.monotonic()
         fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
         of_first = [int(trainer.is_global_zero and one) for one in (is_over, is_late)]
-        # The shortest interval, as the largest negative one.
+        # The maximum of negative intervals is the shortest one.
         mine = [received, -min(fitting, 2 * self._interval), *of_first]
         agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
         signum, interval, over, late = agreed.tolist()
@@ -193,7 +195,7 @@ class Stopping(Callback):
             saved = str(self.checkpointing.last_path)
         raise Interrupted(signum=self._agreed, checkpoint=saved)
 
-    # --- the end: before Lightning puts back what was there before its own handlers ---
+    # --- the end, before Lightning restores the handlers from before its own ---
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.restore()
@@ -225,10 +227,10 @@ def end_by_steps(limit: int | None) -> str:
     return f"trainer.max_steps={limit}"
 
 
-def _take_averages_out(trainer: Trainer) -> None:
-    """Have Lightning's callbacks of averages end the validation, in which the averages are in the module.
+def _restore_trained_weights(trainer: Trainer) -> None:
+    """Make Lightning's WeightAveraging put the trained weights back into the module within a validation.
 
-    A checkpoint would hold them as the weights that are trained (seen in lightning 2.6.6).
+    Otherwise a checkpoint would have the averages as trained weights (Lightning 2.6.6).
     """
     for callback in vars(trainer)["callbacks"]:
         if isinstance(callback, WeightAveraging):

@@ -1,7 +1,7 @@
-"""The record of a search's trials: an Optuna study in the sweep's directory, which its own tools read.
+"""The record of a search: an Optuna study in the directory of the sweep, which Optuna's tools can read.
 
-The sweep writes the proposals and how they ended. A job reports to the record, and asks whether it falls behind. This
-module does not import torch.
+The sweep writes proposals and their results. A job reports its values and asks whether it is pruned. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 JOURNAL = "sweep.journal"
 STUDY = "sweep"
-# Of a trial: the report at which it was pruned.
+# Attribute of a trial: the step at which it was pruned.
 PRUNED_AT = "pruned_at"
-# Bytes of the journal's end in which its last line begins.
+# Bytes at the end of the journal in which its last line begins.
 MOST_OF_LINE = 2**20
 
 
 def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
-    """Optuna's pruner of a name. Asynchronous successive halving is `asha`; both halvings keep a third at each rung.
+    """Return Optuna's pruner. Asynchronous successive halving and hyperband keep a third of the trials at each rung.
 
-    epochs: reports that a job makes at most; None where nobody knows.
+    epochs: largest number of reports of a job; None if unknown.
     """
     from optuna import pruners
 
     if name == "median":
-        # Steps are counted from 1 here, and from 0 there: the first report decides nothing.
+        # Optuna counts steps from 0, exp from 1: no decision at the first report.
         return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
     if name == "asha":
         return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
@@ -49,9 +49,9 @@ def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
 
 
 class _JournalLock:
-    """The system's lock of the journal: it ends with the process that holds it, which Optuna's own do not.
+    """A lock of the journal by the operating system. Unlike Optuna's locks, it ends with the process that holds it.
 
-    Optuna calls these two methods of a lock (seen in 5.0).
+    Optuna 5.0 calls these two methods.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class _JournalLock:
         self._file: BinaryIO | None = None
 
     def acquire(self) -> bool:
-        """Wait for the lock, and take away what a killed process left of a last line: the next would go on in it."""
+        """Wait for the lock, and remove an incomplete last line of a killed process."""
         self._file = self._path.open("rb+")
         lock(self._file)
         size = self._file.seek(0, os.SEEK_END)
@@ -74,7 +74,7 @@ class _JournalLock:
 
 
 def opened(directory: Path) -> BaseStorage:
-    """Return the journal of a sweep's trials."""
+    """Return the journal of the trials of a sweep."""
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
 
@@ -90,17 +90,24 @@ def readable(directory: Path) -> Iterator[None]:
         yield
     except ExpError:
         raise
-    except Exception as error:  # of a journal that another program wrote into
+    except Exception as error:  # another program may have written to the journal
         path = os.path.relpath(directory / JOURNAL)
-        fix = "Put a whole one back, or begin a new sweep"
+        fix = "Restore the file, or start a new sweep"
         expected = "the record of the search as Optuna wrote it"
         raise config_error("sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, fix=fix) from error
 
 
 class TrialOfJob:
-    """A trial as its job sees it: what it reports, and whether it had better end.
+    """The trial of a job.
 
-    directory: of the sweep. Raises: MissingExtraError without Optuna.
+    Args:
+        number: Number of the trial.
+        directory: Directory of the sweep.
+        pruner: Name of the pruner.
+        epochs: Largest number of reports; None if unknown.
+
+    Raises:
+        MissingExtraError: Optuna is not installed.
     """
 
     def __init__(self, number: int, *, directory: Path, pruner: Pruner, epochs: int | None) -> None:
@@ -120,9 +127,11 @@ class TrialOfJob:
         self.pruned_at: int | None = before.user_attrs.get(PRUNED_AT)
 
     def report(self, value: float, *, step: int) -> bool:
-        """Report a value; whether the trial is to be pruned.
+        """Report a value, and return whether the trial is pruned.
 
-        step: counted from 1. What is recorded already, of before a resume, stays: the value, and whether it was pruned.
+        Args:
+            value: Monitored value.
+            step: Step, counted from 1. A value that was recorded before a resume remains.
         """
         if self.pruned_at is not None:
             return step >= self.pruned_at
@@ -140,7 +149,7 @@ class TrialOfJob:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Optuna's lines on every trial, and its warnings of what is still experimental there."""
+    """Silence Optuna's log of trials and its warnings of experimental features."""
     import optuna
 
     before = optuna.logging.get_verbosity()

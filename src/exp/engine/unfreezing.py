@@ -1,10 +1,8 @@
-"""Parameters that begin to learn with an epoch, as the config's freeze.unfreeze says.
+"""Freeze and unfreeze parameters by epoch, as `freeze.unfreeze` in the config states.
 
-What learns is a function of the epoch alone, so a run that goes on has what an unbroken one has. An optimizer holds all
-of them from the start, in their own groups; torch's leave out a parameter without a gradient, its decay and momentum,
-too. So nothing of an optimizer changes with the epoch, and its state in a checkpoint has an entry for what has learnt.
-
-Lightning's BackboneFinetuning adds groups to the optimizer in the epoch itself.
+The trained parameters depend only on the epoch, so that a resumed run has those of an uninterrupted run. The optimizer
+has all parameters from the start. torch skips parameters without a gradient, also their decay and momentum.
+So the optimizer does not change with the epoch. Lightning's BackboneFinetuning instead adds groups to the optimizer.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Unfreezing(Callback):
-    """Freezes and unfreezes as an epoch begins, also the one that a resumed run begins in; keeps norms held.
+    """A callback that sets the trained parameters at the start of each epoch, and keeps frozen norms in eval mode.
 
-    freezing: what learns when.
+    Args:
+        freezing: Trained parameters by epoch.
     """
 
     def __init__(self, freezing: Freezing) -> None:
@@ -35,14 +34,14 @@ class Unfreezing(Callback):
         self._learning: frozenset[str] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning warns of every module that is in evaluation mode when it begins; these are meant to be.
+        # Lightning warns of modules in eval mode at this point.
         for norm in held_norms(pl_module):
             norm.training = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for norm in held_norms(pl_module):
             norm.training = False
-        # A run that goes on within an epoch does not begin that one again.
+        # A run that resumes within an epoch has no on_train_epoch_start before its first batch.
         self._learning = None
         self._begin(trainer, pl_module)
 
@@ -59,27 +58,25 @@ class Unfreezing(Callback):
             return
         before, self._learning = self._learning, learning
         self.freezing.begin_epoch(pl_module.network, trainer.current_epoch)
-        _tell_ranks(trainer, pl_module)
+        _wrap_again(trainer, pl_module)
         if before is not None and trainer.is_global_zero:
-            log.info("epoch %d: %s learn from now on", trainer.current_epoch, among(sorted(learning - before)))
+            log.info("epoch %d: %s are trained from now on", trainer.current_epoch, among(sorted(learning - before)))
 
 
 def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetails]:
-    """A first epoch in which nothing learns. network: as the check has it."""
+    """Return an error if no parameter is trained in the first epoch."""
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
-    got = f"everything that learns at all, until epoch {first}"
-    fix = "A head that learns from the start is left out of the patterns"
-    return [
-        ErrorDetails(key="freeze.parameters", got=got, expected="something that learns in the first epoch", fix=fix)
-    ]
+    got = f"all trained parameters, until epoch {first}"
+    expected, fix = "a parameter that is trained in the first epoch", "Leave the head out of the patterns"
+    return [ErrorDetails(key="freeze.parameters", got=got, expected=expected, fix=fix)]
 
 
-def _tell_ranks(trainer: Trainer, module: nn.Module) -> None:
-    """Wrap anew what ddp wrapped: its reducer waits for the gradients of what learnt when it was made.
+def _wrap_again(trainer: Trainer, module: nn.Module) -> None:
+    """Wrap the module for ddp again, whose reducer waits for the gradients of the earlier trained parameters.
 
-    Relied on, and tested: DDPStrategy.configure_ddp wraps `strategy.model` (seen in lightning 2.6.6).
+    Tested with Lightning 2.6.6: DDPStrategy.configure_ddp wraps `strategy.model`.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):

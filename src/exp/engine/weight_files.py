@@ -1,4 +1,4 @@
-"""Read the weights of a network from a file: tensors by name, whoever wrote it, and nothing that would be code."""
+"""Read the weights of a network from files of several programs, without executing code."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from exp.errors import MissingExtraError, RunError
 from exp.models.lora import merged
 from exp.spelling import among
 
-# Where programs keep a state dict among other things, by habit.
+# Entries in which programs usually save a state dict.
 PLACES = ("state_dict", "model_state_dict", "model", "module", "params", "net")
-# What wraps a network, and stands before all of its names.
+# Prefixes that wrappers add to all names.
 WRAPPERS = ("module.", "_orig_mod.")
 OWN = "network."
 
 
 def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of exp, of a state dict that torch wrote, or of a safetensors file, on the CPU.
+    """Return the tensors of an exp checkpoint, a state dict of torch, or a safetensors file, on the CPU.
 
-    averaged: of a run with an average of the weights, whether that is taken, or the weights as they were trained.
-    Raises: RunError where the file is not there, is damaged, or holds no weights; MissingExtraError.
+    Args:
+        path: The file.
+        averaged: Whether to return the averaged or the trained weights of a run with an average. Default: True.
+
+    Raises:
+        RunError: The file is missing or damaged, or has no weights.
+        MissingExtraError: safetensors is not installed.
     """
     if path.suffix == ".safetensors":
         return _safetensors(path)
-    # What torch wrote before 1.6 is no zip file.
+    # Files of torch before 1.6 are no zip files.
     content = read_plain(path) if zipfile.is_zipfile(path) else _legacy(path)
     if isinstance(content, Mapping) and not averaged:
         if CURRENT not in content:
-            raise RunError(f"{path} has no average beside its weights; leave weights.averaged out")
+            raise RunError(f"{path} has no averaged weights; leave weights.averaged out")
         content = content[CURRENT]
     weights = _state_dict(content)
     if not weights:
-        there = f" It holds {among(map(str, content))}" if isinstance(content, Mapping) else ""
-        raise RunError(f"{path} holds no tensors by name; expected a state dict.{there}")
+        entries = f" It has {among(map(str, content))}" if isinstance(content, Mapping) else ""
+        raise RunError(f"{path} has no tensors by name; expected a state dict.{entries}")
     return _bare(weights)
 
 
-def _state_dict(content: Any) -> dict[str, Tensor]:
+def _state_dict(content: object) -> dict[str, Tensor]:
     if not isinstance(content, Mapping):
         return {}
     for place in (content, *(content[name] for name in PLACES if name in content)):
@@ -54,7 +59,7 @@ def _state_dict(content: Any) -> dict[str, Tensor]:
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what exp, ddp or torch.compile put before the names of a network, and with LoRA's part in the weights."""
+    """Remove the prefixes of exp, ddp and torch.compile from names, and merge LoRA's part into the weights."""
     own = {name.removeprefix(OWN): tensor for name, tensor in weights.items() if name.startswith(OWN)}
     weights = own or weights
     for _ in WRAPPERS:
@@ -78,5 +83,5 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 def _legacy(path: Path) -> Any:
     if not path.is_file():
-        raise RunError(f"{path} is not there, or is not a file; expected weights")
+        raise RunError(f"{path} is not a file; expected weights")
     return load_plain(path, kind="weights")

@@ -269,7 +269,7 @@ class Hook:
 
     @property
     def is_at_modules(self) -> bool:
-        """Whether the hook observes or transforms at modules during a step."""
+        """True if the hook observes or transforms at modules during a step."""
         return any(self.overrides(method) for method in AT_MODULES)
 
     def attach(
@@ -432,7 +432,7 @@ class Attached:
             place = f"hooks.{hook.name}: {type(hook).__name__}.{method}"
             if _versions(seen) != before:
                 raise RunError(
-                    f"{place} changed a tensor in place; an observing hook leaves what it sees as it is. Work on a copy"
+                    f"{place} changed a tensor in place; expected no change, because the hook observes. Work on a copy"
                 )
             if returned is not None:
                 raise RunError(

@@ -95,7 +95,7 @@ class Memory(Hook):
 
     def after_backward(self, step: Step) -> Values:
         gradients = mebibytes(parameter.grad for parameter in step.network.parameters() if parameter.grad is not None)
-        # With phases each has gradients of its own.
+        # Each phase has other gradients.
         self._gradients = max(self._gradients, gradients)
         return {"memory/gradients_mib": gradients}
 
@@ -116,7 +116,7 @@ class Memory(Hook):
         """Return the values of host and allocator, and with several ranks the statistics of all values."""
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
-        # The ranks are at one point from here on: a barrier that also tells how many there are.
+        # A barrier that also returns the number of ranks.
         ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
         values: dict[str, float | Tensor] = {
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
@@ -146,7 +146,7 @@ class Memory(Hook):
             self._kept = kept
         self._activations = max(self._activations, kept.size)
 
-    # --- where it ran out ---
+    # --- out of memory ---
 
     def on_error(self, error: BaseException, step: Step | None) -> None:
         if self._network is None or not is_out_of_memory(error):

@@ -29,7 +29,7 @@ class Peak(ABC):
 
     @property
     def can_restart(self) -> bool:
-        """Whether the counter can be reset."""
+        """True if the counter can be reset."""
         return True
 
     @abstractmethod
@@ -63,7 +63,7 @@ class ResidentPeak(Peak):
 
     @functools.cached_property
     def can_restart(self) -> bool:
-        """Whether this is Linux, and the process may reset its counter. Asked once: a sandbox may refuse it."""
+        """True if this is Linux and the process may reset its counter, which a sandbox may refuse. Checked once."""
         if sys.platform != "linux":
             return False
         try:

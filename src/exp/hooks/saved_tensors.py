@@ -121,7 +121,7 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 def innermost_call() -> nn.Module | None:
-    """Return the module whose `forward` is under way, of several the innermost; None where there is none."""
+    """Return the innermost module whose `forward` is running; None outside of a forward."""
     frame = inspect.currentframe()
     while frame is not None:
         if (module := _module_of(frame)) is not None:

@@ -51,7 +51,7 @@ class Step:
         clips: Whether the optimizer's gradients are clipped; with phases, those of the phase.
         gather: Returns `[R, ...]` on every rank from `[...]` of each. Every rank must call it.
         autocast: Returns the context of the run's precision, for a forward of the hook.
-        kept: The dtype of every layer with a dtype of its own, by name.
+        kept: Dtypes of layers that differ from the dtype of the network, by name.
         phase: The phase under way; in after_backward only its parameters have its gradients.
     """
 

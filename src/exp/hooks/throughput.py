@@ -207,7 +207,7 @@ class StepTimer:
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has finished the step, so that nothing waits for it."""
+        """True if the device has finished the step, so that reading the times does not wait."""
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:

@@ -245,7 +245,7 @@ def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     return {key: (was.get(key), found.get(key)) for key in keys}
 
 
-def _leaves(node: Any, key: str) -> dict[str, Any]:
+def _leaves(node: object, key: str) -> dict[str, Any]:
     """Every value of a node that holds no other, by its dotted key."""
     if isinstance(node, Mapping) and node:
         below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]

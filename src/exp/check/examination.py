@@ -539,7 +539,7 @@ def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any]
     )
 
 
-def _are_numbers(value: Any) -> bool:
+def _are_numbers(value: object) -> bool:
     return all(type(one) in (int, float) for one in (value if isinstance(value, list) else [value]))
 
 

@@ -16,7 +16,7 @@ from exp.config.annotations import EMPTY
 from exp.errors import LIBRARIES, ErrorDetails, is_installed
 
 # Classes that take names in **kwargs and pick them out by hand.
-HIDDEN_NAMES: Mapping[str, Mapping[str, Any]] = {
+HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     # What it hands on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
         "broadcast_buffers": bool,
@@ -47,7 +47,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
 _DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
 # By the class that they are for and its subclasses of these libraries: what a parameter of this name must be.
-BOUNDS: Mapping[str, Mapping[str, Any]] = {
+BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torch.optim.optimizer.Optimizer": {
         **dict.fromkeys(("lr", "eps", "weight_decay", "momentum_decay", "lr_decay", "lambd", "t0"), Ge(0)),
         **dict.fromkeys(("initial_accumulator_value", "tolerance_grad", "tolerance_change"), Ge(0)),
@@ -114,7 +114,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def bounded(target: type, name: str, annotation: Any, default: Any) -> Any:
+def bounded(target: type, name: str, annotation: object, default: object) -> object:
     """The annotation of a library's parameter with the bounds that it has here; the same where it has none."""
     if target.__module__.partition(".")[0] not in LIBRARIES or hasattr(annotation, "__metadata__"):
         return annotation
@@ -135,7 +135,7 @@ def missing_package(target: type, *, key: str) -> ErrorDetails | None:
     return None
 
 
-def _with(bound: Any, annotation: Any, default: Any) -> Any:
+def _with(bound: Any, annotation: object, default: object) -> object:
     if not isinstance(bound, Ge | Gt | Interval):
         return bound if default is not None else bound | None
     if annotation is EMPTY or annotation is Any:

@@ -48,7 +48,7 @@ BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
 NUMERIC = ("gt", "ge", "lt", "le", "multiple_of")
 
 
-def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
+def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
     """Whether a plain value (scalar, list or mapping of a config) may be given for a parameter.
 
     A parameter without an annotation is judged by its default's type, and takes anything where that says nothing. A
@@ -61,7 +61,7 @@ def fits(value: Any, annotation: Any, default: Any = EMPTY) -> bool:
     return _is(value, annotation)
 
 
-def worded(annotation: Any, default: Any = EMPTY) -> str:
+def worded(annotation: object, default: object = EMPTY) -> str:
     """The kind in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
     if annotation is EMPTY or annotation is Any or annotation is object:
         return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
@@ -102,7 +102,7 @@ def _worded_union(arguments: tuple[Any, ...]) -> str:
     return (", or " if any("," in kind for kind in kinds) else " or ").join(dict.fromkeys(kinds))
 
 
-def _worded_bounds(annotation: Any, metadata: Sequence[Any]) -> str:
+def _worded_bounds(annotation: object, metadata: Sequence[Any]) -> str:
     """The kind, or the text among the metadata that stands for it, with its bounds: `a number, 0 or more`."""
     bounds = bounds_of(metadata)
     text = next((text for text in metadata if isinstance(text, str)), None)
@@ -128,7 +128,7 @@ def bounds_of(metadata: Sequence[Any]) -> dict[str, Any]:
     return {name: bound for name, bound in declared if bound is not None}
 
 
-def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
+def _is_within(value: object, metadata: Sequence[Any]) -> bool:
     """Whether a value, or each entry of a list, keeps its bounds; a number with bounds is finite."""
     bounds = bounds_of(metadata)
     if bounds and isinstance(value, float) and not math.isfinite(value):
@@ -136,7 +136,7 @@ def _is_within(value: Any, metadata: Sequence[Any]) -> bool:
     return all(_keeps(value, name, bound) for name, bound in bounds.items())
 
 
-def _keeps(value: Any, name: str, bound: Any) -> bool:
+def _keeps(value: object, name: str, bound: object) -> bool:
     if name in NUMERIC and isinstance(value, list):
         return all(_keeps(entry, name, bound) for entry in value)
     if name == "func" and isinstance(value, list) and any(entry is UNKNOWN for entry in value):
@@ -156,7 +156,7 @@ def _worded_list(arguments: tuple[Any, ...]) -> str:
     return f"a list of {count}{many[kinds[0]]}" if kinds[0] in many else f"a list, each {kinds[0]}"
 
 
-def words_of(annotation: Any) -> list[str]:
+def words_of(annotation: object) -> list[str]:
     """Every word that a Literal, an enum or a bool somewhere in the annotation lists."""
     if annotation is bool:
         return ["true", "false"]
@@ -167,12 +167,12 @@ def words_of(annotation: Any) -> list[str]:
     return [word for part in typing.get_args(annotation) if not isinstance(part, list) for word in words_of(part)]
 
 
-def _like_default(value: Any, default: Any) -> bool:
+def _like_default(value: object, default: object) -> bool:
     kind = next((kind for base, kind in LIKE.items() if isinstance(default, base)), Any)
     return value is None or _is(value, kind)
 
 
-def _is(value: Any, annotation: Any) -> bool:
+def _is(value: object, annotation: object) -> bool:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if (
         value is UNKNOWN
@@ -205,7 +205,7 @@ def _is(value: Any, annotation: Any) -> bool:
     return _is_class(value, base)
 
 
-def _is_scalar(value: Any, kind: type) -> bool:
+def _is_scalar(value: object, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind in (float, complex):
@@ -213,7 +213,7 @@ def _is_scalar(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _is_sequence(value: Any, base: Any, arguments: tuple[Any, ...]) -> bool:
+def _is_sequence(value: object, base: Any, arguments: tuple[Any, ...]) -> bool:
     if not isinstance(value, list):
         return False
     if base is tuple and arguments and arguments[-1] is not ...:
@@ -221,7 +221,7 @@ def _is_sequence(value: Any, base: Any, arguments: tuple[Any, ...]) -> bool:
     return not arguments or all(_is(item, arguments[0]) for item in value)
 
 
-def _is_class(value: Any, base: Any) -> bool:
+def _is_class(value: object, base: Any) -> bool:
     if not inspect.isclass(base):
         return True
     if issubclass(base, enum.Enum):
@@ -250,7 +250,7 @@ def _is_dtype(name: str) -> bool:
     return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
-def _is_object(annotation: Any) -> bool:
+def _is_object(annotation: object) -> bool:
     """Whether only a node with a `_target_`, or nothing in a config, can be such a value."""
     base = typing.get_origin(annotation) or annotation
     if base is typing.Annotated or _is_union(base):

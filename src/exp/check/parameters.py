@@ -113,7 +113,7 @@ def node_errors(
 
 
 def _parameter_errors(
-    key: str, node: dict[str, Any], target: Any, slot: Slot, *, allow: Sequence[str]
+    key: str, node: dict[str, Any], target: object, slot: Slot, *, allow: Sequence[str]
 ) -> Iterator[ErrorDetails]:
     """Yield the errors of the values that a target is given."""
     yield from _reserved(key, node)
@@ -132,7 +132,7 @@ def _parameter_errors(
             yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
 
 
-def _is_made_of_functions(target: Any) -> bool:
+def _is_made_of_functions(target: object) -> bool:
     """Whether it is a schedule of torch's that no YAML can say."""
     if not inspect.isclass(target) or not target.__module__.startswith("torch.optim"):
         return False
@@ -141,7 +141,7 @@ def _is_made_of_functions(target: Any) -> bool:
     return target in (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)
 
 
-def _takes_functions(target: Any) -> bool:
+def _takes_functions(target: object) -> bool:
     """Whether a target's `functions` are dotted names: those of a container with a forward program."""
     from exp.models.containers import ProgramModel
 
@@ -160,7 +160,7 @@ def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iter
             yield from error.errors
 
 
-def _sized_later(target: Any, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
+def _sized_later(target: object, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
     """Without the input size of a layer that is left to the data. A lazy class's own annotations say less."""
     from exp.models.inference import LAZY_CLASSES, lazy_class
 
@@ -209,7 +209,7 @@ def _unknown(
 
 
 def _absent(
-    key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot, target: Any
+    key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot, target: object
 ) -> Iterator[ErrorDetails]:
     if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
         return
@@ -229,7 +229,7 @@ def _absent(
         yield ErrorDetails(f"{key}.{name}", "nothing", f"{words}: {node['_target_']} needs it", fix)
 
 
-def _waits_for(target: Any) -> str | None:
+def _waits_for(target: object) -> str | None:
     """What no config can say of a class: the parameters of an optimizer, the optimizer of a schedule."""
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -259,7 +259,7 @@ def _arguments(
             yield from _kind(where, value, signature.parameters[name], filled=False)
 
 
-def _kind(key: str, value: Any, parameter: Parameter, *, filled: bool) -> Iterator[ErrorDetails]:
+def _kind(key: str, value: object, parameter: Parameter, *, filled: bool) -> Iterator[ErrorDetails]:
     if not (filled and value is None):
         yield from kind_errors(key, value, parameter.annotation, parameter.default)
 

@@ -53,7 +53,7 @@ OF_EVERY_RUN = ("optimizer", "precision")
 # What a run may do after its training, or without it.
 AFTER = ("test", "validate", "predict")
 # The data of a schedule that its node leaves out.
-SCHEDULER_DEFAULTS: Mapping[str, Any] = {"interval": "step", "monitor": None}
+SCHEDULER_DEFAULTS: Mapping[str, object] = {"interval": "step", "monitor": None}
 # Two switches that exclude each other: keys and values, then what is expected of the first key, and the fix.
 EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
     ("runtime.cudnn_benchmark", True, "runtime.deterministic", True,
@@ -65,7 +65,7 @@ EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
 )  # fmt: skip
 
 
-def rule_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
+def rule_errors(plain: dict[str, object]) -> list[ErrorDetails]:
     """Return the errors of all rules."""
     values = Values(plain)
     rules = RULES_OF_A_MODULE if has_module(plain) else RULES
@@ -232,7 +232,7 @@ def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDe
             yield from _monitor_errors(values, "sweep.monitor", tag, without=without)
 
 
-def _monitored(values: Values) -> dict[str, Any]:
+def _monitored(values: Values) -> dict[str, object]:
     """Return what the config monitors, by key. A part that monitors the run's tag is left out."""
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
@@ -251,7 +251,7 @@ def _no_validation(values: Values) -> str | None:
     return "data.parts.val=0" if isinstance(parts, dict) and parts.get("val", 0) == 0 and not has_val else None
 
 
-def _monitor_errors(values: Values, key: str, monitor: Any, *, without: str | None = None) -> Iterator[ErrorDetails]:
+def _monitor_errors(values: Values, key: str, monitor: object, *, without: str | None = None) -> Iterator[ErrorDetails]:
     """Yield the error of a tag that the run does not log. without: why the run does not validate."""
     stages = values["metric_stages"]
     if not isinstance(monitor, str) or not isinstance(stages, list) or values["train"] is not True:
@@ -282,7 +282,7 @@ def _monitor_errors(values: Values, key: str, monitor: Any, *, without: str | No
     yield ErrorDetails(key, show(monitor), f"a tag of this run: {among(tags, word=monitor)}", fix)
 
 
-def monitors(plain: dict[str, Any]) -> dict[str, str]:
+def monitors(plain: dict[str, object]) -> dict[str, str]:
     """Return the tags that a config monitors, by key."""
     return {key: tag for key, tag in _monitored(Values(plain)).items() if isinstance(tag, str)}
 
@@ -412,7 +412,7 @@ def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
                 yield ErrorDetails(f"{key}.num_classes", got, expected, "Write num_classes: ${data.num_classes}")
 
 
-def _reads_target(node: Mapping[str, Any]) -> bool:
+def _reads_target(node: Mapping[str, object]) -> bool:
     """Return whether a term or a metric reads the data's own target."""
     inputs = node.get("inputs")
     return "target" in inputs.values() if isinstance(inputs, dict) else node.get("target", "target") == "target"
@@ -437,7 +437,7 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
         yield ErrorDetails("runtime.compile_mode", got, "null, or a network that is compiled", fix)
 
 
-def direction_errors(plain: dict[str, Any], *, allow: Sequence[str]) -> list[ErrorDetails]:
+def direction_errors(plain: dict[str, object], *, allow: Sequence[str]) -> list[ErrorDetails]:
     """Return the errors of modes by which the worst value would be the best, as far as losses and metrics say it."""
     monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
     if mode not in ("min", "max"):
@@ -467,7 +467,7 @@ def direction_errors(plain: dict[str, Any], *, allow: Sequence[str]) -> list[Err
     return errors
 
 
-def better_mode(plain: Mapping[str, Any], monitor: object, *, allow: Sequence[str]) -> Mode | None:
+def better_mode(plain: Mapping[str, object], monitor: object, *, allow: Sequence[str]) -> Mode | None:
     """Return whether a lower (min) or higher (max) loss or metric is better; None if its class does not say."""
     metrics = plain.get("metrics")
     if not isinstance(monitor, str) or not isinstance(metrics, dict):
@@ -520,7 +520,7 @@ RULES: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
 )
 
 
-def _stage(tag: Any) -> str:
+def _stage(tag: object) -> str:
     parts = tag.split("/") if isinstance(tag, str) else []
     return next((part for part in parts if part in ("train", "val", "test")), "")
 

@@ -22,8 +22,8 @@ class Parameter:
     """One named parameter of a target. annotation and default are EMPTY where there is none."""
 
     name: str
-    annotation: Any
-    default: Any
+    annotation: object
+    default: object
 
     @property
     def required(self) -> bool:

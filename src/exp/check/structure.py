@@ -36,7 +36,7 @@ OPTIONAL = ("num_workers", "drop_last")
 MAX_INTEGER = 2**63
 
 
-def structure_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
+def structure_errors(plain: dict[str, object]) -> list[ErrorDetails]:
     """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
     absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
@@ -52,19 +52,19 @@ def structure_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
     ]
 
 
-def node_errors(name: str, plain: dict[str, Any]) -> list[ErrorDetails]:
+def node_errors(name: str, plain: dict[str, object]) -> list[ErrorDetails]:
     """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
     return list(_fixed("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
-def kind_errors(key: str, value: Any, annotation: Any, default: Any = EMPTY) -> Iterator[ErrorDetails]:
+def kind_errors(key: str, value: object, annotation: object, default: object = EMPTY) -> Iterator[ErrorDetails]:
     """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
     if not fits(value, annotation, default):
         fix = _list_fix(key, value, annotation, default)
         yield value_error(key, value, expected=worded(annotation, default), words=words_of(annotation), fix=fix)
 
 
-def _list_fix(key: str, value: Any, annotation: Any, default: Any) -> str | None:
+def _list_fix(key: str, value: object, annotation: object, default: object) -> str | None:
     """The fix of one value where a list of such is asked for; None where a list is not it, either."""
     if isinstance(value, list | dict) or value is None or value is UNKNOWN:
         return None
@@ -79,7 +79,7 @@ def _list_fix(key: str, value: Any, annotation: Any, default: Any) -> str | None
     return f"Write {key}=[{near[0]}]" if near and fits([near[0]], annotation, default) else None
 
 
-def _key_errors(key: str, value: Any, annotation: Any) -> Iterator[ErrorDetails]:
+def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDetails]:
     """The same of a key that exp reads itself, which holds a node only where a node is asked for."""
     if is_node(value) and Node not in typing.get_args(annotation):
         yield value_error(key, value, expected=worded(annotation))
@@ -97,14 +97,14 @@ def _module_fix(name: str) -> str:
 
 
 def value_error(
-    key: str, value: Any, *, expected: str, words: Sequence[str] = (), fix: str | None = None
+    key: str, value: object, *, expected: str, words: Sequence[str] = (), fix: str | None = None
 ) -> ErrorDetails:
     """Return the error of a wrong value, with the fix of a habit, the given fix, or the one that its text suggests."""
     fix = fix_of_value(key, value) or fix or (did_you_mean(value, words) if isinstance(value, str) else None)
     return ErrorDetails(key, show(value), expected, fix or _fix_of_kind(key, value, expected))
 
 
-def _fix_of_kind(key: str, value: Any, expected: str) -> str | None:
+def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
     """Return the fix of a value that has another kind in YAML than it looks."""
     is_number = "number" in expected or "integer" in expected
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER and "integer" in expected:
@@ -133,13 +133,13 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
     return ErrorDetails(key, f"no key of {holder}", f"one of {among(known, word=name)}", fix)
 
 
-def own_groups(plain: dict[str, Any]) -> list[str]:
+def own_groups(plain: dict[str, object]) -> list[str]:
     """The keys at the top that are groups of the user's own, folders of ./conf of which an option was chosen."""
     found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
     return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
 
-def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _fixed(key: str, node: dict[str, object], schema: dict[str, object]) -> Iterator[ErrorDetails]:
     known = list(schema) + ([*NODES, *COLLECTIONS, PHASES, *own_groups(node)] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
@@ -150,13 +150,13 @@ def _fixed(key: str, node: dict[str, Any], schema: dict[str, Any]) -> Iterator[E
             yield ErrorDetails(path, "no such key", "a mapping" if isinstance(rule, dict) else worded(rule))
         elif not isinstance(rule, dict):
             yield from _key_errors(path, node[name], rule)
-        elif isinstance(node[name], dict):
-            yield from _fixed(path, node[name], rule)
-        elif node[name] is not UNKNOWN:
-            yield ErrorDetails(path, show(node[name]), f"a mapping of {among(rule)}")
+        elif isinstance(inner := node[name], dict):
+            yield from _fixed(path, inner, rule)
+        elif inner is not UNKNOWN:
+            yield ErrorDetails(path, show(inner), f"a mapping of {among(rule)}")
 
 
-def _nodes(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     is_own = has_module(plain)
     if not is_own and "monitor" in plain and plain["monitor"] is None:
         yield ErrorDetails("monitor", "null", "a tag of this run, such as loss/val")
@@ -181,7 +181,7 @@ def _nodes(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
             yield ErrorDetails(name, show(entries), "a mapping of named entries", fix)
 
 
-def _node(key: str, node: Any) -> Iterator[ErrorDetails]:
+def _node(key: str, node: object) -> Iterator[ErrorDetails]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
@@ -213,7 +213,7 @@ PATTERNS = {
 }
 
 
-def _bounded(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _bounded(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
             yield ErrorDetails(key, show(value), "an integer of 64 bits")
@@ -224,7 +224,7 @@ def _bounded(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
                 yield from _key_errors(key, value, rule)
 
 
-def _layers(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _layers(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     """Entries of `layers`: each a node, `{repeat: n, layer: node}`, or a list or mapping of these."""
     model = plain.get("model")
     yield from _too_many(model)
@@ -234,7 +234,7 @@ def _layers(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
                 yield from _layer(f"{key}.{name}", layer)
 
 
-def _layer(key: str, value: Any) -> Iterator[ErrorDetails]:
+def _layer(key: str, value: object) -> Iterator[ErrorDetails]:
     if value is UNKNOWN or is_node(value):
         return
     if isinstance(value, list):
@@ -253,7 +253,7 @@ def _layer(key: str, value: Any) -> Iterator[ErrorDetails]:
             yield from _layer(f"{key}.{name}", layer)
 
 
-def _repeat(key: str, value: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _repeat(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]:
     for name in value:
         if name not in ("repeat", "layer"):
             yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")

@@ -135,6 +135,22 @@ def not_supported_with(
     return ErrorDetails(key, f"{shown} with {other}", expected, fix)
 
 
+def unsuitable(
+    key: str, name: object, because: str, expected: str, fix: str | None = None, *, origins: tuple[str, ...] = ()
+) -> ErrorDetails:
+    """Return the error of something with a property that excludes it: `KEY: NAME, BECAUSE; expected EXPECTED. FIX`.
+
+    Args:
+        key: Dotted config key.
+        name: A class, a layer, a file or a value, shown without quotes.
+        because: The property, such as "which has no forward".
+        expected: Noun phrase.
+        fix: The fix. Default: none.
+        origins: As in ErrorDetails.
+    """
+    return ErrorDetails(key, f"{name}, {because}", expected, fix, origins=origins)
+
+
 def out_of_range(
     key: str,
     value: object,

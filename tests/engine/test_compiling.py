@@ -115,7 +115,7 @@ def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     (error,) = compile_errors(small(), backend="inductor", accelerator="cpu")
-    assert error.got == "inductor on a machine without a C++ compiler"
+    assert error.got == "inductor, on a machine without a C++ compiler"
     assert not list(compile_errors(small(), backend="inductor", accelerator="cuda"))
     assert not list(compile_errors(small(), backend="aot_eager", accelerator="cpu"))
 

@@ -219,7 +219,7 @@ def test_a_resume_with_another_freeze_is_refused(caplog):
     assert "no gradient" not in caplog.text  # of parameters that learn later
     for other in (["freeze.parameters=[stem]"], ["lora.layers=[stem]"], []):
         message = refused(*other, "resume=first/checkpoints/last.ckpt", "trainer.max_epochs=2")
-        assert "resume: a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in message
+        assert "a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in message
 
 
 @pytest.mark.any_processor

@@ -279,7 +279,7 @@ def errors_of(*overrides):
         ([NET, "+hooks=samples"], "hooks.samples", "exp does not know its values"),
         ([NET, "+hooks=gradients", "hooks.gradients.modules=[nett]"], "hooks.gradients.modules", "net"),
         ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "ddp, single or auto"),
-        (["module={_target_: mine.Untrained}"], "module", "Untrained without configure_optimizers"),
+        (["module={_target_: mine.Untrained}"], "module", "Untrained, which has no configure_optimizers"),
         (["module={_target_: mine.LitNoSuper}"], "module", "does not call super().__init__()"),
         (["module={_target_: mine.WithLoaders}"], "module", "which the loaders of data would replace"),
         (["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val", "by hand"),

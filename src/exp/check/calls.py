@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 
-from exp.errors import ErrorDetails
-from exp.spelling import among, did_you_mean
+from exp.errors import ErrorDetails, unknown_key, unsuitable
+from exp.spelling import among
 
 
 def call_error(
@@ -46,10 +46,9 @@ def call_error(
         needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
         expected = f"a {what} that is called with ({', '.join(given)})"
         fix = node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
-        return ErrorDetails(key, f"{name}, which takes ({', '.join(known)})", expected, fix)
+        return unsuitable(key, name, f"which takes ({', '.join(known)})", expected, fix)
     unknown = next((one for one in named if one not in known), None)
     if unknown is None:
         expected = f"a value for each of {', '.join(known)}"
-        return ErrorDetails(key=f"{node}.inputs", got=f"{among(named)}: {refusal}", expected=expected)
-    expected, fix = f"one of {', '.join(known)}", did_you_mean(unknown, known)
-    return ErrorDetails(key=f"{node}.inputs.{unknown}", got=f"no input of {name}", expected=expected, fix=fix)
+        return unsuitable(f"{node}.inputs", among(named), refusal, expected)
+    return unknown_key(f"{node}.inputs.{unknown}", known, holder=name)

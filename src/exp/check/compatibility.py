@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback, callbacks
 from torch import optim
 
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, not_supported_with, unsuitable
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
 from exp.models.freezing import held_norms
@@ -204,12 +204,8 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
                     excluding.setdefault(present[trait], (need, trait))
         for said, (need, trait) in excluding.items():
             wanted = "a run without it" if part.key.startswith("hooks.") else EXPECTED[need]
-            yield ErrorDetails(
-                key=part.key,
-                got=f"{part.named} with {said}",
-                expected=f"{wanted}: {REASONS[trait]}{part.more}",
-                fix=None if part.fix is None else part.fix.format(switch=said.partition("=")[0]),
-            )
+            fix = None if part.fix is None else part.fix.format(switch=said.partition("=")[0])
+            yield not_supported_with(part.key, part.named, f"{said}", f"{wanted}: {REASONS[trait]}{part.more}", fix)
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
@@ -258,7 +254,7 @@ def callback_errors(
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
-                yield ErrorDetails(key=key, got=f"{kind.__name__}, {why}", expected="a callback of one run", fix=fix)
+                yield unsuitable(key, kind.__name__, f"{why}", "a callback of one run", fix)
         if issubclass(kind, callbacks.ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
             expected = "true: a checkpoint with separate weights and masks does not fit the network that is tested"
             yield ErrorDetails(key=f"{key}.make_pruning_permanent", got="false", expected=expected)

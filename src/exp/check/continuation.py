@@ -24,7 +24,7 @@ from exp.config.plain_tree import are_same
 from exp.config.versions import as_before
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, invalid_value, unsuitable
 from exp.spelling import among, show
 
 # Which of several kernels computes the same step is not part of the state.
@@ -119,27 +119,51 @@ def examine_resume(
     path = Path(config["resume"])
     checkpoint = read_checkpoint(path)
     if LIGHTNING not in checkpoint:
-        got = f"{path}, which holds {among(checkpoint)} and no {LIGHTNING}"
-        return Resuming(errors=(ErrorDetails("resume", got, "a last.ckpt or best.ckpt of exp"),))
+        return Resuming(
+            errors=(
+                unsuitable(
+                    "resume",
+                    path,
+                    f"which holds {among(checkpoint)} and no {LIGHTNING}",
+                    "a last.ckpt or best.ckpt of exp",
+                ),
+            )
+        )
     if CONFIG not in checkpoint or POSITION not in checkpoint:
         return Resuming()
     saved = _saved_config(checkpoint[CONFIG])
     wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
     if wrong or saved is None:
         key = wrong[0] if wrong else CONFIG
-        got = f"{path}, whose {key} is {show(checkpoint.get(key))}"
-        return Resuming(errors=(ErrorDetails("resume", got, "a last.ckpt or best.ckpt of exp, as it was written"),))
+        return Resuming(
+            errors=(
+                unsuitable(
+                    "resume",
+                    path,
+                    f"whose {key} is {show(checkpoint.get(key))}",
+                    "a last.ckpt or best.ckpt of exp, as it was written",
+                ),
+            )
+        )
     # A checkpoint of an earlier version lacks these nodes.
     before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
     compared = ["model", "module", *(["scheduler", *NOTHING] if now["train"] else [])]
     errors = [error for node in compared for error in _other_values(before, now, node, path)]
     if now["train"]:
         errors += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
-        errors += _other_positions(before, now, checkpoint[POSITION])
+        errors += _other_positions(before, now, checkpoint[POSITION], path)
         written, own = checkpoint[LIGHTNING], lightning.__version__
         if _release(written) > _release(own):
-            got, fix = f"{path}, written with Lightning {written}", f"Install lightning=={written}"
-            errors.append(ErrorDetails("resume", got, f"one of Lightning {own}, which is installed, or older", fix))
+            fix = f"Install lightning=={written}"
+            errors.append(
+                unsuitable(
+                    "resume",
+                    path,
+                    f"written with Lightning {written}",
+                    f"one of Lightning {own}, which is installed, or older",
+                    fix,
+                )
+            )
     if network is not None and not errors:
         errors += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
@@ -182,9 +206,9 @@ def _other_weights(
     if other:
         name = other[0]
         has = f"{list(weights[name].shape)}" if name in weights else "not there"
-        got = f"{path}, where {name} is {has}" + (f", and {len(other) - 1} more are other" if other[1:] else "")
+        because = f"where {name} is {has}" + (f", and {len(other) - 1} more differ" if other[1:] else "")
         expected = f"weights of this network, which has {list(own[name].shape)} there"
-        yield ErrorDetails("resume", got, expected, "Its class was changed since, or the file was")
+        yield unsuitable("resume", path, because, expected, "The network's class or the file has changed since")
 
 
 def _other_values(
@@ -197,7 +221,7 @@ def _other_values(
         if (directory / "overrides.yaml").is_file():
             fix = f"That run was started with: {' '.join(read_overrides(directory)) or '(no overrides)'}"
         expected = f"the {node} that it was trained with, whose state it holds"
-        yield ErrorDetails("resume", f"a checkpoint of another {node}: {told}", expected, fix)
+        yield unsuitable("resume", path, f"a checkpoint of another {node}: {told}", expected, fix)
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
@@ -210,15 +234,14 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
 
 
 def _other_positions(
-    before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any]
+    before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any], path: Path
 ) -> Iterator[ErrorDetails]:
     """Yield the errors of too few epochs, and of other batches in an epoch that has begun."""
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
         fix = f"It counts the whole run: trainer.max_epochs={done + most} does {most} more"
-        yield ErrorDetails(
-            "trainer.max_epochs", str(most), f"at least the {done} epochs that the checkpoint has done", fix
-        )
+        expected = f"at least the {done} epochs that the checkpoint has done"
+        yield invalid_value("trainer.max_epochs", most, expected, fix)
     if not position["batch"]:
         return
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
@@ -226,9 +249,9 @@ def _other_positions(
     own = [key for key in {**saved, **now} if key.rpartition(".")[2] not in LOADING]
     told = _differences(saved, now, own if brings_data(config) else BATCHES)
     if told:
-        got = f"a checkpoint within epoch {done}, with other batches: {told}"
-        fix = "A checkpoint of an epoch's end goes on with other batches"
-        yield ErrorDetails("resume", got, "the batches that the epoch began with", fix)
+        because = f"a checkpoint within epoch {done}, with other batches: {told}"
+        fix = "Only a checkpoint of an epoch's end resumes with other batches"
+        yield unsuitable("resume", path, because, "the batches that the epoch began with", fix)
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:

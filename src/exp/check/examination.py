@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,8 +21,8 @@ from exp.check.compatibility import callback_errors, compatibility_errors, hook_
 from exp.check.continuation import Resuming, examine_resume
 from exp.check.first_samples import compare_with_data
 from exp.check.metric_errors import call_errors
-from exp.check.module_errors import module_errors, module_notes
 from exp.check.optimizer_steps import rate_errors, step_errors
+from exp.check.own_training import module_errors, module_notes
 from exp.check.parameters import target_errors
 from exp.check.phases import phase_errors
 from exp.check.plan import Plan, Resolved
@@ -40,7 +40,16 @@ from exp.construct import build_entries, build_freezing, build_network, build_op
 from exp.engine.progress import Limits, refuse_late_validation, total_steps
 from exp.engine.unfreezing import unfreezing_errors
 from exp.engine.weight_files import read_weights
-from exp.errors import LIBRARIES, ConfigError, ErrorDetails, ExpError, MissingExtraError, RunError, raise_errors
+from exp.errors import (
+    LIBRARIES,
+    ConfigError,
+    ErrorDetails,
+    ExpError,
+    MissingExtraError,
+    RunError,
+    config_error,
+    raise_errors,
+)
 from exp.models.matching import matching
 from exp.models.weights import Matching, match_weights
 from exp.precision.keep import keep_errors
@@ -79,17 +88,17 @@ class Check:
     """A check of a plan.
 
     Attributes:
-        plan: The plan. Without an error, all of it is decided.
-        errors: The errors found so far.
+        decided: The plan. Without an error, all of it is decided.
+        found: The errors found so far.
         passed: The names of the stages that found no error, and `model` or `module`, which the config trains.
         matching: The result of the stage weights.
         resuming: The result of the stage resume.
     """
 
     def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
-        self.plan, self.plain, self.settings = plan, plan.plain, plan.settings
-        self.errors = list(plan.resolved.errors)
-        self.hidden = tuple(self.errors)
+        self.decided, self.settings = plan, plan.settings
+        self.found = list(plan.resolved.errors)
+        self.hidden = tuple(self.found)
         self.passed = {"module" if has_module(dict(plan.plain)) else "model", *passed}
         self.matching: Matching | None = None
         self.resuming = Resuming()
@@ -107,27 +116,27 @@ class Check:
                     self.passed.add(stage.name)
             except ConfigError as error:
                 found += error.errors
-            self.errors += found
+            self.found += found
             if found and stage.hides:
-                self.hidden = tuple(self.errors)
+                self.hidden = tuple(self.found)
 
     def knows(self, keys: Sequence[str]) -> bool:
         """Return whether these nodes have no error, and no value that an error hides."""
         return not touched(self.hidden, keys) and not any(
             value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
-            for value in (self.plain[key] for key in keys)
+            for value in (self.decided.plain[key] for key in keys)
         )
 
     @property
     def network(self) -> nn.Module:
         """The network. Read it in stages that need one."""
-        assert self.plan.network is not None
-        return self.plan.network
+        assert self.decided.network is not None
+        return self.decided.network
 
     @functools.cached_property
     def blueprint(self) -> Blueprint:
         """The run as hooks and strategies see it."""
-        plan, settings, strategy = self.plan, self.settings, self.plan.strategy
+        plan, settings, strategy = self.decided, self.settings, self.decided.strategy
         objective = plan.objective if plan.own is None else None
         phases = {name: phase["optimizer"] for name, phase in settings.phases.items() if phase.get("optimizer")}
         return Blueprint(
@@ -145,6 +154,36 @@ class Check:
             callbacks=self.classes_of(settings.callbacks),
             optimizers=tuple(self.classes_of({**phases, "": settings.optimizer}).values()),
         )
+
+    @functools.cached_property
+    def errors(self) -> tuple[ErrorDetails, ...]:
+        """All errors, each with the file that it came from. Read it after the stages."""
+        return tuple(located(self.decided.resolved.config, once(self.found)))
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Raises:
+            ConfigError: With all errors.
+        """
+        raise_errors(self.errors)
+        return self.decided
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was not checked, what trains badly without an error, and what changes after a resume."""
+        decided, settings = self.decided, self.decided.settings
+        if decided.own is not None:
+            return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
+        notes = [*decided.resolved.notes, *decided.shapes.notes, *self.resuming.notes]
+        if decided.network is not None:
+            notes += training_notes(decided)
+        source = settings.weights.from_
+        if source is not None and self.matching is not None:
+            notes.append(self.matching.summary(source))
+        elif source is not None and settings.resume is not None:
+            notes.append(f"weights.from={source} is not read, because the run resumes from {settings.resume}")
+        return tuple(notes)
 
     def classes_of(self, nodes: Any) -> dict[str, Any]:
         """Return the class of each node that has no error."""
@@ -175,27 +214,27 @@ class Stage:
 
 
 def _placement(check: Check) -> Iterable[ErrorDetails] | None:
-    return () if check.plan.placement else None
+    return () if check.decided.placement else None
 
 
 def _precision(check: Check) -> Iterator[ErrorDetails]:
     precision = check.settings.precision
     word = WORDS[precision.word]
-    yield from word.device_errors(check.plan.placement.accelerator)
+    yield from word.device_errors(check.decided.placement.accelerator)
     yield from word.scaler_errors(vars(precision.scaler))
 
 
 def _objective(check: Check) -> Iterator[ErrorDetails]:
     for part in ("objective", "metrics"):
         try:
-            getattr(check.plan, part)
+            getattr(check.decided, part)
         except ConfigError as error:
             yield from error.errors
 
 
 def _network(check: Check) -> Iterable[ErrorDetails] | None:
     """Return the errors of the network on the meta device, or of the data if the config is wrong about the data."""
-    plan = check.plan
+    plan = check.decided
     if check.settings.phases and not check.knows(OPTIMIZATION_KEYS):
         return None  # phases may use the optimizer and the schedule at the top
     found = shape_errors(plan.shapes, plan.spec, plan.objective, plan.phases)
@@ -208,16 +247,16 @@ def _network(check: Check) -> Iterable[ErrorDetails] | None:
 
 
 def _module(check: Check) -> Iterable[ErrorDetails] | None:
-    return () if check.plan.own is not None and check.plan.own.network is not None else None
+    return () if check.decided.own is not None and check.decided.own.network is not None else None
 
 
 def _loaders(check: Check) -> Iterator[ErrorDetails]:
-    assert check.plan.own is not None
+    assert check.decided.own is not None
     try:
-        check.plan.data_module  # noqa: B018  (its constructor may refuse its values)
+        check.decided.data_module  # noqa: B018  (its constructor may refuse its values)
     except ConfigError as error:
         yield from error.errors
-    yield from module_errors(check.plan.own)
+    yield from module_errors(check.decided.own)
 
 
 def _freezing(check: Check) -> Iterable[ErrorDetails]:
@@ -226,7 +265,7 @@ def _freezing(check: Check) -> Iterable[ErrorDetails]:
 
 def _optimizers(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of optimizer and schedule, and patterns that match no parameter."""
-    plan, settings, network = check.plan, check.settings, check.network
+    plan, settings, network = check.decided, check.settings, check.network
     made: list[Optimizer] = []
     # Only the data knows the steps of an epoch. It is asked if a schedule may end too soon.
     steps, epochs = map(_limit, (settings.trainer.max_steps, settings.trainer.max_epochs))
@@ -244,13 +283,13 @@ def _optimizers(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _terms(check: Check) -> Iterator[ErrorDetails]:
-    plan, precision, network = check.plan, check.settings.precision, check.network
+    plan, precision, network = check.decided, check.settings.precision, check.network
     yield from keep_errors(network, precision.keep, otherwise=WORDS[precision.word].parameters)
     yield from term_errors(plan.objective, network, plan.spec, word=precision.word)
 
 
 def _calls(check: Check) -> Iterator[ErrorDetails]:
-    plan = check.plan
+    plan = check.decided
     yield from call_errors(plan.metrics.values())
     for forward, part in objectives_by_forward(plan.phases, plan.objective).items():
         if forward in plan.shapes.traces:
@@ -277,7 +316,7 @@ def _hooks(check: Check) -> Iterator[ErrorDetails]:
         for name, hook in build_entries(check.settings, "hooks").items():
             matching(check.network, hook.modules, key=f"hooks.{name}.modules")
         return
-    own, hooks = check.plan.own, check.plan.hooks
+    own, hooks = check.decided.own, check.decided.hooks
     planned = dataclasses.replace(check.blueprint, hooks=hooks)
     found = list(compatibility_errors(hook_parts(hooks), planned))
     for name, hook in hooks.items():
@@ -292,7 +331,7 @@ def _hooks(check: Check) -> Iterator[ErrorDetails]:
 
 def _strategy(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of the strategy, and parts that exclude each other."""
-    plan, settings = check.plan, check.settings
+    plan, settings = check.decided, check.settings
     if plan.own is None and not is_node(settings.optimizer):
         return
     found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
@@ -305,8 +344,8 @@ def _strategy(check: Check) -> Iterator[ErrorDetails]:
 
 def _length(check: Check) -> Iterable[ErrorDetails]:
     trainer = check.settings.trainer
-    if not check.errors and check.settings.train and isinstance(trainer.val_check_interval, int):
-        refuse_late_validation(_lengths(check), _batches(check.plan))
+    if not check.found and check.settings.train and isinstance(trainer.val_check_interval, int):
+        refuse_late_validation(_lengths(check), _batches(check.decided))
     return ()
 
 
@@ -318,19 +357,16 @@ def _weights(check: Check) -> Iterable[ErrorDetails]:
     try:
         weights = read_weights(Path(node.from_), averaged=node.averaged)
     except (RunError, MissingExtraError) as error:
-        return [
-            ErrorDetails(
-                key="weights.from", got=str(error), expected="weights, as exp, torch or safetensors write them"
-            )
-        ]
+        expected = "weights, as exp, torch or safetensors write them"
+        raise config_error("weights.from", got=str(error), expected=expected) from error
     check.matching = match_weights(weights, check.network, keys=node.keys)
     return check.matching.errors(node.from_, is_strict=node.strict)
 
 
 def _resume(check: Check) -> Iterable[ErrorDetails]:
     """Return why a run cannot resume from the checkpoint that it names."""
-    plan, settings = check.plan, check.settings
-    if settings.resume is None or check.errors:
+    plan, settings = check.decided, check.settings
+    if settings.resume is None or check.found:
         return ()
     try:
         if plan.own is None:
@@ -341,7 +377,7 @@ def _resume(check: Check) -> Iterable[ErrorDetails]:
             network = plan.network if plan.own.is_complete else None
             check.resuming = examine_resume(plan.plain, network=network, prefix="")
     except RunError as error:
-        return [ErrorDetails(key="resume", got=str(error), expected="a checkpoint that exp wrote")]
+        raise config_error("resume", got=str(error), expected="a checkpoint that exp wrote") from error
     return check.resuming.errors
 
 
@@ -372,8 +408,8 @@ STAGES = (
 )
 
 
-def _limit(limit: object) -> int:
-    return limit if isinstance(limit, int) and limit > 0 else ANY_LENGTH
+def _limit(limit: int | None) -> int:
+    return ANY_LENGTH if limit in (None, -1) else limit
 
 
 def _batches(plan: Plan) -> int | None:
@@ -401,53 +437,12 @@ def _lengths(check: Check) -> Trainer:
 
 def _steps(check: Check) -> int | None:
     steps = check.settings.trainer.max_steps
-    limits = Limits(max_steps=steps if isinstance(steps, int) and steps > 0 else None)
-    return total_steps(_lengths(check), limits, _batches(check.plan))
+    limits = Limits(max_steps=None if steps in (None, -1) else steps)
+    return total_steps(_lengths(check), limits, _batches(check.decided))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examination:
-    """The result of a check.
-
-    errors: All errors.
-    decided: The plan, which is not whole if there are errors.
-    matching: The weights that the network starts from, compared with the network.
-    resuming: The checkpoint that the run resumes from, compared with the config.
-    """
-
-    errors: tuple[ErrorDetails, ...]
-    decided: Plan
-    matching: Matching | None = None
-    resuming: Resuming = field(default_factory=Resuming)
-
-    def plan(self) -> Plan:
-        """Return the plan.
-
-        Raises:
-            ConfigError: With all errors.
-        """
-        raise_errors(self.errors)
-        return self.decided
-
-    @functools.cached_property
-    def notes(self) -> tuple[str, ...]:
-        """What was not checked, what trains badly without an error, and what changes after a resume."""
-        decided, settings = self.decided, self.decided.settings
-        if decided.own is not None:
-            return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
-        notes = [*decided.resolved.notes, *decided.shapes.notes, *self.resuming.notes]
-        if decided.network is not None:
-            notes += training_notes(decided)
-        source = settings.weights.from_
-        if source is not None and self.matching is not None:
-            notes.append(self.matching.summary(source))
-        elif source is not None and settings.resume is not None:
-            notes.append(f"weights.from={source} is not read, because the run resumes from {settings.resume}")
-        return tuple(notes)
-
-
-def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examination:
-    """Return all errors of a config, or the plan of its run.
+def examine(resolved: Resolved, *, machine: Machine | None = None) -> Check:
+    """Check a config: find all its errors, and decide its run.
 
     Args:
         resolved: The config.
@@ -455,12 +450,7 @@ def examine(resolved: Resolved, *, machine: Machine | None = None) -> Examinatio
     """
     check = Check(Plan(resolved=resolved, machine=machine))
     check.run(STAGES)
-    return Examination(
-        errors=tuple(located(resolved.config, once(check.errors))),
-        decided=check.plan,
-        matching=check.matching,
-        resuming=check.resuming,
-    )
+    return check
 
 
 def plan(resolved: Resolved) -> Plan:
@@ -554,5 +544,4 @@ def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, check
     )
     check = Check(decided, passed=("network",))
     check.run([OPTIMIZERS])
-    if check.errors:
-        raise ConfigError(located(config, once(check.errors)))
+    check.plan()

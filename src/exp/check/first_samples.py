@@ -22,7 +22,7 @@ from exp.check.stages import located, once
 from exp.data.data_errors import SampleError
 from exp.data.entries import inputs_in
 from exp.engine.forward import forward_by_name, named_values
-from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, RunError, one_line
+from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, RunError, one_line, unsuitable
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import map_tensors, named_parts, tensors_in
 from exp.objectives.loss_inputs import Values, pick
@@ -242,14 +242,13 @@ def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: S
     loss = type(term.loss).__name__
     if target.is_floating_point() and (place := _not_finite(target)) is not None:
         got = f"sample {place} of {stage} has a target that is not finite"
-        yield ErrorDetails(
-            key=key, got=got, expected=f"finite targets for {loss}", fix="Correct it, or leave the sample out"
-        )
+        expected = f"finite targets for {loss}"
+        yield ErrorDetails(key=key, got=got, expected=expected, fix="Correct it, or leave the sample out")
     elif isinstance(term.loss, ANSWERS) and (place := _first((target < 0) | (target > 1))) is not None:
         sample = target[place]
-        got = f"{loss}, and sample {place} of {stage} has the target {float(sample[(sample < 0) | (sample > 1)][0]):g}"
         fix = "Answers are 0 for no and 1 for yes, or a probability; for class numbers write objective=[cross_entropy]"
-        yield ErrorDetails(key=key, got=got, expected="targets from 0 to 1", fix=fix)
+        because = f"and sample {place} of {stage} has the target {float(sample[(sample < 0) | (sample > 1)][0]):g}"
+        yield unsuitable(key, loss, because, "targets from 0 to 1", fix)
 
 
 def _first(where: Tensor) -> int | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval, Predicate
 
 from exp.config.annotations import EMPTY
-from exp.errors import LIBRARIES, ErrorDetails, is_installed
+from exp.errors import LIBRARIES, ErrorDetails, is_installed, unsuitable
 
 # Classes that take names in **kwargs and pick them out by hand.
 HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
@@ -130,8 +130,8 @@ def missing_package(target: type, *, key: str) -> ErrorDetails | None:
     for base in target.__mro__:
         package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
         if package is not None and not is_installed(package):
-            got = f"{target.__name__}, which needs the package {package}"
-            return ErrorDetails(key=key, got=got, expected="an installed package", fix=f"pip install {install}")
+            because = f"which needs the package {package}"
+            return unsuitable(key, target.__name__, because, "an installed package", f"pip install {install}")
     return None
 
 

@@ -314,9 +314,8 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
     expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
     expected = (refused and _operands(refused)) or expected
     fix = None if refused is None else _fix_of_operands(refused)
-    return ErrorDetails(
-        f"{key}.forward", f"`{shown.strip()}`: {given}{_first_line(error)}", expected, fix, at=(line, column)
-    )
+    got = f"`{shown.strip()}`: {given}{_first_line(error)}"
+    return ErrorDetails(f"{key}.forward", got, expected, fix, at=(line, column))
 
 
 def _word(refused: Refused) -> str:

@@ -20,7 +20,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from exp.check.calls import call_error
 from exp.check.input_errors import described
 from exp.data.randomness import preserve_generators
-from exp.errors import REFUSALS, ErrorDetails, RunError, one_line
+from exp.errors import REFUSALS, ErrorDetails, RunError, one_line, unsuitable
 from exp.nested import named_parts
 from exp.objectives.loss_inputs import Values
 from exp.objectives.measures import ENTRIES, EntryError, Measure, entries_of, entry_tag
@@ -80,8 +80,8 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
     """Return the error of a metric that no run supports, or of one of two tensors that is given several."""
     kind = type(measure.metric).__name__
     if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
-        got = f"{kind}, in which a batch without a group is counted under other groups (torchmetrics 1.9)"
-        return ErrorDetails(measure.key, got, "a metric of your own that adds up by group number")
+        because = "in which a batch without a group is counted under other groups (torchmetrics 1.9)"
+        return unsuitable(measure.key, kind, because, "a metric of your own that adds up by group number")
     parts = [type(part).__module__ for _, part in measure.parts if not isinstance(part, WrapperMetric)]
     place = next((place for place, name in measure.names.items() if name == "output"), None)
     value = measure.read(values).get("output")
@@ -89,9 +89,8 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
         return None
     names = named_parts(value)
     fix = f"Write one of {among(names)}" if names else None
-    return ErrorDetails(
-        f"{measure.key}.{place}", f"the network returns {described(value)}", "one tensor to compare", fix
-    )
+    got = f"the network returns {described(value)}"
+    return ErrorDetails(f"{measure.key}.{place}", got, "one tensor to compare", fix)
 
 
 def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
@@ -132,12 +131,8 @@ def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | No
         got = f"{kind}, which gives {len(names[0])} numbers, and {len(names[1])} of twice as many samples"
     except EntryError as error:
         got = f"{kind}, which gives {error}"
-    return ErrorDetails(
-        measure.key,
-        got,
-        ENTRIES,
-        "Write average=macro, reduction=mean or multidim_average=global, if it has one of them",
-    )
+    fix = "Write average=macro, reduction=mean or multidim_average=global, if it has one of them"
+    return ErrorDetails(measure.key, got, ENTRIES, fix)
 
 
 def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> ErrorDetails:
@@ -152,8 +147,8 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
             held = getattr(measure.metric, size, None)
             if isinstance(held, int) and output.dim() == target.dim() + 1 and held != output.shape[1]:
                 width = output.shape[1]
-                got = f"{held}, and the network gives {width} for each sample"
-                return ErrorDetails(f"{measure.key}.{size}", got, f"{width}", f"Write {size}: {width}")
+                because = f"and the network gives {width} for each sample"
+                return unsuitable(f"{measure.key}.{size}", held, because, f"{width}", f"Write {size}: {width}")
     shown = ", ".join(f"{name} {described(value)}" for name, value in read.items())
     got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
     return ErrorDetails(measure.key, got, expected)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from exp.errors import REFUSALS, ConfigError, ErrorDetails, find_rejected_parameter, message_of
+from exp.errors import REFUSALS, ConfigError, ErrorDetails, find_rejected_parameter, message_of, unsuitable
 from exp.optim.optimizer import Optimization, sparse_parameters
 from exp.optim.schedules import build_schedule, changes_nothing, needs_total
 from exp.spelling import show
@@ -41,10 +41,10 @@ def step_errors(
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
     if all(callable(getattr(kind, word, None)) for word in ("train", "eval")):
-        got = f"{kind.__name__}, which keeps two sets of weights and needs calls of train() and eval()"
         expected = "an optimizer that trains the weights that are validated and saved"
         fix = "optimizer=adamw with callbacks=[ema] validates and saves an average, too"
-        yield ErrorDetails(place, got, expected, fix)
+        because = "which keeps two sets of weights and needs calls of train() and eval()"
+        yield unsuitable(place, kind.__name__, because, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
         return  # which is given the closure that it evaluates again
@@ -57,10 +57,10 @@ def step_errors(
         trouble = _trouble(optimization.optimizer_factory, gradient, has_closure=has_closure)
         if trouble is not None:
             gradients = "sparse gradients, of layers with sparse=true" if is_sparse else "gradients"
-            got = f"{kind.__name__}, which refused a step by this network's {gradients} ({trouble})"
             expected = "an optimizer that steps by the gradients of one forward and one backward"
             fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Such as optimizer=adamw"
-            yield ErrorDetails(place, got, expected, fix)
+            because = f"which refused a step by this network's {gradients} ({trouble})"
+            yield unsuitable(place, kind.__name__, because, expected, fix)
             return
 
 
@@ -142,7 +142,7 @@ def rate_errors(
     guilty = find_rejected_parameter(stepped, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
-    yield ErrorDetails(place, f"{value}, with which {trouble}", EXPECTED)
+    yield unsuitable(place, value, f"with which {trouble}", EXPECTED)
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:

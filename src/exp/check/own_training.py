@@ -6,7 +6,8 @@ The module is built once without memory, for its names and classes. None of its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from exp.config.settings import Settings
 from exp.config.targets import resolve
 from exp.construct import build_module
-from exp.errors import ExpError
+from exp.errors import ErrorDetails, ExpError, not_supported_with, unsuitable
 from exp.shared_types import Stage
+from exp.spelling import among, show
 
 STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 LOADERS: Mapping[Stage, str] = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
 # Methods that may add layers after the check.
 LATER = ("setup", "configure_model", "prepare_data")
+
+# The evaluations by the key that asks for them.
+EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +75,58 @@ class OwnTraining:
     def class_of(self, key: str) -> Any:
         """Return the class of the node `module` or `data`."""
         return resolve(getattr(self.settings, key)["_target_"], allow=self.settings.security.allow)
+
+
+def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
+    """Yield what Lightning's Trainer would refuse later, or do otherwise than the config says."""
+    settings, kind, data_kind = own.settings, own.kind, own.data_kind
+    if settings.has_own_loaders and data_kind is None:
+        expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
+        yield not_supported_with("data._target_", settings.data["_target_"], "a module", expected)
+    if settings.train:
+        for method in ("training_step", "configure_optimizers"):
+            if not is_overridden(method, kind, LightningModule):
+                because = f"which has no {method}"
+                yield unsuitable("module", kind.__name__, because, "a LightningModule that trains", "Or train=false")
+        if data_kind is not None and not is_overridden(LOADERS["train"], data_kind, LightningDataModule):
+            because, fix = "which has no train_dataloader", "Or write train=false"
+            yield unsuitable("data", data_kind.__name__, because, "loaders to train on", fix)
+    for key, stage in EVALUATIONS.items():
+        if not settings.train and getattr(settings, key) and not own.has(stage):
+            yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "something to do")
+    loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
+    if loaders:
+        expected, fix = "loaders of a LightningDataModule, named by data", "Move them there: data._target_=mine.LitData"
+        other = f"{among(loaders)}, which the loaders of data would replace"
+        yield not_supported_with("module", kind.__name__, other, expected, fix)
+    if "dataloader_iter" in inspect.signature(kind.training_step).parameters:
+        expected = "training_step(self, batch, batch_idx): a run that fetches batches itself has no position to resume"
+        yield not_supported_with("module", "training_step", "dataloader_iter", expected)
+    if not own.network.automatic_optimization:
+        for name, off in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
+            value = getattr(settings.trainer, name)
+            if value not in off:
+                expected = f"{show(off[0])}: its training_step does that itself"
+                other = f"{kind.__name__}, which steps its optimizers by hand"
+                yield not_supported_with(f"trainer.{name}", value, other, expected)
+
+
+def module_notes(own: OwnTraining) -> Iterator[str]:
+    """Yield what is left out without an error."""
+    settings, name = own.settings, f"{own.kind.__module__}.{own.kind.__qualname__}"
+    yield (
+        f"module {name} brings its own network, losses, metrics and optimizers: the model, objective, metrics, "
+        "optimizer and scheduler of exp's defaults do not apply"
+    )
+    if settings.train and not own.has("val"):
+        yield f"nothing is validated: {_lacking(own, 'val')}"
+    if settings.test and not own.has("test"):
+        yield f"the test stage is left out: {_lacking(own, 'test')}"
+    if settings.train and settings.monitor is None and settings.checkpoint.save_best:
+        yield "no best.ckpt is kept, for monitor is null: name a tag that the module logs, monitor=val/acc mode=max"
+
+
+def _lacking(own: OwnTraining, stage: Stage) -> str:
+    if not is_overridden(STEPS[stage], own.kind, LightningModule):
+        return f"{own.kind.__name__} has no {STEPS[stage]}"
+    return f"{own.class_of('data').__name__} has no {LOADERS[stage]}"

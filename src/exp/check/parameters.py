@@ -29,7 +29,7 @@ from exp.config.slots import (
 )
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.config.versions import REMOVED_PARAMETERS, current_target
-from exp.errors import ConfigError, ErrorDetails, MissingExtraError
+from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
 from exp.spelling import among, find_nearest, show
 
 # What is wrong with a package, and not with one class of it.
@@ -105,9 +105,9 @@ def node_errors(
     elif place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
         yield own_loaders_error(name)
     elif _is_made_of_functions(target):
-        got, expected = f"{name}, which is made of a Python function", "a class of plain values and an optimizer"
+        expected = "a class of plain values and an optimizer"
         fix = "Derive a class of your own from it that makes it in its constructor: docs/training.md"
-        yield ErrorDetails(f"{key}._target_", got, expected, fix)
+        yield unsuitable(f"{key}._target_", name, "which is made of a Python function", expected, fix)
     else:
         yield from _parameter_errors(key, node, target, slot, allow=allow)
 
@@ -226,7 +226,7 @@ def _absent(
             fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
         is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
         words = "a value" if is_open else worded(parameter.annotation, parameter.default)
-        yield ErrorDetails(f"{key}.{name}", "nothing", f"{words}: {node['_target_']} needs it", fix)
+        yield missing_value(f"{key}.{name}", f"{words}: {node['_target_']} needs it", fix, got="nothing")
 
 
 def _waits_for(target: object) -> str | None:
@@ -252,9 +252,9 @@ def _arguments(
             continue
         name = signature.positional[index]
         if name in (*slot.filled, *slot.refused, *slot.reserved):
-            yield ErrorDetails(where, f"{name}, which exp gives", "parameters by their names", "Name them")
+            yield unsuitable(where, name, "which exp gives", "parameters by their names", "Name them")
         elif name in given:
-            yield ErrorDetails(where, f"{name}, given by name, too", "one value", f"Leave {key}._args_ out")
+            yield unsuitable(where, name, "given by name, too", "one value", f"Leave {key}._args_ out")
         elif name in signature.parameters:
             yield from _kind(where, value, signature.parameters[name], filled=False)
 

@@ -14,7 +14,7 @@ from exp.check.kinds import worded
 from exp.check.structure import kind_errors
 from exp.config.reading import UNKNOWN, Values
 from exp.config.settings import Count, Node, Positive, Repeats, Text
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
 from exp.spelling import among, did_you_mean, find_nearest, show
 
 _NODE = Annotated[Node | None, "a node with a _target_, or null for the one at the top"]
@@ -53,7 +53,7 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
             fix = "An empty one is phases=[]" if phases is None else None
-            yield ErrorDetails("phases", show(phases), "a mapping of named phases", fix)
+            yield invalid_value("phases", phases, "a mapping of named phases", fix)
         return
     for name, phase in phases.items():
         key = f"phases.{name}"
@@ -63,7 +63,7 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
                 yield ErrorDetails(key, "a name with one of / * ? [", "a name that can be a part of a tag")
         elif phase is not UNKNOWN:
             fix = f"To leave it out, write '~{key}'" if phase is None else None
-            yield ErrorDetails(key, show(phase), f"a mapping of {among(PHASE, count=10)}", fix)
+            yield invalid_value(key, phase, f"a mapping of {among(PHASE, count=10)}", fix)
 
 
 def _keys(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
@@ -76,7 +76,7 @@ def _keys(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
         if name in phase:
             yield from kind_errors(f"{key}.{name}", phase[name], rule)
         elif name not in DEFAULTS:
-            yield ErrorDetails(f"{key}.{name}", "no such key", worded(rule))
+            yield missing_value(f"{key}.{name}", worded(rule), got="no such key")
 
 
 def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
@@ -89,15 +89,14 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
         for term in (term for term in phase["terms"] if term not in terms):
             expected = f"terms of the objective: {among(map(str, terms))}"
             fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
-            yield ErrorDetails(f"phases.{name}.terms", f"{term!r}, which is no term of the objective", expected, fix)
+            yield unsuitable(f"phases.{name}.terms", term, "which is no term of the objective", expected, fix)
     # A phase with an error may have the term.
     for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
             got = f"in the terms of no phase; there are the phases {among(phases)}"
             fix = f"Add it to the terms of one, or leave it out: '~objective.{term}'"
-            yield ErrorDetails(
-                f"objective.{term}", got, "each term in a phase, because it trains nothing otherwise", fix
-            )
+            expected = "each term in a phase, because it trains nothing otherwise"
+            yield ErrorDetails(f"objective.{term}", got, expected, fix)
 
 
 def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
@@ -107,13 +106,13 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
         return
     if clip not in (None, UNKNOWN):
         fix = f"Write phases.{next(iter(phases))}.gradient_clip_val"
-        got = f"{show(clip)}, with phases"
-        yield ErrorDetails("trainer.gradient_clip_val", got, "null: each phase clips its own gradients", fix)
+        expected = "null: each phase clips its own gradients"
+        yield invalid_value("trainer.gradient_clip_val", clip, expected, fix, because="with phases")
     if len(phases) == len(values["phases"]) and all(phase["every_n_steps"] > 1 for phase in phases.values()):
         name, phase = min(phases.items(), key=lambda pair: pair[1]["every_n_steps"])
         expected = "1 for at least one phase: a step in which no phase runs changes nothing"
-        got = f"{phase['every_n_steps']}, and no phase runs at every step"
-        yield ErrorDetails(f"phases.{name}.every_n_steps", got, expected)
+        because = "and no phase runs at every step"
+        yield unsuitable(f"phases.{name}.every_n_steps", phase["every_n_steps"], because, expected)
     stages = values["metric_stages"]
     of_training = isinstance(stages, list) and "train" in stages and bool(values["metrics"])
     if of_training and all(phase["forward"] is not None or phase["every_n_steps"] > 1 for phase in phases.values()):
@@ -134,7 +133,7 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails
         elif phase["simultaneous"] and before is not None:
             for word in (word for word in SHARED if phase[word] != before[word]):
                 expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
-                yield ErrorDetails(f"{key}.{word}", show(phase[word]), expected, f"Or write {key}.simultaneous=false")
+                yield invalid_value(f"{key}.{word}", phase[word], expected, f"Or write {key}.simultaneous=false")
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:

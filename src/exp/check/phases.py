@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from exp.check.optimizer_steps import rate_errors, step_errors
-from exp.errors import ConfigError, ErrorDetails
+from exp.errors import ConfigError, ErrorDetails, unsuitable
 from exp.models.containers import ProgramModel, forward_names
 from exp.optim.parameter_groups import pattern_errors, trained_parameters, unmatched_parameters
 from exp.optim.phase import Phase, turns_of
@@ -43,21 +43,24 @@ def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
         return
     names = forward_names(network)
     kind = "programs of model.programs" if isinstance(network, ProgramModel) else f"methods of {type(network).__name__}"
-    got, expected = f"{phase.forward!r}, which the network does not have", f"null, or one of the {kind}: "
+    expected = f"null, or one of the {kind}: "
     fix = None if names else "Write the program below model.programs, or null for the network's own forward"
     fix = did_you_mean(phase.forward, names) or fix
-    yield ErrorDetails(f"phases.{phase.name}.forward", got, expected + among(names, word=phase.forward), fix)
+    yield unsuitable(
+        f"phases.{phase.name}.forward",
+        phase.forward,
+        "which the network does not have",
+        expected + among(names, word=phase.forward),
+        fix,
+    )
 
 
 def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
     """Parameters that learn nothing are a mistake, unless the model says that they are frozen."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
-        yield ErrorDetails(
-            "phases", f"no phase trains {', '.join(names[:SHOWN])}{more}", "each parameter in a phase", fix
-        )
+        yield unsuitable("phases", among(names, count=SHOWN), "which no phase trains", "each parameter in a phase", fix)
 
 
 def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
@@ -69,10 +72,10 @@ def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Erro
             names = {id(one): name for name, one in network.named_parameters()}
             both = next((one for one in own if id(one) in owners), None)
             if both is not None:
-                got = f"{names[id(both)]}, which phases.{owners[id(both)]} trains at the same time"
                 expected = "other parameters in each of the phases that are simultaneous"
                 fix = f"Or write phases.{phase.name}.simultaneous=false"
-                yield ErrorDetails(f"phases.{phase.name}.parameters", got, expected, fix)
+                because = f"which phases.{owners[id(both)]} trains at the same time"
+                yield unsuitable(f"phases.{phase.name}.parameters", names[id(both)], because, expected, fix)
             owners |= {id(one): phase.name for one in own}
 
 
@@ -91,6 +94,6 @@ def _optimizer_errors(
         yield from rate_errors(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
             expected = "an optimizer that steps once: a phase has its gradients by then"
-            yield ErrorDetails(own, "LBFGS, which runs the forward several times in a step", expected)
+            yield unsuitable(own, "LBFGS", "which runs the forward several times in a step", expected)
         else:
             made.append(optimizer)

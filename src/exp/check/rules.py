@@ -26,7 +26,7 @@ from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in
 from exp.config.targets import resolve
 from exp.data.data_errors import share_errors
-from exp.errors import ConfigError, ErrorDetails
+from exp.errors import ConfigError, ErrorDetails, invalid_value, missing_value, not_supported_with, unsuitable
 from exp.shared_types import EPOCH_LOSS, STAGES, Mode, searched_tags
 from exp.spelling import among, did_you_mean, show
 
@@ -92,21 +92,21 @@ def files_are_there(values: Values) -> Iterator[ErrorDetails]:
     """The checkpoint of resume and the weights of weights.from are on this machine."""
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
-        yield ErrorDetails("resume", show(path), "a file on this machine", "Download it first")
+        yield invalid_value("resume", path, "a file on this machine", "Download it first")
     # Path.is_file raises an exception for a name that is too long.
     elif isinstance(path, str) and path not in ("", "auto") and not os.path.isfile(path):
         fix = "Write resume=null" if path.lower() == "none" else fix_of_value("resume", path) or _near_file(path)
-        yield ErrorDetails("resume", show(path), "a checkpoint file that is there", fix)
+        yield invalid_value("resume", path, "a checkpoint file that is there", fix)
     if not isinstance(weights, str) or weights == "" or path is not None:
         return
     if _is_url(weights):
-        yield ErrorDetails("weights.from", show(weights), "a file on this machine", "Download it first")
+        yield invalid_value("weights.from", weights, "a file on this machine", "Download it first")
     elif not os.path.exists(weights):
         expected = "a run directory, a checkpoint, a state dict or a safetensors file that is there"
-        yield ErrorDetails("weights.from", show(weights), expected, _near_file(weights))
+        yield invalid_value("weights.from", weights, expected, _near_file(weights))
     elif os.path.isdir(weights) and weights_of_run(Path(weights)) is None:
         expected = f"a run directory, with {among(CHECKPOINTS)}"
-        yield ErrorDetails("weights.from", f"{weights}, a directory without weights", expected)
+        yield unsuitable("weights.from", weights, "a directory without weights", expected)
 
 
 def _is_url(path: object) -> bool:
@@ -119,7 +119,7 @@ def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
             expected, fix = "nothing: LoRA freezes all other parameters", "Name layers that learn whole in lora.trained"
-            yield ErrorDetails(key, f"{show(values[key])} with lora.layers", expected, fix)
+            yield not_supported_with(key, values[key], "lora.layers", expected, fix)
 
 
 def weights_of_run(directory: Path) -> Path | None:
@@ -132,10 +132,10 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
-        got = f"{show(highest)}, with no max_steps and no max_time"
-        yield ErrorDetails("trainer.max_epochs", got, "a limit: max_epochs, max_steps or max_time")
+        expected = "a limit: max_epochs, max_steps or max_time"
+        yield invalid_value("trainer.max_epochs", highest, expected, because="with no max_steps and no max_time")
     if isinstance(lowest, int) and isinstance(highest, int) and 0 < highest < lowest:
-        yield ErrorDetails("trainer.min_epochs", show(lowest), f"at most max_epochs, {highest}")
+        yield invalid_value("trainer.min_epochs", lowest, f"at most max_epochs, {highest}")
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
@@ -150,10 +150,10 @@ def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
         key = f"trainer.limit_{stage}_batches"
         limit = values[key]
         if is_used and limit is not UNKNOWN and limit is not None and limit == 0:
-            yield ErrorDetails(key, show(limit), "null for all, or more than 0", fix)
+            yield invalid_value(key, limit, "null for all, or more than 0", fix)
         elif isinstance(limit, float) and 1 < limit < math.inf:
             expected = "an integer number of batches, or a share between 0.0 and 1.0"
-            yield ErrorDetails(key, show(limit), expected, f"Write {round(limit)}")
+            yield invalid_value(key, limit, expected, f"Write {round(limit)}")
 
 
 def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
@@ -193,8 +193,8 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
     for _, node in nodes_in(values["data.train_batch_transforms"]):
         if node["_target_"] in MIXING and node.get("num_classes") is not None:
             name = str(node["_target_"]).rpartition(".")[2]
-            got = f"{show(stages)}, and {name} makes probabilities of the classes of training batches"
-            yield ErrorDetails("metric_stages", got, "stages without train", "Write [val, test]")
+            because = f"and {name} makes probabilities of the classes of training batches"
+            yield invalid_value("metric_stages", stages, "stages without train", "Write [val, test]", because=because)
 
 
 def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
@@ -279,7 +279,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
         fix = f"Write loss/val/{stage}" if len(terms) > 1 else f"It is the only term: write {name}"
     elif f"{monitor}/val" in tags:
         fix = f"Did you mean {monitor}/val?"
-    yield ErrorDetails(key, show(monitor), f"a tag of this run: {among(tags, word=monitor)}", fix)
+    yield invalid_value(key, monitor, f"a tag of this run: {among(tags, word=monitor)}", fix)
 
 
 def monitors(plain: dict[str, object]) -> dict[str, str]:
@@ -303,7 +303,7 @@ def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
             continue
         given = {**SCHEDULER_DEFAULTS, **node}
         if given["monitor"] is None:
-            yield ErrorDetails(f"{key}.monitor", "null", "the tag to watch", f"Write {key}.monitor='${{monitor}}'")
+            yield missing_value(f"{key}.monitor", "the tag to watch", f"Write {key}.monitor='${{monitor}}'")
         if given["interval"] == "step":
             expected = "epoch: the watched value is measured once a validation"
             yield ErrorDetails(f"{key}.interval", "'step'", expected)
@@ -322,13 +322,14 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
         key = "trainer.check_val_every_n_epoch"
         yield ErrorDetails(key, "null: validation does not follow the epochs", expected, fix)
     if every is None and isinstance(interval, float):
-        got = f"{show(interval)}, a share of an epoch, with trainer.check_val_every_n_epoch=null"
-        yield ErrorDetails("trainer.val_check_interval", got, "an integer number of batches, counted over all epochs")
+        expected = "an integer number of batches, counted over all epochs"
+        because = "a share of an epoch, with trainer.check_val_every_n_epoch=null"
+        yield invalid_value("trainer.val_check_interval", interval, expected, because=because)
     counts = all(isinstance(value, int) and not isinstance(value, bool) for value in (interval, limit))
     if every not in (None, UNKNOWN) and counts and 0 < limit < interval:
-        got = f"{interval}, more than the {limit} batches of an epoch that trainer.limit_train_batches leaves"
         fix = "Add trainer.check_val_every_n_epoch=null to count the batches over all epochs"
-        yield ErrorDetails("trainer.val_check_interval", got, f"at most {limit}", fix)
+        because = f"more than the {limit} batches of an epoch that trainer.limit_train_batches leaves"
+        yield unsuitable("trainer.val_check_interval", interval, because, f"at most {limit}", fix)
 
 
 def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
@@ -343,7 +344,7 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
         size = parts.get(stage, 0)
         is_left_out = isinstance(size, int | float) and not isinstance(size, bool) and size == 0
         if is_left_out and data.get(stage) is None and data.get("dataset") is not None:
-            yield ErrorDetails(f"data.parts.{stage}", f"{show(size)}, and {asked}", f"more than 0: {why}", fix)
+            yield invalid_value(f"data.parts.{stage}", size, f"more than 0: {why}", fix, because=f"and {asked}")
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
@@ -368,10 +369,10 @@ def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:
         expected = "a data set here, or one each in data.train, data.val, data.test"
-        yield ErrorDetails("data.dataset", "nothing", expected)
+        yield missing_value("data.dataset", expected, got="nothing")
     for name, node in sets.items():
         if node is not UNKNOWN and not is_node(node):
-            yield ErrorDetails(f"data.{name}", show(node), "a data set: a node with a _target_")
+            yield invalid_value(f"data.{name}", node, "a data set: a node with a _target_")
 
 
 def parts_are_shares(values: Values) -> Iterator[ErrorDetails]:
@@ -429,7 +430,7 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
     """No switch takes away what another asks for."""
     for key, value, other, excluded, expected, fix in EXCLUSIVE:
         if values[key] == value and values[other] == excluded:
-            yield ErrorDetails(key, f"{show(value)} with {other}={show(excluded)}", expected, fix)
+            yield not_supported_with(key, value, f"{other}={show(excluded)}", expected, fix)
     mode = values["runtime.compile_mode"]
     if isinstance(mode, str) and values["runtime.compile"] is False:
         fix = f"Write runtime.compile=true runtime.compile_mode={mode}"

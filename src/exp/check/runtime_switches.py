@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.optim import LBFGS
 
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, not_supported_with, unknown_word, unsuitable
 from exp.shared_types import DataSpec
-from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint
 
 # The compilers that inductor looks for on a machine without a GPU, after the environment's CXX.
@@ -29,15 +28,15 @@ def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
         key, fix = "runtime.channels_last", "Write runtime.channels_last=false"
         shapes = [list(one.shape) for one in DataSpec.of(planned.settings.data).inputs.values()]
         if all(len(shape) != 3 for shape in shapes):
-            got = f"true with samples of shape {' and '.join(map(str, shapes))}"
-            yield ErrorDetails(key, got, "samples [C, H, W], so that a batch has four dimensions", fix)
+            other = f"samples of shape {' and '.join(map(str, shapes))}"
+            yield not_supported_with(key, True, other, "samples [C, H, W], so that a batch has four dimensions", fix)
         elif not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in network.modules()):
-            got = "true for a model without a convolution"
-            yield ErrorDetails(key, got, "a model with a Conv2d, which is faster with it", fix)
+            expected = "a model with a Conv2d, which is faster with it"
+            yield not_supported_with(key, True, "a model without a convolution", expected, fix)
     if runtime.non_finite == "skip":
         expected = "an optimizer of torch.optim except LBFGS, and a strategy that leaves the step to it"
         for reason in _step_makers(planned):
-            yield ErrorDetails("runtime.non_finite", f"skip with {reason}", expected, "Write runtime.non_finite=stop")
+            yield not_supported_with("runtime.non_finite", "skip", reason, expected, "Write runtime.non_finite=stop")
 
 
 def _step_makers(planned: Blueprint) -> Iterator[str]:
@@ -55,18 +54,17 @@ def compile_errors(
     """Yield what runtime.compile=true would not compile, or not run. accelerator: cpu, cuda or mps."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        expected = f"one of {among(known, word=backend)}"
-        yield ErrorDetails("runtime.compile_backend", backend, expected, did_you_mean(backend, known))
+        yield unknown_word("runtime.compile_backend", backend, known)
     named = os.environ["CXX"].split()[:1] if os.environ.get("CXX") else []
     if backend == "inductor" and accelerator == "cpu" and not any(map(shutil.which, (*named, *COMPILERS))):
         expected = f"one of {', '.join(COMPILERS[:3])} on the path: on CPU inductor writes C++"
-        got, fix = "inductor on a machine without a C++ compiler", "Install g++, or write runtime.compile=false"
-        yield ErrorDetails("runtime.compile_backend", got, expected, fix)
+        because, fix = "on a machine without a C++ compiler", "Install g++, or write runtime.compile=false"
+        yield unsuitable("runtime.compile_backend", "inductor", because, expected, fix)
     if mode is not None and (backend != "inductor" or accelerator != "cuda"):
         expected = "null, or the backend inductor on a CUDA device: modes choose its kernels and CUDA graphs"
         fix = "Write runtime.compile_mode=null"
-        yield ErrorDetails("runtime.compile_mode", f"{mode} with {backend} on {accelerator}", expected, fix)
+        yield not_supported_with("runtime.compile_mode", mode, f"{backend} on {accelerator}", expected, fix)
     if type(network).forward.__module__.startswith("torch.nn."):
-        got = f"true for a model that is a {type(network).__name__} of torch itself, which torch never compiles"
+        other = f"a model that is a {type(network).__name__} of torch itself, which torch never compiles"
         fix = "Put it into model=sequential as a layer, or write runtime.compile=false"
-        yield ErrorDetails("runtime.compile", got, "a model with a class of its own", fix)
+        yield not_supported_with("runtime.compile", True, other, "a model whose class is not torch's", fix)

@@ -12,7 +12,7 @@ from exp.check.calls import call_error
 from exp.check.input_errors import described, layer_error, operation_error
 from exp.check.meta_forward import Failure, MetaForward
 from exp.check.parameters import program_error
-from exp.errors import ConfigError, ErrorDetails
+from exp.errors import ConfigError, ErrorDetails, not_supported_with, unsuitable
 from exp.models.containers import ProgramModel, config_key, forward_name, path_of
 from exp.models.forward_trace import Call, ForwardTrace, Recorder, Refused
 from exp.models.syntax import ProgramError
@@ -81,8 +81,9 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
             yield program_error(error.key or "model.forward", one)
     elif call is not None and network is not None and not has_forward(call.module):
         key = config_key(network, recorder.path_of(network, call.module))
-        got, fix = f"{type(call.module).__name__}, which has no forward", "Call its layers one by one in model.forward"
-        yield ErrorDetails(key, got, "a layer that computes something", fix)
+        fix = "Call its layers one by one in model.forward"
+        because = "which has no forward"
+        yield unsuitable(key, type(call.module).__name__, because, "a layer that computes something", fix)
     elif failure.is_undecidable:
         return
     elif call is None or network is None:
@@ -106,9 +107,8 @@ def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call)
         return None
     place = "data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs"
     got = f"float64, and {key}, {type(call.module).__name__}, computes in float32"
-    return ErrorDetails(
-        place, got, "float32", "Give float32 in the data set or in data.transforms, or write precision=fp64"
-    )
+    fix = "Give float32 in the data set or in data.transforms, or write precision=fp64"
+    return ErrorDetails(place, got, "float32", fix)
 
 
 def output_errors(
@@ -179,7 +179,7 @@ def _width_error(
         return None
     expected, head = f"{wanted}: {what}", _head(value, calls, width)
     if head is None:
-        return ErrorDetails("model", f"{got}, {width} wide", expected, origins=origins)
+        return unsuitable("model", got, f"{width} wide", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
     return ErrorDetails(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
@@ -221,19 +221,19 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
         if learning:
             kind = type(term.loss if isinstance(term, Term) else term).__name__
             parts = ", ".join(parameter.removeprefix("loss.") if of_loss else parameter for parameter in learning)
-            got = f"{kind} with parameters of its own ({parts}), which no optimizer would train"
             fix = "Let the network hold them and return them, or what is made of them, by a name that inputs gives to "
             place = objective.loss_keys[name] if of_loss else key
-            yield ErrorDetails(place, got, "a loss without parameters that learn", f"{fix}the loss")
+            other = f"parameters of its own ({parts}), which no optimizer would train"
+            yield not_supported_with(place, kind, other, "a loss without parameters that learn", f"{fix}the loss")
         for part in (part for part in term.parts if part and part not in known):
             expected = f"one of {among(known, word=part)}, or '' for the whole"
             got = f"the part {part!r} of the network, which is not there"
             yield ErrorDetails(key, got, expected, did_you_mean(part, known))
         own = spec.inputs.get(term.input) if isinstance(term, R1 | JacobianNorm) else None
         if own is not None and "int" in own.dtype:
-            got = f"{term.input}, which is {own.dtype}: whole numbers have no gradient"
             fix = "Let the network return its embedding by a name, and write that name"
-            yield ErrorDetails(f"{key}.input", got, "a value of floating numbers", fix)
+            because = f"which is {own.dtype}: whole numbers have no gradient"
+            yield unsuitable(f"{key}.input", term.input, because, "a value of floating numbers", fix)
         if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
             got = f"full with precision={word}, whose parameters are of half precision themselves"
             fix = f"Write precision={WORDS[word].mixed_word.name}"
@@ -259,10 +259,10 @@ def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterato
     # A layer returns before the module that holds it.
     call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
     path = Recorder().path_of(trace.network, call.module)
-    got = f"{type(call.module).__name__}, whose backward is marked once_differentiable, under objective.{terms[0]}"
     expected = "a backward that can be differentiated: this term's value is a gradient"
     fix = f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out"
-    yield ErrorDetails(config_key(trace.network, path), got, expected, fix)
+    because = f"whose backward is marked once_differentiable, under objective.{terms[0]}"
+    yield unsuitable(config_key(trace.network, path), type(call.module).__name__, because, expected, fix)
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:

@@ -20,7 +20,7 @@ from exp.config.search_path import OWN_CONF
 from exp.config.settings import SCHEMA, VALUES, Node, Repeats
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
 from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
 
 # A value that stands in a list without quotes.
@@ -101,7 +101,7 @@ def value_error(
 ) -> ErrorDetails:
     """Return the error of a wrong value, with the fix of a habit, the given fix, or the one that its text suggests."""
     fix = fix_of_value(key, value) or fix or (did_you_mean(value, words) if isinstance(value, str) else None)
-    return ErrorDetails(key, show(value), expected, fix or _fix_of_kind(key, value, expected))
+    return invalid_value(key, value, expected, fix or _fix_of_kind(key, value, expected))
 
 
 def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
@@ -147,27 +147,27 @@ def _fixed(key: str, node: dict[str, object], schema: dict[str, object]) -> Iter
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
-            yield ErrorDetails(path, "no such key", "a mapping" if isinstance(rule, dict) else worded(rule))
+            yield missing_value(path, "a mapping" if isinstance(rule, dict) else worded(rule), got="no such key")
         elif not isinstance(rule, dict):
             yield from _key_errors(path, node[name], rule)
         elif isinstance(inner := node[name], dict):
             yield from _fixed(path, inner, rule)
         elif inner is not UNKNOWN:
-            yield ErrorDetails(path, show(inner), f"a mapping of {among(rule)}")
+            yield invalid_value(path, inner, f"a mapping of {among(rule)}")
 
 
 def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     is_own = has_module(plain)
     if not is_own and "monitor" in plain and plain["monitor"] is None:
-        yield ErrorDetails("monitor", "null", "a tag of this run, such as loss/val")
+        yield missing_value("monitor", "a tag of this run, such as loss/val")
     for name in NODES:
         if name not in plain:
-            yield ErrorDetails(name, "no such key", "a node with a _target_", f"Choose one: {name}=NAME")
+            yield missing_value(name, "a node with a _target_", f"Choose one: {name}=NAME", got="no such key")
         elif not (is_own and name in REPLACED and plain[name] is None):
             yield from _node(name, plain[name])
     for name in (*COLLECTIONS, PHASES):
         if name not in plain:
-            yield ErrorDetails(name, "no such key", "named entries", f"For none, write {name}: {{}}")
+            yield missing_value(name, "named entries", f"For none, write {name}: {{}}", got="no such key")
     for name in COLLECTIONS:
         entries = plain.get(name, UNKNOWN)
         if is_node(entries):
@@ -178,21 +178,21 @@ def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
                 yield from _node(f"{name}.{entry}", node)
         elif entries is not UNKNOWN:
             fix = f"An empty one is {name}=[]" if entries is None else None
-            yield ErrorDetails(name, show(entries), "a mapping of named entries", fix)
+            yield invalid_value(name, entries, "a mapping of named entries", fix)
 
 
 def _node(key: str, node: object) -> Iterator[ErrorDetails]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
-        yield ErrorDetails(key, "null", "a node with a _target_", f"To leave it out, write '~{key}'")
+        yield missing_value(key, "a node with a _target_", f"To leave it out, write '~{key}'")
     elif isinstance(node, dict):
         near = find_nearest("_target_", [str(name) for name in node])
         fix = f"{key}.{near[0]} should be {key}._target_" if near else fix_of_key(key, "VALUE")
         yield ErrorDetails(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
     else:
         fix = f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
-        yield ErrorDetails(key, show(node), "a node with a _target_", fix if isinstance(node, str) else None)
+        yield invalid_value(key, node, "a node with a _target_", fix if isinstance(node, str) else None)
 
 
 def _present(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
@@ -203,7 +203,7 @@ def _present(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
         for name, default in declared[node].items():
             if name not in (*plain[node], *OPTIONAL):
                 fix = f"Write {node}.{name}={default if isinstance(default, str) else show(default)}"
-                yield ErrorDetails(f"{node}.{name}", "no such key", "a value, because exp reads this key", fix)
+                yield missing_value(f"{node}.{name}", "a value, because exp reads this key", fix, got="no such key")
 
 
 # By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
@@ -216,7 +216,7 @@ PATTERNS = {
 def _bounded(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-            yield ErrorDetails(key, show(value), "an integer of 64 bits")
+            yield invalid_value(key, value, "an integer of 64 bits")
         if key in VALUES:
             yield from _key_errors(key, value, VALUES[key])
         for pattern, rule in PATTERNS.get(key.partition(".")[0], ()):
@@ -242,7 +242,7 @@ def _layer(key: str, value: object) -> Iterator[ErrorDetails]:
             yield from _layer(f"{key}.{index}", layer)
     elif not isinstance(value, dict):
         fix = f"To leave it out, write '~{key}'" if value is None else None
-        yield ErrorDetails(key, show(value), "a layer: a node with a _target_", fix)
+        yield invalid_value(key, value, "a layer: a node with a _target_", fix)
     elif value.keys() & {"repeat", "layer"}:
         yield from _repeat(key, value)
         yield from _layer(f"{key}.layer", value.get("layer", UNKNOWN))
@@ -259,7 +259,7 @@ def _repeat(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]:
             yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
     for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
-            yield ErrorDetails(f"{key}.{name}", "no such key", expected)
+            yield missing_value(f"{key}.{name}", expected, got="no such key")
     yield from kind_errors(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
@@ -270,8 +270,8 @@ def _too_many(model: object) -> Iterator[ErrorDetails]:
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
     # The innermost that has them all: what is around it counts each of them, too.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
-    got = f"{value['repeat']}, which makes {_count(model):,} layers with those around and in it"
-    yield ErrorDetails(f"{key}.repeat", got, f"{MAX_LAYERS:,} layers at most in all")
+    because = f"which makes {_count(model):,} layers with those around and in it"
+    yield unsuitable(f"{key}.repeat", value["repeat"], because, f"{MAX_LAYERS:,} layers at most in all")
 
 
 def _count(value: object) -> int:

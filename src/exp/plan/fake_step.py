@@ -130,10 +130,6 @@ class StepFigures:
             return frozenset(name for name, one in self.parameters.items() if one.learns)
         return frozenset(name for found in self.gradients for name in found)
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(one.size for one in self.parameters.values())
-
     def flops(self, part: Part | None = None) -> float:
         """Of one micro-batch, all or of one part."""
         return sum(one.flops * one.times for one in self.operators if part in (None, one.part))

@@ -118,33 +118,13 @@ def examine_resume(
     """
     path = Path(config["resume"])
     checkpoint = read_checkpoint(path)
-    if LIGHTNING not in checkpoint:
-        return Resuming(
-            errors=(
-                unsuitable(
-                    "resume",
-                    path,
-                    f"which holds {among(checkpoint)} and no {LIGHTNING}",
-                    "a last.ckpt or best.ckpt of exp",
-                ),
-            )
-        )
-    if CONFIG not in checkpoint or POSITION not in checkpoint:
+    if LIGHTNING in checkpoint and not {CONFIG, POSITION} <= checkpoint.keys():
         return Resuming()
-    saved = _saved_config(checkpoint[CONFIG])
-    wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
-    if wrong or saved is None:
-        key = wrong[0] if wrong else CONFIG
-        return Resuming(
-            errors=(
-                unsuitable(
-                    "resume",
-                    path,
-                    f"whose {key} is {show(checkpoint.get(key))}",
-                    "a last.ckpt or best.ckpt of exp, as it was written",
-                ),
-            )
-        )
+    saved = _saved_config(checkpoint.get(CONFIG))
+    damage = _damage(checkpoint, saved)
+    if saved is None or damage:
+        expected = "a last.ckpt or best.ckpt of exp, as it was written"
+        return Resuming(errors=(unsuitable("resume", path, damage, expected),))
     # A checkpoint of an earlier version lacks these nodes.
     before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
     compared = ["model", "module", *(["scheduler", *NOTHING] if now["train"] else [])]
@@ -152,18 +132,7 @@ def examine_resume(
     if now["train"]:
         errors += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
         errors += _other_positions(before, now, checkpoint[POSITION], path)
-        written, own = checkpoint[LIGHTNING], lightning.__version__
-        if _release(written) > _release(own):
-            fix = f"Install lightning=={written}"
-            errors.append(
-                unsuitable(
-                    "resume",
-                    path,
-                    f"written with Lightning {written}",
-                    f"one of Lightning {own}, which is installed, or older",
-                    fix,
-                )
-            )
+        errors += _other_version(checkpoint[LIGHTNING], path)
     if network is not None and not errors:
         errors += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
@@ -171,9 +140,22 @@ def examine_resume(
     return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
 
 
-def _release(version: str) -> tuple[int, ...]:
-    found = RELEASE.match(version)
-    return tuple(map(int, found.groups())) if found else ()
+def _damage(checkpoint: Mapping[str, Any], saved: object) -> str:
+    """Return why nothing can resume from a checkpoint; empty if its entries are whole."""
+    if LIGHTNING not in checkpoint:
+        return f"which holds {among(checkpoint)} and no {LIGHTNING}"
+    wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
+    wrong += [] if saved is not None else [CONFIG]
+    return f"whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}" if wrong else ""
+
+
+def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
+    """Yield the error of a checkpoint of a later release of Lightning than the installed one."""
+    found, own = RELEASE.match(written), RELEASE.match(lightning.__version__)
+    if found and own and tuple(map(int, found.groups())) > tuple(map(int, own.groups())):
+        expected = f"one of Lightning {lightning.__version__}, which is installed, or older"
+        fix = f"Install lightning=={written}"
+        yield unsuitable("resume", path, f"written with Lightning {written}", expected, fix)
 
 
 def _saved_config(text: object) -> dict[str, Any] | None:

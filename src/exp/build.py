@@ -59,6 +59,7 @@ from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun
 from exp.models.freezing import held_norms
+from exp.optim.phase import Phase
 from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, compared_tag
 from exp.strategies.rank import Rank
@@ -276,7 +277,7 @@ def _pruning(settings: Settings, directory: Path) -> Pruning | None:
     )
 
 
-def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, Any]]:
+def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, tuple[Phase, ...]]]:
     """Return the class of the module, and its additional parameters."""
     if plan.phases:
         from exp.engine.phased_module import PhasedModule

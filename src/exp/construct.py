@@ -10,7 +10,7 @@ import functools
 import inspect
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ Plain = Mapping[str, Any]
 BUILT_BY_DATA = ("sampler", "batch_sampler")
 
 
-def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> Any:
+def construct(node: object, *, key: str, allow: Sequence[str], **offers: object) -> Any:
     """Return the object of a plain config node, with the objects of everything in it.
 
     `{_target_: name, ...}` becomes an instance, or a functools.partial with `_partial_: true`. `{repeat: n, layer:
@@ -90,7 +90,7 @@ def construct(node: Any, *, key: str, allow: Sequence[str], **offers: Any) -> An
     return _with_secrets(node, key=key) if isinstance(node, str) else node
 
 
-def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Mapping[str, Any]) -> Any:
+def _call(node: Plain, *, key: str, allow: Sequence[str], offers: Mapping[str, object]) -> Any:
     target = resolve(node["_target_"], returns=returned_classes(key), allow=allow)
     arguments = {
         name: construct(value, key=f"{key}.{name}", allow=allow)
@@ -135,7 +135,7 @@ def _call(node: Mapping[str, Any], *, key: str, allow: Sequence[str], offers: Ma
         ]) from error  # fmt: skip
 
 
-def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> dict[str, Any]:
+def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> dict[str, object]:
     """Return the functions of a forward program by their names in it. Raise ConfigError."""
     found = {}
     for name, dotted in named.items():
@@ -146,7 +146,7 @@ def _functions(named: Mapping[str, Any], *, key: str, allow: Sequence[str]) -> d
     return found
 
 
-def _check_result(made: Any, target: Any, name: str, *, key: str) -> Any:
+def _check_result(made: object, target: object, name: str, *, key: str) -> object:
     """Return the result of a target. Raise ConfigError if a function returned an object of another class."""
     if inspect.isclass(target):
         return made
@@ -163,7 +163,7 @@ def _check_result(made: Any, target: Any, name: str, *, key: str) -> Any:
     return made
 
 
-def _for_torch(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def _for_torch(target: Callable[..., object], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with tensors and dtypes where the target's annotations have these types.
 
     Without an annotation, as for `dtype` of torch's layers, the full name of a dtype becomes the dtype.
@@ -174,7 +174,7 @@ def _for_torch(target: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: _as_annotated(value, annotations.get(name, EMPTY), target) for name, value in arguments.items()}
 
 
-def _as_annotated(value: Any, annotation: Any, target: Any) -> Any:
+def _as_annotated(value: object, annotation: object, target: Callable[..., object]) -> object:
     kinds = typing.get_args(annotation) or (annotation,)
     if isinstance(value, str):
         is_named = value.startswith("torch.") and annotation is EMPTY
@@ -240,7 +240,7 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
     return data
 
 
-def _fitted(resume: object) -> Mapping[str, Any] | None:
+def _fitted(resume: object) -> Plain | None:
     if not isinstance(resume, str):
         return None  # null, or an invalid value
     try:
@@ -364,7 +364,7 @@ def build_optimization(
     )
 
 
-def _build(settings: Settings, node: Any, key: str, **offers: Any) -> Any:
+def _build(settings: Settings, node: object, key: str, **offers: object) -> Any:
     return construct(node, key=key, allow=settings.security.allow, **offers)
 
 
@@ -400,7 +400,7 @@ def build_phases(settings: Settings) -> list[Phase]:
     return phases
 
 
-def build_entries(settings: Settings, group: str, **offers: Any) -> dict[str, Any]:
+def build_entries(settings: Settings, group: str, **offers: object) -> dict[str, Any]:
     """Return the objects of a group of named entries, such as hooks."""
     entries: Plain = getattr(settings, group)
     return {name: _build(settings, node, f"{group}.{name}", **offers) for name, node in entries.items()}

@@ -23,6 +23,8 @@ refuse_a_foreign_init()
 INTERRUPTED_BY_KEY = 130
 # The source of an error in the words of a command.
 COMMAND_LINE = "command line"
+# A partial is invariant in the type of its result.
+Call = functools.partial[Any]
 LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
 # Exceptions that constructors raise for invalid values.
 REFUSALS = (TypeError, ValueError, RuntimeError, AssertionError, LookupError, OSError, ImportError, ArithmeticError)
@@ -182,7 +184,7 @@ def constructor_error(
     key: str,
     known: Container[str],
     got: str,
-    make: functools.partial[Any] | None = None,
+    make: Call | None = None,
 ) -> ErrorDetails:
     """Return the error of an exception that a constructor raised.
 
@@ -220,7 +222,7 @@ def shorten(message: str, *, most: int = 400) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def _divisor_fix(make: functools.partial[Any], name: str) -> str | None:
+def _divisor_fix(make: Call, name: str) -> str | None:
     """Return the fix with the nearest number that a call accepts instead of one that is not a divisor."""
     value = make.keywords[name]
     if not isinstance(value, int) or isinstance(value, bool):
@@ -235,7 +237,7 @@ def _divisor_fix(make: functools.partial[Any], name: str) -> str | None:
 
 
 def find_rejected_parameter(
-    call: Callable[..., object], given: functools.partial[Any], *, accepts: Callable[[Any], bool] = lambda _: True
+    call: Callable[..., object], given: Call, *, accepts: Callable[[object], bool] = lambda _: True
 ) -> str | None:
     """Return the first parameter with which a call fails and without which, or with another value, it succeeds.
 
@@ -270,12 +272,12 @@ class ExpError(Exception):
 
     exit_status = 1
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # By default an exception is unpickled with its message, which is no argument of these classes.
         return _unpickle, (type(self), self.args, vars(self))
 
 
-def _unpickle(kind: type[ExpError], arguments: tuple[Any, ...], state: dict[str, Any]) -> ExpError:
+def _unpickle(kind: type[ExpError], arguments: tuple[object, ...], state: dict[str, object]) -> ExpError:
     error = kind.__new__(kind, *arguments)
     vars(error).update(state)
     return error

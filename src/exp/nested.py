@@ -95,5 +95,5 @@ def is_dataclass_instance(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def _fields(data: Any) -> dict[str, Any]:
-    return {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+def _fields(data: object) -> dict[str, object]:
+    return {field.name: getattr(data, field.name) for field in dataclasses.fields(cast(Any, data))}

@@ -42,6 +42,7 @@ LIGHTNING_CATCHES_IN = "_call_and_handle_interrupt"
 # Errors in reading a damaged report.json.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 # `pruned`: a search ended the job early.
+Record = Mapping[str, Any]
 Status = Literal["completed", "failed", "interrupted", "pruned"]
 
 
@@ -70,7 +71,7 @@ class Report:
     status: Status
     directory: str
     metrics: Mapping[str, float] = field(default_factory=dict)
-    best: Mapping[str, Any] | None = None
+    best: Record | None = None
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     stage_steps: Mapping[str, int] = field(default_factory=dict)
     ended_by: str | None = None
@@ -86,7 +87,7 @@ class Report:
     command: str = ""
     tags: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    parent: Mapping[str, Any] | None = None
+    parent: Record | None = None
     error: Mapping[str, str] | None = None
     not_written: Sequence[Mapping[str, str]] = ()
 
@@ -192,7 +193,7 @@ def _progress(parts: Parts) -> dict[str, Any]:
     }
 
 
-def best_of(best: Mapping[str, Any] | None) -> dict[str, Any]:
+def best_of(best: Record | None) -> dict[str, Any]:
     """Return the fields of a report that describe the best checkpoint."""
     if best is None:
         return {}
@@ -537,7 +538,7 @@ def _facts(report: Report) -> dict[str, str]:
     return {name: str(fact) for name, fact in facts.items() if fact}
 
 
-def _parent(parent: Mapping[str, Any]) -> str:
+def _parent(parent: Record) -> str:
     changed = ", ".join(f"{key} {was} -> {now}" for key, (was, now) in parent["changed"].items())
     return f"{os.path.relpath(parent['run'])}@{parent['step']}" + (f" with {changed}" if changed else "")
 
@@ -548,7 +549,7 @@ def _dashboard_root(shown: str) -> str:
     return shown if first in ("..", "", ".") else first
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replace nan and infinity by their names, because JSON does not have them."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}

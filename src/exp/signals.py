@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from exp.errors import Interrupted, chain_of
 
 # Arguments and results of signal.signal; None is a handler that was not installed from Python.
-Handler = Callable[[int, FrameType | None], Any] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 # Set on ranks whose launcher (exp, torchrun, SLURM) would end them with SIGKILL.
 SUPERVISED = "EXP_SUPERVISED"
 # SLURM sends SIGUSR1 before the time limit of a job: #SBATCH --signal=SIGUSR1@90.

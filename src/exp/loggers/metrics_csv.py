@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -51,7 +51,7 @@ class CsvLogger(RunLogger):
         """Do nothing: config.yaml and provenance.json are next to the table."""
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, object] | Namespace, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
     @rank_zero_only

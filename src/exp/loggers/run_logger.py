@@ -35,9 +35,9 @@ class Description:
         tags: The user's tags.
     """
 
-    hyperparameters: Mapping[str, Any]
+    hyperparameters: Mapping[str, object]
     metrics: Sequence[str]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     texts: Mapping[str, str]
     tags: Sequence[str]
 
@@ -137,9 +137,9 @@ def isolate_errors(logger: Logger, *, name: str) -> Logger:
     """
     has_failed = False
 
-    def guard(method: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: object, **named: object) -> object:
             nonlocal has_failed
             if has_failed:
                 return None
@@ -178,7 +178,7 @@ class Notes:
                     f"{path} cannot be read: {error}; without it the logger starts a new run there"
                 ) from error
 
-    def keep(self, **values: Any) -> None:
+    def keep(self, **values: object) -> None:
         self.values.update(values)
         try:
             write_atomic(self.path, json.dumps(self.values) + "\n")

@@ -6,13 +6,13 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from exp.errors import RunError
 from exp.files import open_atomic
 from exp.output import describe_write_error
 
 STEP = "step"
+Row = dict[str, float | str]
 
 
 class StepTable:
@@ -31,9 +31,9 @@ class StepTable:
         self.path = path
         self._fix = fix
         self._columns: list[str] = []
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         # Last row of the file.
-        self._last: dict[str, Any] | None = None
+        self._last: Row | None = None
         self._failed = False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -71,20 +71,18 @@ class StepTable:
                 f"the table cannot be written to {describe_write_error(self.path, error)}, or {self._fix}"
             ) from error
 
-    def _append(self, rows: list[dict[str, Any]]) -> None:
+    def _append(self, rows: list[Row]) -> None:
         if not self._columns and self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), [])
-            for row in self.read():
-                self._last = dict(row)
+            for held in self.read():
+                self._last = {**held}
         step, last = rows[0][STEP], self._last or {STEP: -1}
         # Values of a step that was written already, such as those of a repeated test, belong to its row.
         is_split = int(last[STEP]) == step
         if is_split:
             rows = [{**{tag: value for tag, value in last.items() if value != ""}, **rows[0]}, *rows[1:]]
-        columns = dict.fromkeys(self._columns or [STEP])
-        for row in rows:
-            columns.update(dict.fromkeys(row))
+        columns = dict.fromkeys([*(self._columns or [STEP]), *(tag for row in rows for tag in row)])
         if is_split or list(columns) != self._columns:
             self._columns = list(columns)
             # One replacement removes the row and adds the new one, so that a kill cannot lose it.
@@ -96,7 +94,7 @@ class StepTable:
         with self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(text.getvalue())
 
-    def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[dict[str, Any]] = ()) -> None:
+    def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[Row] = ()) -> None:
         """Replace the file by the kept rows and more rows, with the current columns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self.read()

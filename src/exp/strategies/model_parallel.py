@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -167,7 +167,7 @@ class ModelParallel(WholeState):
     def on_test_start(self) -> None:
         self._agree_on_buffers()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         self._agree_on_buffers()
         return super().lightning_module_state_dict()
 

@@ -13,7 +13,7 @@ import copy
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from torch.optim import Optimizer
 
 from exp.strategies.placement import Placement
 from exp.strategies.strategy import module_of
+
+T = TypeVar("T")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -95,13 +97,14 @@ class WholeState(DDPStrategy, ABC):
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by name, on rank 0 and on CPU; nothing on other ranks. Every rank must call it."""
-        return self._collect({name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()})
+        found = {name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()}
+        return self._collect({name: whole for name, whole in found.items() if whole is not None})
 
     def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of whole tensors, with the layouts of `like`. No rank waits for another."""
         return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
         return self.gather_all(module_of(self).state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -188,7 +191,7 @@ class WholeState(DDPStrategy, ABC):
         """Return the tensor if this rank needs it, on CPU: the model may be larger than a device."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
-    def _collect(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def _collect(self, mine: dict[str, T]) -> dict[str, T]:
         """Return the entries of all ranks of the first model, on rank 0."""
         assert self.whole is not None
         if self.holds_every_name:
@@ -200,7 +203,7 @@ class WholeState(DDPStrategy, ABC):
             return {}
         found = dict(mine)
         for source in range(1, self.placement.model_ranks):
-            received: list[dict[str, Any]] = [{}]
+            received: list[dict[str, T]] = [{}]
             dist.recv_object_list(received, src=source, group=self.host_group)
             found |= received[0]
         return {name: found[name] for name in [*self.whole, *found] if name in found}

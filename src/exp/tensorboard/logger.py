@@ -114,7 +114,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, metrics: Iterable[str] | None = None, step: int | None = None
+        self, params: dict[str, object] | Namespace, metrics: Iterable[str] | None = None, step: int | None = None
     ) -> None:
         """Write the run's row in the HParams tab. params: Values by dotted key. metrics: Tags of the other columns."""
         plain = vars(params) if isinstance(params, Namespace) else params
@@ -175,7 +175,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
             end.write([event])
             end.close()
 
-    def _write(self, events: Any) -> None:
+    def _write(self, events: Iterable[Event]) -> None:
         waiting, self._waiting = self._waiting, []
         self._last_write = time.time()
         written = [_event(*one) for one in waiting]

@@ -14,6 +14,11 @@ from exp.spelling import among
 
 if TYPE_CHECKING:
     from exp.engine.checkpoint import State
+    from exp.run_report import Report
+
+
+# The old and new values of a fork by dotted key.
+Changed = Mapping[str, tuple[Any, Any]]
 
 
 @command()
@@ -47,7 +52,7 @@ def _parse_parent(parent: str) -> tuple[Path, int | None]:
     return run, int(step) if step else None
 
 
-def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Any:
+def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
     """Run a fork, and return its report.
 
     Args:
@@ -99,9 +104,7 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
     return found[wanted]
 
 
-def _unfit_errors(
-    state: State, changed: Mapping[str, tuple[Any, Any]], now: Mapping[str, Any]
-) -> Iterator[ErrorDetails]:
+def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of values that the optimizer's state does not have."""
     from exp.check.continuation import INCIDENTAL
 
@@ -116,7 +119,7 @@ def _unfit_errors(
             yield not_supported_with(key, "another value in a fork", other, "the parent's value")
 
 
-def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Mapping[str, tuple[Any, Any]]) -> Path:
+def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Changed) -> Path:
     """Write the parent's state, with the fork's values, to the fork's directory, and record the parent."""
     from exp.cli.resume import START
     from exp.config.freeze import record_parent
@@ -140,7 +143,7 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Map
     return start
 
 
-def with_values(state: State, changed: Mapping[str, tuple[Any, Any]], *, groups: Mapping[str, Any]) -> State:
+def with_values(state: State, changed: Changed, *, groups: Mapping[str, Any]) -> State:
     """Return a checkpoint with other values of the optimizer, which a resume would reset to the saved ones.
 
     A learning rate that a schedule has changed is scaled by the ratio of new to old.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exp.errors import shorten
 from exp.plan.layer_table import layer_rows, repeated
@@ -47,7 +47,7 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
 
 def plain(
     estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], command: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the figures as JSON values, in bytes, seconds and FLOPs. The arguments are those of `text`."""
     figures, time = estimate.figures, estimate.time
     return {

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
 from exp.saved_runs.run_files import is_same_file
 
+Column = TypeVar("Column")
 FORMATS = (".npz", ".csv", ".jsonl")
 # Names of answers, which columns that are kept may not have.
 ANSWERS = re.compile(r"(.+\.)?(file|class|classes|prediction(_\d+)?|probability(_.+)?|probabilities)")
@@ -99,7 +100,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
     write_atomic(path, archive_of(_join(kept, arrays)))
 
 
-def _join(kept: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
+def _join(kept: Mapping[str, Column], answers: Mapping[str, Column]) -> dict[str, Column]:
     """Return columns that are kept and answers. Raises: ConfigError for a name that both have."""
     if both := [name for name in kept if name in answers]:
         raise ConfigError([_taken_name_error(both[0])])
@@ -111,7 +112,7 @@ def _taken_name_error(name: str) -> ErrorDetails:
     return ErrorDetails(key="keep", got=got, expected="columns that have no name of an answer", fix=fix)
 
 
-def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, Any]]:
+def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, object]]:
     """Yield what is said of each sample. is_flat: whether each value is one number or text."""
     columns: dict[str, Sequence[Any]] = {"file": list(map(str, predictions.files))} if predictions.files else {}
     for name, values in predictions.outputs.items():

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exp.errors import RunError, config_error
 from exp.output import command
@@ -96,7 +96,7 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
     return difference, f"exact: {text}" if difference is None else f"differs: {text}\n  {difference}"
 
 
-def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
+def positions_of(run: Path) -> dict[Path, Mapping[str, int]]:
     """Return the intact checkpoints that a run wrote, with their positions."""
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import CONFIG, POSITION
@@ -110,7 +110,7 @@ def positions_of(run: Path) -> dict[Path, Mapping[str, Any]]:
     }
 
 
-def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) -> tuple[str, State]:
+def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) -> tuple[str, State]:
     """Train from the last checkpoint before a position up to the position, in a temporary directory.
 
     Args:
@@ -152,7 +152,7 @@ def train_again(run: Path, *, to: Mapping[str, Any], allow: Sequence[str] = ()) 
     return before or "the start", found
 
 
-def _replay_config(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, Any]) -> DictConfig:
+def _replay_config(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, int]) -> DictConfig:
     """Return the config of a run that trains in another directory up to a position, and writes nowhere else."""
     from omegaconf import OmegaConf, open_dict
 

@@ -195,7 +195,7 @@ class Question:
         return _error("there is no such key", f"one of {among(known, word=name)}", fix, key=key)
 
 
-def _values_below(tree: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+def _values_below(tree: Mapping[str, object], key: str) -> Iterator[tuple[str, object]]:
     """Yield the values below a key, lists as a whole."""
     for one, value in tree.items():
         is_in_list = any(isinstance(tree[holder], list) for holder in above(one) if holder in tree)

@@ -11,7 +11,7 @@ from typing import Any
 EMPTY = inspect.Parameter.empty
 
 
-def evaluate_annotation(annotation: Any, function: Callable[..., Any]) -> Any:
+def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any:
     """Return an annotation with its names looked up in the function's module; EMPTY if the module lacks them."""
     if annotation is EMPTY or not _holds_text(annotation):
         return annotation
@@ -25,7 +25,7 @@ def evaluate_annotation(annotation: Any, function: Callable[..., Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def annotations_of(target: Any) -> Mapping[str, Any]:
+def annotations_of(target: Callable[..., object]) -> Mapping[str, Any]:
     """Return the annotation of each parameter of a class, its bases or a function; EMPTY without one."""
     if inspect.isclass(target):
         makers = [vars(base)[name] for base in target.__mro__ for name in ("__init__", "__new__") if name in vars(base)]
@@ -45,7 +45,7 @@ def annotations_of(target: Any) -> Mapping[str, Any]:
     return found
 
 
-def return_annotation(function: Callable[..., Any]) -> type | None:
+def return_annotation(function: Callable[..., object]) -> type | None:
     """Return the class in a function's return annotation; None without an annotation, and for a union."""
     try:
         annotation = inspect.signature(function).return_annotation

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from exp.errors import ErrorDetails, config_error
 
@@ -49,7 +48,7 @@ def refuse_cluster(target: str) -> None:
         )
 
 
-def cluster_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
+def cluster_errors(settings: Mapping[str, object]) -> Iterator[ErrorDetails]:
     """Yield the errors of hydra.launcher if it is the launcher of a cluster."""
     if settings.get("_target_") in CLUSTERS:
         yield from importlib.import_module(SETTINGS).launcher_errors(settings)

@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
@@ -149,9 +149,9 @@ def record_parent(directory: Path, parent: Mapping[str, object]) -> None:
     write_atomic(path, json.dumps(found, indent=2) + "\n")
 
 
-def _mask(found: Mapping[str, object]) -> dict[str, Any]:
+def _mask(found: Mapping[str, object]) -> dict[str, object]:
     # The diff and the command may have secrets.
-    return cast(dict[str, Any], map_texts(dict(found), mask_secrets))
+    return cast(dict[str, object], map_texts(dict(found), mask_secrets))
 
 
 def shared_origin() -> Mapping[str, object]:

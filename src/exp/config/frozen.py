@@ -84,12 +84,12 @@ def read_overrides(directory: Path | str) -> list[str]:
     return cast(list[str], _parse(_text(path), name=str(path)))
 
 
-def read_parent(directory: Path) -> Mapping[str, Any] | None:
+def read_parent(directory: Path) -> Mapping[str, object] | None:
     """Return the run and the step that a fork began from; None for any other run."""
     path = directory / "provenance.json"
     if not path.is_file():
         return None
-    parent: Mapping[str, Any] | None = json.loads(path.read_text(encoding="utf-8")).get("parent")
+    parent: Mapping[str, object] | None = json.loads(path.read_text(encoding="utf-8")).get("parent")
     return parent
 
 
@@ -114,7 +114,7 @@ def _mapping(text: str, *, name: str) -> dict[str, Any]:
     return content
 
 
-def _parse(text: str, *, name: str) -> Any:
+def _parse(text: str, *, name: str) -> object:
     try:
         return parse_yaml(text, name=name)
     except ConfigError as error:
@@ -168,7 +168,7 @@ def _installed_versions() -> Mapping[str, str]:
     return {name: importlib.metadata.version(name) for name in DISTRIBUTIONS}
 
 
-def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, object]:
     """Return the hyperparameters that distinguish runs: those of the command line, and three of every run.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -76,7 +76,7 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
     return Numbers(list=[kind(first + place * distance) for place in range(count)])
 
 
-def _whole(convert: Any, *args: Any, **kwargs: Any) -> Any:
+def _whole(convert: Callable[..., object], *args: Any, **kwargs: Any) -> object:
     """Return what Hydra's int(...) returns, and the whole numbers inside an interval.
 
     Raises:
@@ -98,7 +98,7 @@ def _whole(convert: Any, *args: Any, **kwargs: Any) -> Any:
     return convert(*args, **kwargs)
 
 
-def _floats_in(value: Any) -> Iterator[float]:
+def _floats_in(value: object) -> Iterator[float]:
     if isinstance(value, float):
         yield value
     elif isinstance(value, ChoiceSweep):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +30,7 @@ class Vocabulary:
         self.places, self.config_name = places, config_name
         self.own = own_groups(places)
         contents = self._primaries()
-        self.declared: dict[str, Any] = {}
+        self.declared: dict[str, object] = {}
         for content in reversed(contents):
             self.declared |= {str(key): value for key, value in content.items() if key != "defaults"}
         choices = [choice for content in contents for choice in choices_of(content)]
@@ -41,9 +40,9 @@ class Vocabulary:
         self.groups = sorted(named)
         self.keys = sorted((set(self.declared) | named) - {"experiment", "debug", "local", "hydra"})
 
-    def _primaries(self) -> list[dict[Any, Any]]:
+    def _primaries(self) -> list[dict[object, object]]:
         """Return the content of the primary config, and of those that its defaults list names, such as train."""
-        contents: list[dict[Any, Any]] = []
+        contents: list[dict[object, object]] = []
         names = [self.config_name]
         for name in names:
             paths = [place.directory / f"{name}.yaml" for place in self.places] if is_valid_path(name) else []

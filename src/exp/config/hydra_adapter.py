@@ -179,15 +179,15 @@ class Repository:
 
     def __init__(self, repository: Any) -> None:
         self._repository = repository
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, object] = {}
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._repository, name)
 
     def __deepcopy__(self, memo: object) -> Repository:
         return self
 
-    def load_config(self, config_path: str) -> Any:
+    def load_config(self, config_path: str) -> object:
         """Return the config that the search path has, or None."""
         if config_path not in self._loaded:
             self._loaded[config_path] = self._repository.load_config(config_path)
@@ -353,7 +353,7 @@ def registered_targets() -> set[str]:
     """Return every `_target_` that installed Hydra plug-ins registered, and the names of the plug-in classes."""
     found = set(Plugins.instance().class_name_to_class)
 
-    def collect(node: Any) -> None:
+    def collect(node: object) -> None:
         if isinstance(node, dict):
             for value in node.values():
                 collect(value)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from exp.config.frozen import COMPOSITION
+from exp.config.plain_tree import value_at
 from exp.config.reading import UNKNOWN, Values
 from exp.errors import ErrorDetails, not_supported_with
 from exp.spelling import show
@@ -15,7 +15,7 @@ MODULE_KEY = "module"
 # A key of the composition's record: the replaced nodes that the user chose, each with its source.
 REFUSED_KEYS = "refused"
 # The value that replaces each node, and what is used instead in a run of a module.
-REPLACED: Mapping[str, tuple[Any, str]] = {
+REPLACED: Mapping[str, tuple[object, str]] = {
     "model": (None, "the module makes its network from its parameters, such as module.net"),
     "objective": ({}, "its training_step returns the loss"),
     "metrics": ({}, "it logs its metrics by self.log"),
@@ -26,7 +26,7 @@ REPLACED: Mapping[str, tuple[Any, str]] = {
 _NETWORK = "the module owns its network: change it in __init__ or configure_model"
 _STEP = "the module defines the step, and Lightning's Trainer runs it"
 # The required value of each key in a run of a module, and the reason.
-FIXED: Mapping[str, tuple[Any, str]] = {
+FIXED: Mapping[str, tuple[object, str]] = {
     "weights.from": (None, "the module loads its initial weights; resume continues from a checkpoint of exp"),
     "initialisation": ({}, _NETWORK),
     "freeze.parameters": ([], _NETWORK),
@@ -43,18 +43,18 @@ FIXED: Mapping[str, tuple[Any, str]] = {
 WORDS = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64")
 
 
-def brings_data(plain: Mapping[str, Any]) -> bool:
+def brings_data(plain: Mapping[str, object]) -> bool:
     """Return whether the data of a run with a module have a class outside exp, which has its own loaders."""
-    target = Values(dict(plain))["data._target_"]
+    target = value_at(plain, "data._target_")
     return has_module(plain) and isinstance(target, str) and not target.startswith("exp.")
 
 
-def has_module(plain: Mapping[str, Any]) -> bool:
+def has_module(plain: Mapping[str, object]) -> bool:
     """Return whether a config trains a LightningModule of the user."""
     return MODULE_KEY in plain and plain[MODULE_KEY] is not None
 
 
-def target_of(plain: Mapping[str, Any]) -> str:
+def target_of(plain: Mapping[str, object]) -> str:
     """Return the name of the module's class, for a message."""
     node = plain[MODULE_KEY]
     return str(node["_target_"]) if isinstance(node, dict) and "_target_" in node else "which is set"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
+# The values of a config by key.
+Plain = dict[str, Any]
 # The value of a key that a tree or a config does not have.
 ABSENT: Any = object()
 
@@ -59,12 +61,12 @@ def are_same(one: Any, other: Any) -> bool:
 KeyPath = tuple[Any, ...]
 
 
-def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, Any] | None:
+def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, object] | None:
     """Return the values of `after` that differ from `before`, by path; None if the keys of a mapping differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
             return None
-        found: dict[KeyPath, Any] = {}
+        found: dict[KeyPath, object] = {}
         for name, value in after.items():
             inner = changes(before[name], value, (*path, name))
             if inner is None:
@@ -82,7 +84,7 @@ def are_referred(paths: Iterable[KeyPath], raw: object) -> bool:
     return any(str(path[-1]) in text for path in paths for text in texts)
 
 
-def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, object]) -> dict[str, Any]:
     """Return a plain tree with other values at existing paths. The two trees share what did not change."""
     found = dict(plain)
     for (*path, last), value in values.items():

@@ -17,7 +17,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from omegaconf.resolvers import oc
 
 from exp.config.copying import raw_values
-from exp.config.plain_tree import ABSENT, is_node, leaves, value_at
+from exp.config.plain_tree import ABSENT, Plain, is_node, leaves, value_at
 from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
 from exp.errors import ErrorDetails
@@ -47,7 +47,7 @@ class Unknown:
 
 UNKNOWN = Unknown()
 # The plain values of a config, and the errors of values that cannot be read.
-Reading = tuple[dict[str, Any], list[ErrorDetails]]
+Reading = tuple[Plain, list[ErrorDetails]]
 
 
 @contextlib.contextmanager
@@ -103,12 +103,12 @@ def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
 
 
 @secrets_kept()
-def plain_values(config: DictConfig) -> dict[str, Any]:
+def plain_values(config: DictConfig) -> Plain:
     """Return the plain values of a config without errors. An interpolation that depends on the data stays as text."""
     try:
-        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+        return cast(Plain, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException:
-        return cast(dict[str, Any], _with_texts(read(config)[0], raw_values(config)))
+        return cast(Plain, _with_texts(read(config)[0], raw_values(config)))
 
 
 def _with_texts(value: object, raw: object) -> object:
@@ -131,14 +131,14 @@ def is_open(data: Mapping[str, object]) -> bool:
 class Values:
     """The values of a plain config by dotted key; UNKNOWN for a key that it does not have."""
 
-    def __init__(self, plain: dict[str, Any]) -> None:
+    def __init__(self, plain: Plain) -> None:
         self.plain = plain
 
     def __getitem__(self, key: str) -> Any:
         value = value_at(self.plain, key)
         return UNKNOWN if value is ABSENT else value
 
-    def entries(self, key: str) -> dict[str, Any]:
+    def entries(self, key: str) -> Plain:
         """Return the named nodes of a group, except those that could not be read."""
         node = self[key]
         return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
@@ -152,7 +152,7 @@ class _Reader:
         self.values = Values(self.raw)
         self.costs: dict[str, int] = {}
 
-    def mapping(self, node: DictConfig, raw: dict[str, Any], key: str, depth: int) -> dict[str, Any]:
+    def mapping(self, node: DictConfig, raw: Plain, key: str, depth: int) -> Plain:
         return {name: self.child(node, name, raw[name], f"{key}.{name}" if key else str(name), depth) for name in raw}
 
     def sequence(self, node: ListConfig, raw: list[Any], key: str, depth: int) -> list[Any]:
@@ -173,7 +173,7 @@ class _Reader:
             # An interpolation may refer to a node.
             raw = OmegaConf.to_container(value, resolve=False) if isinstance(value, DictConfig | ListConfig) else raw
         if isinstance(value, DictConfig):
-            return self.mapping(value, cast("dict[str, Any]", raw), key, depth + 1)
+            return self.mapping(value, cast(Plain, raw), key, depth + 1)
         if isinstance(value, ListConfig):
             return self.sequence(value, cast("list[Any]", raw), key, depth + 1)
         return value

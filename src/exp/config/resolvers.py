@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
@@ -56,10 +55,10 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
             _registered.add(name)
 
 
-def resolver_errors(plain: Mapping[str, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
+def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
     """Yield the errors in the names of resolvers and of their functions."""
-    declared = plain[NODE] if isinstance(plain.get(NODE), dict) else {}
-    for name, dotted in declared.items():
+    declared = plain.get(NODE)
+    for name, dotted in declared.items() if isinstance(declared, dict) else ():
         got, expected, fix = show(dotted), EXAMPLE, None
         if not isinstance(name, str) or not NAME.fullmatch(name):
             got, expected = show(name), "a name of letters, as in ${name:...}"

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
@@ -21,7 +20,7 @@ from exp.errors import COMMAND_LINE, ConfigError
 
 TARGET, ARGUMENTS = "_target_", "_args_"
 # The value of a key that an override removes.
-REMOVED: Any = object()
+REMOVED = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class Setting:
     """
 
     key: str
-    value: Any
+    value: object
     layer: Layer | None = None
     keys: tuple[str, ...] = ()
     text: str = ""
@@ -184,12 +183,11 @@ def chooses(parsed: Override, layers: Sequence[Layer]) -> bool:
     )
 
 
-def _walk(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _walk(value: object, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
     yield keys, value
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _walk(inner, (*keys, str(key)))
     elif isinstance(value, list):
-        items: Sequence[Any] = value
-        for index, inner in enumerate(items):
+        for index, inner in enumerate(value):
             yield from _walk(inner, (*keys, str(index)))

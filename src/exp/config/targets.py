@@ -270,7 +270,7 @@ def _import(module_name: str, dotted: str) -> ModuleType:
         raise _import_error(dotted, module_name, error) from error
 
 
-def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
+def _require_class_at_home(dotted: str, value: object, *, home: str) -> None:
     if not inspect.isclass(value):
         kind = "a function" if callable(value) else f"a {type(value).__name__}"
         fix = "Wrap it in a class of your own" if callable(value) else None
@@ -278,17 +278,18 @@ def _require_class_at_home(dotted: str, value: Any, *, home: str) -> None:
     _require_home(dotted, value, home=home)
 
 
-def _require_base(dotted: str, value: Any, *, bases: list[str]) -> None:
+def _require_base(dotted: str, value: object, *, bases: list[str]) -> None:
     classes = tuple(class_of(base) for base in bases)
     if not (inspect.isclass(value) and issubclass(value, classes)):
         wanted = " or ".join(bases)
         raise TargetError(f"{dotted}, which is no {wanted}", f"a subclass of {wanted}")
 
 
-def class_of(dotted: str) -> Any:
+def class_of(dotted: str) -> type:
     """Return the class of a dotted name of exp's own code, never of a config."""
     module_name, _, attribute = dotted.rpartition(".")
-    return getattr(importlib.import_module(module_name), attribute)
+    found: type = getattr(importlib.import_module(module_name), attribute)
+    return found
 
 
 def _is_inside(name: str, package: str) -> bool:

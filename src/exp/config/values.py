@@ -63,7 +63,7 @@ def _is_reference(node: object, part: str) -> bool:
     return name is not ABSENT and OmegaConf.is_interpolation(node, name)
 
 
-def adds_keys(node: DictConfig, value: Mapping[str, Any]) -> bool:
+def adds_keys(node: DictConfig, value: Mapping[str, object]) -> bool:
     """Return whether a mapping has keys, at any depth, that a node does not have."""
     pairs = [(held_value(node, str(name)), inner) for name, inner in value.items()]
     return any(
@@ -87,7 +87,7 @@ def takes_new_key(holder: str, node: object, name: str) -> bool:
     return not is_habit and not is_typo(name, map(str, node))
 
 
-def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, Any] | None = None) -> None:
+def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, object] | None = None) -> None:
     """Set, add or delete the value of an override.
 
     A mapping is merged into a mapping, and replaces anything else. Above the key, a new mapping replaces a reference

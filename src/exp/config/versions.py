@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from exp.config.plain_tree import are_same, is_node, leaves, value_at
+from exp.config.plain_tree import Plain, are_same, is_node, leaves, value_at
 
 # Keys that every config has now, with the value for a config without the key.
 PRESENT: Mapping[str, object] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
@@ -122,9 +122,9 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
 }
 
 
-def with_present_keys(content: Mapping[str, object]) -> dict[str, Any]:
+def with_present_keys(content: Mapping[str, object]) -> Plain:
     """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
-    found: dict[str, Any] = _with_targets(dict(content), current_target)
+    found: Plain = _with_targets(dict(content), current_target)
     for (key, value), chosen in CHOSEN_CLASSES.items():
         node, name = _place(found, key)
         if name in node and node[name] == value:
@@ -139,9 +139,9 @@ def with_present_keys(content: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def as_before(plain: Mapping[str, object]) -> dict[str, Any]:
+def as_before(plain: Mapping[str, object]) -> Plain:
     """Return a config as the earliest version would have it: equal for all versions that compute the same."""
-    found: dict[str, Any] = _with_targets(dict(plain), _earlier_target)
+    found: Plain = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
     for (key, value), chosen in CHOSEN_CLASSES.items():
         node, name = _place(found, key)
@@ -195,7 +195,7 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
         return [_with_targets(one, rename) for one in value]
     if not isinstance(value, dict):
         return copy.copy(value)
-    renamed: dict[str, Any] = {
+    renamed: Plain = {
         key: rename(one) if key == "_target_" and isinstance(one, str) else _with_targets(one, rename)
         for key, one in value.items()
     }
@@ -205,19 +205,19 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
     return renamed
 
 
-def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+def _place(tree: Plain, key: str) -> tuple[Plain, str]:
     """Return the mapping that holds a dotted key, and the last name of the key; an empty mapping if none holds it."""
     parent, _, last = key.rpartition(".")
     node = value_at(tree, parent) if parent else tree
     return (node if isinstance(node, dict) else {}), last
 
 
-def _add(tree: dict[str, Any], key: str, value: object) -> None:
+def _add(tree: Plain, key: str, value: object) -> None:
     node, name = _place(tree, key)
     node.setdefault(name, copy.deepcopy(value))
 
 
-def _replace_removed_values(tree: dict[str, Any]) -> None:
+def _replace_removed_values(tree: Plain) -> None:
     for (key, removed), value in REMOVED_VALUES.items():
         node, name = _place(tree, key)
         if name in node and node[name] == removed:

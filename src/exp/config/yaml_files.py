@@ -100,7 +100,7 @@ class Choice(NamedTuple):
     number: int
 
 
-def choices_of(content: Any) -> list[Choice]:
+def choices_of(content: object) -> list[Choice]:
     """Return the entries of the defaults list of a file's content."""
     lines = content["defaults"] if isinstance(content, dict) and "defaults" in content else None
     found = []
@@ -210,19 +210,19 @@ def _loader(*, fast: bool) -> Any:
     base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
 
     class Loader(base):  # type: ignore[misc, valid-type]  # a base chosen at run time
-        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
             sign: [(tag, pattern) for tag, pattern in resolvers if tag != DATE]
             for sign, resolvers in base.yaml_implicit_resolvers.items()
         }
 
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             seen = set()
             for key in (key for key, _ in node.value if key.tag == TEXT):
                 if key.value in seen:
                     problem = f"found duplicate key {key.value}"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
-            found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+            found: dict[object, object] = super().construct_mapping(node, deep=deep)
             return found
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))

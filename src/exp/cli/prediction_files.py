@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from exp.engine.predictions import archive_of
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error, raise_errors
+from exp.errors import ConfigError, ErrorDetails, RunError, command_line_error, config_error, raise_errors
 from exp.files import write_atomic
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
@@ -101,19 +101,19 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
 
 
 def _join(kept: Mapping[str, Column], answers: Mapping[str, Column]) -> dict[str, Column]:
-    """Return columns that are kept and answers. Raises: ConfigError for a name that both have."""
+    """Return the columns that are kept and the answers, or raise ConfigError for a name that both have."""
     if both := [name for name in kept if name in answers]:
         raise ConfigError([_taken_name_error(both[0])])
     return {**kept, **answers}
 
 
 def _taken_name_error(name: str) -> ErrorDetails:
-    got, fix = f"{name}, which the answers have, too", "Rename the column of the input"
-    return ErrorDetails(key="keep", got=got, expected="columns that have no name of an answer", fix=fix)
+    got, expected = f"{name}, which is the name of an answer", "columns with other names"
+    return command_line_error("keep", got, expected, "Rename the column of the input")
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, object]]:
-    """Yield what is said of each sample. is_flat: whether each value is one number or text."""
+    """Yield a row for each sample. is_flat: each value is a number or a text."""
     columns: dict[str, Sequence[Any]] = {"file": list(map(str, predictions.files))} if predictions.files else {}
     for name, values in predictions.outputs.items():
         is_read = name in predictions.readings

@@ -205,11 +205,16 @@ class OpenPlaces(SearchPathPlugin):
             search_path.prepend(place.provider, path, SearchPathQuery(provider="main"))
 
 
+def hydra_error(key: str, got: str, expected: str, fix: str | None = None, source: str | None = None) -> ErrorDetails:
+    """Return the error of a setting of Hydra, or of a composition."""
+    return ErrorDetails(key, got, expected, fix, source=source)
+
+
 def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetails:
     """Return the error of `hydra.searchpath`, which may name packages that Hydra would import."""
     got = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     expected = "--config-dir DIR, or a package with an entry point exp.conf"
-    return ErrorDetails(key="hydra.searchpath", got=got, expected=expected, source=source)
+    return hydra_error("hydra.searchpath", got, expected, source=source)
 
 
 @contextlib.contextmanager
@@ -312,14 +317,14 @@ def error_of(error: Exception) -> ErrorDetails:
             got, expected, fix = (text.format(**named) for text in words)
             of_command = COMMAND_LINE if "added" in named else None
             source = f"{named['file']}.yaml" if "file" in named else of_command
-            return ErrorDetails(key=named["group"], got=got, expected=expected, fix=fix, source=source)
+            return hydra_error(named["group"], got, expected, fix, source)
     causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        return ErrorDetails(key="config", got="nested too deeply, or into itself", expected="a few levels")
+        return hydra_error("config", "nested too deeply, or into itself", "a few levels")
     texts = [text for text in map(_short, causes) if text]
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(texts)) or type(error).__name__
-    return ErrorDetails(key=str(key) or "config", got=detail, expected="a config that can be composed")
+    return hydra_error(str(key) or "config", detail, "a config that can be composed")
 
 
 def _missing_config_error(error: MissingConfigException, path: str) -> ErrorDetails:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
@@ -17,8 +18,7 @@ from omegaconf.errors import UnsupportedInterpolationType
 from exp.config.copying import raw_values
 from exp.config.reading import held_node
 from exp.config.targets import TargetError, resolve_resolver
-from exp.errors import ConfigError, ErrorDetails
-from exp.spelling import show
+from exp.errors import ConfigError, ErrorDetails, invalid_value
 
 NODE = "resolvers"
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -59,22 +59,21 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
     """Yield the errors in the names of resolvers and of their functions."""
     declared = plain.get(NODE)
     for name, dotted in declared.items() if isinstance(declared, dict) else ():
-        got, expected, fix = show(dotted), EXAMPLE, None
+        key = f"{NODE}.{name}"
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            got, expected = show(name), "a name of letters, as in ${name:...}"
+            yield invalid_value(key, name, "a name of letters, as in ${name:...}")
         elif name not in _registered and OmegaConf.has_resolver(name):
-            got, expected = f"{name}, which OmegaConf or Hydra has", "another name"
             fix = f"Write resolvers.my_{name.replace('.', '_')}"
-        elif isinstance(dotted, str) and "." in dotted:
+            yield invalid_value(key, name, "another name", fix, because="which OmegaConf or Hydra has")
+        elif not isinstance(dotted, str) or "." not in dotted:
+            yield invalid_value(key, dotted, EXAMPLE)
+        else:
             try:
                 resolve_resolver(dotted, allow=allow)
-                continue
             except TargetError as error:
-                got, fix = error.errors[0].got, error.errors[0].fix
+                yield replace(error.errors[0], key=key, expected=EXAMPLE)
             except ConfigError as error:
                 yield from error.errors
-                continue
-        yield ErrorDetails(f"{NODE}.{name}", got, expected, fix)
 
 
 def _declared(config: DictConfig) -> dict[str, str]:

@@ -99,7 +99,7 @@ def test_columns_are_kept_and_unknown_words_counted(pets_run, pets, write_csv, c
         assert message in capsys.readouterr().err
     for name in ("class", f"probability_{KINDS[0]}", "probabilities", "prediction", "species.class", "file"):
         assert main([f"run={pets_run.directory}", "input=new.csv", "output=a.csv", f"keep=[{name}]"]) == 2
-        assert f"keep: {name}, which the answers have, too" in capsys.readouterr().err
+        assert f"keep: {name}, which is the name of an answer" in capsys.readouterr().err
     assert not Path("a.csv").exists()
 
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m exp.train`: flags, help, and Hydra's answers to questions about the config."""
+"""The command line of `python -m exp.train`: flags, help, and the printed config."""
 
 from __future__ import annotations
 
@@ -158,12 +158,12 @@ def _read_samples(text: str) -> int | None:
 
 @secrets_kept()
 def answer_question(arguments: argparse.Namespace) -> bool:
-    """Print the help, the config or its sources if the command asks for one of them.
+    """Print the help or the config if the command asks for it.
 
     This imports neither torch nor lightning.
 
     Returns:
-        Whether the command asks; it then runs nothing.
+        True if the command asks; it then runs nothing.
 
     Raises:
         ConfigError: The overrides have errors.

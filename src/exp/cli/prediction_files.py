@@ -1,4 +1,4 @@
-"""Writes predictions as a file: arrays in .npz, or one row per sample in .csv and .jsonl."""
+"""Write predictions to a file: arrays in .npz, or one row per sample in .csv and .jsonl."""
 
 from __future__ import annotations
 

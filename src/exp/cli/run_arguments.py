@@ -1,4 +1,4 @@
-"""Reads the command of a tool for saved runs: `run=DIR`, keys of the tool, and overrides of the run."""
+"""Read the command of a tool for saved runs: `run=DIR`, keys of the tool, and overrides of the run."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 
 def shared_config(composition: Composition) -> DictConfig:
-    """Return a copy of what the jobs of a sweep share, without the hydra node and what is swept."""
+    """Return a copy of the config that the jobs of a sweep share, without the hydra node and the swept values."""
     return _without_hydra(replace(composition, config=copy_config(composition.config)), directory="")
 
 
@@ -186,7 +186,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
 
 
 def own_groups_chosen(composition: Composition) -> list[str]:
-    """Return the user's config groups of which an option was merged at the node of their name."""
+    """Return the user's config groups that have a merged option at the node of their name."""
     tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
     chosen = {group for group, node in tops if group == node}
     return [group for group in composition.vocabulary.own if group in chosen]

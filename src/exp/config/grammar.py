@@ -109,7 +109,7 @@ def _floats_in(value: object) -> Iterator[float]:
 
 
 def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
-    """Return the packages that overrides of `security.allow`, or of `security` as a whole, name one by one."""
+    """Return the packages that overrides of `security.allow` or `security` list."""
     found: set[str] = set()
     for text in overrides:
         if "security" not in text:

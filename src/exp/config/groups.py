@@ -91,7 +91,7 @@ class Vocabulary:
 
     @functools.cached_property
     def keys_below(self) -> list[str]:
-        """All dotted keys of the config without overrides; none if even that does not compose."""
+        """Return all dotted keys of the config without overrides; empty if it does not compose."""
         try:
             config, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
         except ConfigError:  # which the composition itself reports

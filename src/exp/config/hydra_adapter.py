@@ -69,7 +69,7 @@ REFUSED_CHOICES = {
     r"Could not override '(?P<group>[^']+)'.*To append to your default list use (?P<added>\S+)": (
         "= on a group of which the defaults list chooses nothing", "+ to add to it", "Write {added}",
     ),
-    r"In '(?P<file>(?P<group>[^'/]+)[^']*)': .*Cannot merge (Dict|List)Config with": (
+    r"In '(?P<file>(?P<group>[^'/]+)[^']*)': .*Cannot merge ((Dict|List)Config with|incompatible container)": (
         "a mapping for a list of another file, or a list for a mapping", "the same kind in both",
         "Write it on the command line, where it replaces the other",
     ),
@@ -96,7 +96,7 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """The layer as Hydra writes it in a defaults list, with its file: `model/mlp@model=/conf/model/mlp.yaml`."""
+        """Return the entry of Hydra's defaults list with the file: `model/mlp@model=/conf/model/mlp.yaml`."""
         return f"{self.config_path}@{self.package}={self.file}"
 
     @classmethod
@@ -108,7 +108,7 @@ class Layer:
 
 
 class ConfigFolder(ConfigSource):
-    """Reads the YAML files of one place of a search path, with exp's bounds and messages."""
+    """Reads the YAML files of a place of configs, with exp's limits and messages."""
 
     # The file that was read last.
     last: Path | None = None
@@ -295,7 +295,7 @@ def _layer(places: Sequence[Place], config_path: str, package: str) -> Layer:
 
 
 def _lead_references(config: DictConfig, layer: Layer) -> None:
-    """Make `${model.width}` of an option refer to the option's own node if `model@vars.teacher` puts it elsewhere."""
+    """Make `${model.width}` in an option refer to the option's node if `model@vars.teacher` merges it elsewhere."""
     group, place = layer.config_path.partition("/")[0], layer.package
     if group not in ONE or place in ("", "_global_", group) or place.startswith(f"{group}/"):
         return
@@ -378,7 +378,7 @@ def registered_options(group: str) -> list[str]:
 
 
 class JobConfigs:
-    """Stands for Hydra's config loader in a sweep, with which a sweeper tries each job: exp composes them itself."""
+    """A replacement of Hydra's config loader, with which sweepers compose each job as a trial. exp composes jobs itself."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         return master_config
@@ -386,7 +386,7 @@ class JobConfigs:
 
 @secrets_kept()
 def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
-    """Let the configured sweeper name the jobs, and exp's launcher run them."""
+    """Run the configured sweeper, which names the jobs. exp's launcher runs them."""
     with hydra_base(), hydra_config(config):
         config.hydra.mode = RunMode.MULTIRUN
         config.hydra.sweep.dir = str(directory)
@@ -400,7 +400,7 @@ def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
 
 
 def swept_texts(config: DictConfig) -> list[str] | None:
-    """Return the overrides that Hydra's own sweeper or exp's combines; None for another sweeper."""
+    """Return the overrides that exp's or Hydra's own sweeper combines; None for another sweeper."""
     sweeper = config.hydra.sweeper
     if sweeper["_target_"] not in (BASIC_SWEEPER, OUR_SWEEPER):
         return None
@@ -409,7 +409,7 @@ def swept_texts(config: DictConfig) -> list[str] | None:
 
 
 def record_overrides(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Keep the overrides as typed in the hydra node, and name a folder of them, `hydra.job.override_dirname`."""
+    """Record the typed overrides in the hydra node, and set `hydra.job.override_dirname`."""
     own = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
     config.hydra.overrides.task = own
     config.hydra.overrides.hydra = [text for text in overrides if text not in own]
@@ -424,7 +424,7 @@ def recorded_overrides(config: DictConfig, kind: str = "task") -> list[str]:
 
 
 def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:
-    """Return the result of one job for a sweeper: always completed, because a sweeper ends the sweep on another."""
+    """Return the result of a job for a sweeper. Its status is completed: with another one, a sweeper ends the sweep."""
     result = JobReturn(overrides=list(overrides), cfg=config, working_dir=directory, status=JobStatus.COMPLETED)
     result.return_value = value
     return result

@@ -378,7 +378,7 @@ def registered_options(group: str) -> list[str]:
 
 
 class JobConfigs:
-    """A replacement of Hydra's config loader, with which sweepers compose each job as a trial. exp composes jobs itself."""
+    """Replaces Hydra's config loader, with which a sweeper composes each job. exp composes jobs later."""
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         return master_config

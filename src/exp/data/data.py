@@ -151,7 +151,7 @@ class Data:
         given |= {"batch_transforms": batch_transforms, "train_batch_transforms": train_batch_transforms}
         pinned = use_pinned_memory(pin_memory)
         self.loading = Loading.of_config(
-            form=form_of(declared, keeps_doubles=keeps_doubles),
+            form=form_of(inputs, declared, keeps_doubles=keeps_doubles),
             collate=collate,
             transforms=given,
             tv_tensors=tv_tensors,
@@ -267,10 +267,10 @@ class Data:
         )
 
 
-def form_of(declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
-    """Return the form of batches. float64 stays if the config states it for an input."""
+def form_of(inputs: Mapping[str, Any] | None, declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
+    """Return the form of batches: pairs, unless the config names inputs. float64 stays if the config states it."""
     dtypes = [declared.input_dtype, *(one.dtype for one in declared.inputs.values())]
-    return BatchForm(names=tuple(declared.inputs), keeps_doubles=keeps_doubles or "float64" in dtypes)
+    return BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:

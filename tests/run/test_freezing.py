@@ -13,6 +13,7 @@ import exp
 from exp.check.examination import plan
 from exp.check.resolution import resolve
 from exp.construct import build_network
+from exp.engine.forward import named_values
 from exp.errors import ConfigError
 from exp.models.freezing import find_frozen
 from exp.models.initialisation import initialise
@@ -180,7 +181,7 @@ def test_an_unfrozen_layer_trains_as_by_hand():
     decided = checked(*run)
     network = build_network(decided.settings, decided.spec).double()
     (batch,) = decided.data.loader("train")
-    x, y = batch.data
+    x, y = named_values(batch.data).values()
     slow = list(network.stem.parameters())
     rest = [one for name, one in network.named_parameters() if not name.startswith("stem")]
     groups = [{"params": rest}, {"params": slow, "lr": 0.01}]

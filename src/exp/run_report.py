@@ -327,7 +327,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     Args:
         parts: The objects of the run. None: the run ended before they were built.
     """
-    from exp.hooks.out_of_memory import explained as explain_memory
+    from exp.hooks.out_of_memory import explain as explain_memory
     from exp.hooks.out_of_memory import is_out_of_memory
 
     explained: ExpError

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import exp
 from exp.check.runtime_switches import compile_errors
 from exp.engine.compilation import compile_network, is_compiled
-from exp.engine.forward import needing
+from exp.engine.forward import enable_needs
 from exp.models.containers import SequentialModel
 
 pytestmark = pytest.mark.numeric
@@ -77,10 +77,10 @@ def test_a_double_backward_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> 
     compiled = frames()
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         torch.autograd.grad(network(x).sum(), x, create_graph=True)[0].square().sum().backward()
-    with needing(needs, network):
+    with enable_needs(needs, network):
         torch.autograd.grad(network(x).sum(), x, create_graph=True)[0].square().sum().backward()
     assert network.first.weight.grad is not None
-    with needing(frozenset({"forward_passes"}), network):
+    with enable_needs(frozenset({"forward_passes"}), network):
         network(x)
     assert frames() == compiled
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from exp.engine.buffer import gathered
+from exp.engine.buffer import gather_numbers
 from exp.hooks.hook import Hook
 from exp.hooks.step import Step
 
@@ -126,8 +126,8 @@ def test_one_copy_keeps_the_order_of_mixed_kinds() -> None:
         torch.tensor(4.0),
         torch.tensor(0.1, dtype=torch.float64),
     ]
-    assert gathered([torch.tensor([0.0, 1.0]), *values]) == [0.0, 1.0, 2.0, 3.0, 4.0, 0.1]
-    assert gathered([torch.tensor([5.0])]) == [5.0]
+    assert gather_numbers([torch.tensor([0.0, 1.0]), *values]) == [0.0, 1.0, 2.0, 3.0, 4.0, 0.1]
+    assert gather_numbers([torch.tensor([5.0])]) == [5.0]
 
 
 def test_self_log_of_a_users_callback_still_works(tmp_path: Path, small_run: ModuleType) -> None:

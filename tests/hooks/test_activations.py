@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.hooks.activations import Activations, figures, merged
+from exp.hooks.activations import Activations, figures, merge_figures
 from exp.hooks.panels import Column, Histogram
 
 pytestmark = pytest.mark.numeric
@@ -80,7 +80,7 @@ def test_a_star_matches_layers_without_containers(measured):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_parts_merge_exactly_far_from_zero(dtype):
     values = (1000 + torch.randn(1000, 7, generator=torch.Generator().manual_seed(0))).to(dtype)
-    whole = merged([figures(part, nn.Identity()) for part in values.split([1, 399, 600])])
+    whole = merge_figures([figures(part, nn.Identity()) for part in values.split([1, 399, 600])])
     exact = values.double().numpy()
     assert whole[1].item() == pytest.approx(exact.mean(), rel=1e-6)
     assert (whole[2] / whole[0]).sqrt().item() == pytest.approx(exact.std(), rel=1e-4)

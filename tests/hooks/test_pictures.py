@@ -13,8 +13,8 @@ from exp.data.digits import Digits
 from exp.errors import RunError
 from exp.extras.evaluation.samples import Samples
 from exp.extras.research.features import Features
-from exp.hooks.figures import INK, RIGHT, WRONG, Caption, captioned
-from exp.hooks.panels import coloured, pictures
+from exp.hooks.figures import INK, RIGHT, WRONG, Caption, draw_captioned
+from exp.hooks.panels import pictures, to_rgb
 
 
 def alone(tensor):
@@ -70,7 +70,7 @@ def test_samples_are_a_random_choice_of_the_whole_evaluation():
     assert 1 <= sum(kinds) <= 3
     assert frames(panel)[::2] == [WRONG if kind else RIGHT for kind in kinds]
     words = [Caption(lines=[f"target {name}", "output disc"], right=name == "disc") for name in ("disc", "bar")]
-    expected = captioned(coloured(panel.pixels), [words[kind] for kind in kinds],
+    expected = draw_captioned(to_rgb(panel.pixels), [words[kind] for kind in kinds],
                          title=f"{4 - sum(kinds)} of 4 right; orange is wrong", columns=4)  # fmt: skip
     assert np.array_equal(panel.drawn().pixels[0].permute(1, 2, 0).numpy(), expected)
 

@@ -16,7 +16,7 @@ import yaml
 import exp
 from exp.check.continuation import changed_values
 from exp.check.resolution import resolve
-from exp.engine.trial_record import STUDY, opened
+from exp.engine.trial_record import STUDY, open_journal
 from exp.files import open_atomic
 from exp.run_report import read_report
 from exp.sweeps.ledger import identity_of
@@ -36,7 +36,7 @@ def table(directory: Path) -> list[dict[str, str]]:
 
 def trials(directory: Path) -> list[tuple[object, ...]]:
     """Return what was proposed, reported and recorded for each trial of a search."""
-    study = optuna.load_study(study_name=STUDY, storage=opened(directory))
+    study = optuna.load_study(study_name=STUDY, storage=open_journal(directory))
     return [
         (trial.number, trial.params, trial.values, trial.intermediate_values, trial.state) for trial in study.trials
     ]
@@ -165,7 +165,7 @@ def test_trials_that_are_known_together_are_stacked(commands):
     assert [row["status"] for row in rows] == ["completed"] * 8
     logs = [(WHOLE / row["directory"] / "train.log").read_text() for row in rows]
     assert all("trained in a stack of 8 jobs" in log for log in logs)
-    study = optuna.load_study(study_name=STUDY, storage=opened(WHOLE))
+    study = optuna.load_study(study_name=STUDY, storage=open_journal(WHOLE))
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 8
 
 

@@ -6,7 +6,7 @@ import sys
 import optuna
 import pytest
 
-from exp.engine.trial_record import STUDY, TrialOfJob, opened
+from exp.engine.trial_record import STUDY, TrialOfJob, open_journal
 from exp.errors import MissingExtraError, RunError
 from exp.sweeps.search import Search
 from exp.sweeps.space import Axis, Space
@@ -31,7 +31,7 @@ def search(tmp_path):
 
 
 def study(directory) -> optuna.Study:
-    return optuna.load_study(study_name=STUDY, storage=opened(directory))
+    return optuna.load_study(study_name=STUDY, storage=open_journal(directory))
 
 
 def loss(values) -> float:

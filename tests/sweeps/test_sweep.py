@@ -23,7 +23,7 @@ from hydra.plugins.sweeper import Sweeper
 from exp.check.stages import compose
 from exp.config.compose import composition_of
 from exp.config.frozen import COMPOSITION
-from exp.engine.trial_record import STUDY, opened
+from exp.engine.trial_record import STUDY, open_journal
 from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
@@ -478,7 +478,7 @@ def test_a_search_resumes_only_as_the_same_search():
 )
 def test_a_search_optimizes_each_tag_in_its_direction(overrides, directions):
     status, _ = run_sweep(*SEARCH, *overrides)
-    study = optuna.load_study(study_name=STUDY, storage=opened(SWEEP))
+    study = optuna.load_study(study_name=STUDY, storage=open_journal(SWEEP))
     assert status == 0
     assert dict(zip(study.metric_names, [one.name for one in study.directions], strict=True)) == directions
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.data.randomness import preserve_generators
-from exp.engine.forward import forward_by_name, make_passes, needing
+from exp.engine.forward import enable_needs, forward_by_name, make_passes
 from exp.models.containers import with_forward
 from exp.models.flop_count import FlopCount, count_flops
 from exp.nested import move_tensors, tensors_in
@@ -91,7 +91,7 @@ def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) ->
         if not objective.needs:
             loss, _ = objective(run(network, batch.data), batch)
             return loss
-        with needing(objective.needs, network):
+        with enable_needs(objective.needs, network):
             passes = make_passes(objective.needs, network=network, run=run, data=batch.data, inputs=inputs)
             loss, _ = objective(passes.run(), batch, passes)
         return loss

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from exp.engine.checkpoint import State
 from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing
 from exp.engine.datamodule import RunTrainer
-from exp.engine.lean_loop import is_own, overridden
+from exp.engine.lean_loop import find_override, is_own
 from exp.engine.module import TrainingModule
 from exp.engine.progress import before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
@@ -162,7 +162,7 @@ def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
     """Yield the callbacks and the module that override one of the hooks, except those of exp."""
     owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
     for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
-        if not is_own(owner) and any(overridden(owner, base, hook) for hook in hooks):
+        if not is_own(owner) and any(find_override(owner, base, hook) for hook in hooks):
             yield owner
 
 

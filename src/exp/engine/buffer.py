@@ -131,10 +131,10 @@ def _on_host(tensors: Sequence[Tensor]) -> list[float]:
     """Return the numbers of the tensors in order. The first is a vector, the others are 0-d."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
-    return gathered(tensors)
+    return gather_numbers(tensors)
 
 
-def gathered(tensors: Sequence[Tensor]) -> list[float]:
+def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
     """Return the same numbers by one copy to the host, with one stack for each device and dtype."""
     losses, others = tensors[0], tensors[1:]
     # float64 keeps counts and float32 exact; mps has none.

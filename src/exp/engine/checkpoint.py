@@ -67,7 +67,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self._save(checkpoint, Path(path))
 
     def _save(self, checkpoint: State, path: Path) -> None:
-        self.write(packed(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
+        self.write(serialize(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
         """Replace a file by a checkpoint, or by the bytes of one."""
@@ -154,7 +154,7 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
             return
         while self._pending and (len(self._pending) >= self.MOST or self._pending[0].done()):
             self._pending.popleft().result()
-        self._submit(self.write, packed(checkpoint) if size <= self.packed_bytes else on_host(checkpoint), path)
+        self._submit(self.write, serialize(checkpoint) if size <= self.packed_bytes else on_host(checkpoint), path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self._submit(super().remove_checkpoint, path)
@@ -184,7 +184,7 @@ def bytes_of(checkpoint: State) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(checkpoint))
 
 
-def packed(checkpoint: State) -> bytes:
+def serialize(checkpoint: State) -> bytes:
     """Return the content of a checkpoint's file."""
     buffer = io.BytesIO()
     torch.save(with_manifest(checkpoint), buffer)

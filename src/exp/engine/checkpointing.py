@@ -272,7 +272,7 @@ class Checkpointing(Callback):
             return
         if is_better(value, self.best, mode=self.mode):
             place = {"step": trainer.global_step, "epoch": trainer.current_epoch}
-            self.best = restored_best({"metric": self.monitor, "value": value, **place}, self.best_path)
+            self.best = best_from({"metric": self.monitor, "value": value, **place}, self.best_path)
             if self._validated_at == trainer.global_step:
                 note_metrics(self.best, trainer.callback_metrics, stage="val")
             self._is_better = True
@@ -288,7 +288,7 @@ class Checkpointing(Callback):
         """
         best = self.best
         if best is not None and trainer.is_global_zero:
-            best = _copied_best(best, Path(str(trainer.ckpt_path)), self.best_path, step=trainer.global_step)
+            best = _find_best(best, Path(str(trainer.ckpt_path)), self.best_path, step=trainer.global_step)
         best = trainer.strategy.broadcast(best)
         if best is None and self.best is not None:
             log.warning(
@@ -336,7 +336,7 @@ class Checkpointing(Callback):
         self._describe(trainer, f"the last good checkpoint is {trainer.ckpt_path}, of step {position.step}")
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
-            self.best = restored_best(found, self.best_path)
+            self.best = best_from(found, self.best_path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -386,7 +386,7 @@ def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stag
     best["metrics"] |= {tag: float(value) for tag, value in values.items() if split_tag(tag)[1] == stage}
 
 
-def restored_best(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def best_from(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the best value that a checkpoint describes. Older checkpoints have no metrics for it."""
     return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
 
@@ -432,7 +432,7 @@ def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
     return found is not None and int(found["step"]) == best["step"]
 
 
-def _copied_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
+def _find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
     """Copy the checkpoint of the best value to a path, and return the value; None if no file has it.
 
     Args:

@@ -53,7 +53,7 @@ def is_compiled(network: nn.Module) -> bool:
     return network in _compiled
 
 
-def uncompiled(network: nn.Module) -> AbstractContextManager[None]:
+def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which a compiled network runs uncompiled."""
     return _eager() if is_compiled(network) else nullcontext()
 

@@ -130,7 +130,7 @@ class RunData(StagedData):
     """The data of a run with exp's training module, as Batch objects."""
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return placed(batch, device)
+        return place_batch(batch, device)
 
 
 class PlainData(StagedData):
@@ -159,7 +159,7 @@ class PlainData(StagedData):
         return batches
 
 
-def placed(batch: Batch, device: torch.device) -> Batch:
+def place_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on a device. On CPU it is the same object, which Lightning's function would copy."""
     return batch if device.type == "cpu" else batch.with_data(move_tensors(batch.data, device))
 
@@ -220,7 +220,7 @@ class Batches:
     def _on_device(self, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
         module, device = self._module, self._module.trainer.strategy.root_device
         for number, batch in enumerate(batches, start):
-            there = placed(batch, device)
+            there = place_batch(batch, device)
             yield module.data.transform_batch(there, stage=self._stage, rank=module.rank, epoch=epoch, number=number)
 
     def __len__(self) -> int:

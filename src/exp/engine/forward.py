@@ -79,7 +79,7 @@ def make_passes(
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
-    """Return the passes of one step. Call it inside `needing`, under the autocast of the step.
+    """Return the passes of one step. Call it inside `enable_needs`, under the autocast of the step.
 
     Args:
         needs: Needs of the objective, or of the terms of one phase.
@@ -102,7 +102,7 @@ def make_passes(
 
 
 @contextmanager
-def needing(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
+def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
     """Enable gradients around the forward and objective of a step, also in evaluation.
 
     For second derivatives, attention and recurrent layers run with plain kernels. The kernels of attention, oneDNN
@@ -124,6 +124,6 @@ def _outside_inference(data: Nested) -> Nested:
     return map_tensors(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
-def detached(output: Nested) -> Nested:
+def detach_output(output: Nested) -> Nested:
     """Return the output of a network without its graph."""
     return map_tensors(output, Tensor.detach)

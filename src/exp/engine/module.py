@@ -22,9 +22,18 @@ from torchmetrics import Metric, MetricCollection
 from exp.data.randomness import reseed
 from exp.engine.buffer import EpochValues
 from exp.engine.checkpoint import State, lay_out_optimizer_states
-from exp.engine.compilation import uncompiled
+from exp.engine.compilation import run_uncompiled
 from exp.engine.datamodule import RunTrainer
-from exp.engine.forward import Forward, Runner, Values, detached, forward_by_name, make_passes, named_values, needing
+from exp.engine.forward import (
+    Forward,
+    Runner,
+    Values,
+    detach_output,
+    enable_needs,
+    forward_by_name,
+    make_passes,
+    named_values,
+)
 from exp.engine.non_finite import FIXES, Kinds, kinds_by_design, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
@@ -313,7 +322,7 @@ class TrainingModule(LightningModule):
 
         A compiled network runs uncompiled, because this call occurs once.
         """
-        with uncompiled(self.network):
+        with run_uncompiled(self.network):
             loss: Tensor = self.objective(self._run(run_network, data))[0]
         return loss
 
@@ -381,7 +390,7 @@ class TrainingModule(LightningModule):
         """Return the same for an objective that needs more than one forward. run, runner: see Passes."""
         precision = self._trainer.precision_plugin
         scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
-        with needing(objective.needs, network):
+        with enable_needs(objective.needs, network):
             passes = make_passes(
                 objective.needs,
                 network=network,
@@ -394,7 +403,7 @@ class TrainingModule(LightningModule):
             values = passes.run()
             loss, parts = objective(values, batch, passes)
         if not self.training:
-            values = {**values, "output": detached(values["output"])}
+            values = {**values, "output": detach_output(values["output"])}
         return values, loss, parts
 
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from exp.data.randomness import reseed
-from exp.engine.forward import Values, detached, forward_by_name
+from exp.engine.forward import Values, detach_output, forward_by_name
 from exp.engine.module import TrainingModule, clip, schedule_config
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
 from exp.hooks.step import Window
@@ -209,7 +209,7 @@ class PhasedModule(TrainingModule):
                     ]
                 self._backward(group, [loss for loss, _ in shares], turns)
                 own = [(loss.detach(), dict(parts)) for loss, parts in shares]
-                sums = [_added(*pair) for pair in zip(sums, own, strict=True)] if sums else own
+                sums = [_add_results(*pair) for pair in zip(sums, own, strict=True)] if sums else own
             for phase in group:
                 average_gradients(self._trained[phase.name])
         return [StepResult(loss, parts) for loss, parts in sums]
@@ -293,7 +293,7 @@ class PhasedModule(TrainingModule):
             means += self._objectives[phase.name].means(found, parts, size=batch.size)
         # Metrics read the output of the default forward.
         values = known[None] if None in known else self._run(self.run_network, batch.data)
-        return {**values, "output": detached(values["output"])}, means
+        return {**values, "output": detach_output(values["output"])}, means
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
         """Step with scaled gradients, which are unscaled for hooks and clipping."""
@@ -326,7 +326,7 @@ class PhasedModule(TrainingModule):
                 parameter.requires_grad_(True)
 
 
-def _added(
+def _add_results(
     one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sums of two losses and of their terms."""

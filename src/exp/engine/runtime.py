@@ -51,10 +51,12 @@ def put_channels_last(network: nn.Module) -> None:
 def _lay_out_inputs(
     module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    return tuple(_laid_out(value) for value in inputs), {name: _laid_out(value) for name, value in named.items()}
+    return tuple(_to_channels_last(value) for value in inputs), {
+        name: _to_channels_last(value) for name, value in named.items()
+    }
 
 
-def _laid_out(value: object) -> object:
+def _to_channels_last(value: object) -> object:
     if isinstance(value, Tensor) and value.dim() == 4:
         return value.contiguous(memory_format=torch.channels_last)
     return value

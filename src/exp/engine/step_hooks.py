@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from exp.engine.compilation import uncompiled
+from exp.engine.compilation import run_uncompiled
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
@@ -121,9 +121,9 @@ class StepHooks(StepObserver):
         self.turn = WHOLE_STEP
         self.record: StepRecord | None = None
         self._all = list(self.hooks.values())
-        self._pausing = _overriding(self._all, "pause")
-        self._evaluating = _overriding(self._all, "evaluated")
-        self._finishing = _overriding(self._all, "after_evaluation")
+        self._pausing = _hooks_with(self._all, "pause")
+        self._evaluating = _hooks_with(self._all, "evaluated")
+        self._finishing = _hooks_with(self._all, "after_evaluation")
         # One object for each combination of due hooks.
         self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
         self._samples = 0
@@ -166,7 +166,7 @@ class StepHooks(StepObserver):
             hook.pause()
 
     def ended(self) -> None:
-        for hook in _overriding(self._all, "ended"):
+        for hook in _hooks_with(self._all, "ended"):
             hook.ended()
 
     def failed(self, error: BaseException) -> None:
@@ -262,7 +262,7 @@ class StepHooks(StepObserver):
         step.data, step.loss = data, None
         with ExitStack() as stack:
             if record.due.at_modules:
-                stack.enter_context(uncompiled(self._module.network))
+                stack.enter_context(run_uncompiled(self._module.network))
             for hook in record.due.at_modules:
                 stack.enter_context(hook.engaged())
             for hook in record.due.around_forward:
@@ -384,7 +384,7 @@ def _busy(hooks: Mapping[Hook, frozenset[str]], method: str) -> list[Hook]:
     return [hook for hook, idle in hooks.items() if hook.overrides(method) and method not in idle]
 
 
-def _overriding(hooks: Sequence[Hook], method: str) -> list[Hook]:
+def _hooks_with(hooks: Sequence[Hook], method: str) -> list[Hook]:
     return [hook for hook in hooks if hook.overrides(method)]
 
 

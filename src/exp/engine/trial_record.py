@@ -73,7 +73,7 @@ class _JournalLock:
         self._file.close()
 
 
-def opened(directory: Path) -> BaseStorage:
+def open_journal(directory: Path) -> BaseStorage:
     """Return the journal of the trials of a sweep."""
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
@@ -84,7 +84,7 @@ def opened(directory: Path) -> BaseStorage:
 
 
 @contextmanager
-def readable(directory: Path) -> Iterator[None]:
+def report_unreadable(directory: Path) -> Iterator[None]:
     """Raise ConfigError if the journal of a sweep cannot be read."""
     try:
         yield
@@ -112,8 +112,8 @@ class TrialOfJob:
 
     def __init__(self, number: int, *, directory: Path, pruner: Pruner, epochs: int | None) -> None:
         optuna = optuna_package()
-        with quiet(), readable(directory):
-            record = opened(directory)
+        with silence_optuna(), report_unreadable(directory):
+            record = open_journal(directory)
             study: Study = optuna.load_study(
                 study_name=STUDY,
                 storage=record,
@@ -135,7 +135,7 @@ class TrialOfJob:
         """
         if self.pruned_at is not None:
             return step >= self.pruned_at
-        with quiet():
+        with silence_optuna():
             if step not in self._reported:
                 self._trial.report(value, step)
                 self._reported.add(step)
@@ -148,7 +148,7 @@ class TrialOfJob:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_optuna() -> Iterator[None]:
     """Silence Optuna's log of trials and its warnings of experimental features."""
     import optuna
 

@@ -104,13 +104,13 @@ class Activations(Hook):
         if not seen:
             return None
         device = step.device
-        parts = torch.stack([merged([part.to(device) for part in one.parts]) for one in seen.values()])
+        parts = torch.stack([merge_figures([part.to(device) for part in one.parts]) for one in seen.values()])
         lives = [torch.cat([live.to(device) for live in one.live.values()]) for one in seen.values()]
         ranks, alive = step.gather(parts), step.gather(torch.cat(lives).to(torch.uint8)).amax(0)
         found: dict[str, dict[str, Tensor]] = {figure: {} for figure in HEALTHY}
         values: dict[str, Any] = {}
         for place, ((name, one), units) in enumerate(zip(seen.items(), alive.split([*map(len, lives)]), strict=True)):
-            whole = merged(list(ranks[:, place]))
+            whole = merge_figures(list(ranks[:, place]))
             name = name or "network"
             found["mean"][name] = whole[MEAN]
             found["std"][name] = (whole[SQUARES] / whole[COUNT]).sqrt()
@@ -147,11 +147,11 @@ def figures(output: Tensor, module: nn.Module) -> Tensor:
     squares = (values - mean).square_().sum()
     exact = torch.float32 if values.device.type == "mps" else torch.float64
     zeros = count - torch.count_nonzero(values).to(exact)
-    mean, squares, at_bound = mean.to(exact), squares.to(exact), saturated(values, module).to(exact)
+    mean, squares, at_bound = mean.to(exact), squares.to(exact), count_saturated(values, module).to(exact)
     return torch.stack([torch.full_like(mean, count), mean, squares, zeros, at_bound])
 
 
-def merged(parts: Sequence[Tensor]) -> Tensor:
+def merge_figures(parts: Sequence[Tensor]) -> Tensor:
     """Return the figures of the entries of all parts, `[5]`, from those of each. Chan, Golub and LeVeque 1979."""
     if len(parts) == 1:
         return parts[0]
@@ -177,7 +177,7 @@ def bounds_of(module: nn.Module) -> tuple[float, float] | None:
     return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
 
 
-def saturated(values: Tensor, module: nn.Module) -> Tensor:
+def count_saturated(values: Tensor, module: nn.Module) -> Tensor:
     """Return the number of entries at a bound, 0-d; 0 for a module without bounds."""
     bounds = bounds_of(module)
     if bounds is None:

@@ -40,7 +40,7 @@ def blank(width: float, height: float, title: str) -> tuple[Image.Image, ImageDr
     return sheet, pen, font
 
 
-def cut(text: str, width: float, *, keeps_end: bool = False) -> str:
+def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
     """Return the part of a text that fits. keeps_end: keep the end, in which names of neighbors differ."""
     font = font_of(TEXT_SIZE)
     if font.getlength(text) <= width:
@@ -63,7 +63,7 @@ class Caption:
     right: bool | None = None
 
 
-def captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
+def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
     """Draw pictures in a grid, each in a frame with its caption below: blue if the network was right, orange if not.
 
     Args:
@@ -116,7 +116,7 @@ def heat_map(
         healthy: Bounds of healthy numbers.
         title: Text above the map.
     """
-    numbers, names = _folded(numbers, names, healthy)
+    numbers, names = _fold(numbers, names, healthy)
     count, length = numbers.shape
     left, top = min(LONGEST_NAME, widest(names)) + 2 * MARGIN, 2 * MARGIN + TEXT_SIZE
     wide = max(1, min(WIDEST_COLUMN, (CARD - left - MARGIN) // length))
@@ -128,7 +128,7 @@ def heat_map(
     sheet.paste(Image.fromarray(colours.repeat(high, axis=0).repeat(wide, axis=1)), (left, top))
     for place in range(0, count, -(-(TEXT_SIZE + 1) // high)):
         middle = top + place * high + max(high, TEXT_SIZE) / 2
-        name = cut(names[place], LONGEST_NAME, keeps_end=True)
+        name = shorten(names[place], LONGEST_NAME, keeps_end=True)
         pen.text((left - MARGIN, middle), name, fill=INK, font=font, anchor="rm")
     pen.text((left, down + 2), f"step {steps[0]} to {steps[-1]}", fill=INK, font=font)
     for place, (colour, text) in enumerate(key):
@@ -138,7 +138,7 @@ def heat_map(
     return np.array(sheet)
 
 
-def _folded(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
+def _fold(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
     """Return at most MOST_ROWS rows and their names."""
     together = -(-len(names) // MOST_ROWS)
     if together == 1:

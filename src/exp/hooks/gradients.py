@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exp.errors import ErrorDetails
 from exp.functions.at_least_float32 import at_least_float32
-from exp.hooks.hook import Hook, Period, Values, has_come
+from exp.hooks.hook import Hook, Period, Values, is_due_at
 from exp.hooks.norms import norms, with_total
 from exp.hooks.panels import BINS, Column, Healthy, Histogram, Panel, bin_counts, finite_range
 from exp.hooks.step import Step
@@ -127,7 +127,7 @@ class Gradients(Hook):
 
     def norms_alone(self, index: int) -> bool:
         """Return whether step `index` logs norms before clipping and nothing else."""
-        return self.due(index) and not any(has_come(getattr(self, period), index) for period in OWN_PERIODS)
+        return self.due(index) and not any(is_due_at(getattr(self, period), index) for period in OWN_PERIODS)
 
     def named(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
         """Return the values of step `index` from the norm of each parameter, computed elsewhere."""
@@ -136,18 +136,18 @@ class Gradients(Hook):
         return self._shown_norms(NORM, self.names, each, total, index)
 
     def due(self, index: int) -> bool:
-        return any(has_come(getattr(self, period), index) for period in PERIODS)
+        return any(is_due_at(getattr(self, period), index) for period in PERIODS)
 
     def idle_at(self, index: int) -> frozenset[str]:
-        return self._idle[has_come(self.update_ratio_every_n_steps, index)]
+        return self._idle[is_due_at(self.update_ratio_every_n_steps, index)]
 
     def after_backward(self, step: Step) -> Values | None:
         index = step.index
         values: dict[str, Any] = {}
-        if has_come(self.every_n_steps, index) or has_come(self.heat_map_every_n_steps, index):
+        if is_due_at(self.every_n_steps, index) or is_due_at(self.heat_map_every_n_steps, index):
             values = self._norms(step, NORM)
-        has_histograms = has_come(self.histogram_every_n_steps, index)
-        has_ratio = has_come(self.update_ratio_every_n_steps, index)
+        has_histograms = is_due_at(self.histogram_every_n_steps, index)
+        has_ratio = is_due_at(self.update_ratio_every_n_steps, index)
         if has_histograms or has_ratio:
             names, gradients = self._gradients()
             if has_histograms:  # also without any here: other ranks may hold some
@@ -159,12 +159,12 @@ class Gradients(Hook):
         return values or None
 
     def after_clipping(self, step: Step) -> Values | None:
-        if self.clipped is None or not step.clips or not has_come(self.every_n_steps, step.index):
+        if self.clipped is None or not step.clips or not is_due_at(self.every_n_steps, step.index):
             return None
         return self._norms(step, CLIPPED)
 
     def after_step(self, step: Step) -> Values | None:
-        if not has_come(self.update_ratio_every_n_steps, step.index):
+        if not is_due_at(self.update_ratio_every_n_steps, step.index):
             return None
         ratios, total = self._ratio.taken(step)
         if not ratios:
@@ -200,11 +200,11 @@ class Gradients(Hook):
         self, beginning: str, names: Sequence[str], each: Sequence[Any], total: Any, index: int
     ) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        if has_come(self.every_n_steps, index):
+        if is_due_at(self.every_n_steps, index):
             values[beginning + "total"] = total
             if self.clipped == "each" if beginning == CLIPPED else self.each_parameter:
                 values |= zip([beginning + name for name in names], each, strict=True)
-        if beginning == NORM and has_come(self.heat_map_every_n_steps, index):
+        if beginning == NORM and is_due_at(self.heat_map_every_n_steps, index):
             numbers = dict(zip(names, each, strict=True))
             values[beginning.rstrip("/")] = Column.of(numbers, healthy=HEALTHY_NORM)
         return values

@@ -257,7 +257,7 @@ class Hook:
 
     def due(self, index: int) -> bool:
         """Return whether the hook is due at step `index`, counted from 1."""
-        return has_come(self.every_n_steps, index)
+        return is_due_at(self.every_n_steps, index)
 
     def idle_at(self, index: int) -> frozenset[str]:
         """Return the methods that have nothing to do at this due step, and are not called."""
@@ -331,7 +331,7 @@ def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POI
     return longest if total_steps is None else max(1, min(longest, total_steps // fewest))
 
 
-def has_come(period: int | None, index: int) -> bool:
+def is_due_at(period: int | None, index: int) -> bool:
     """Return whether step `index`, counted from 1, is the first or a multiple of the period; None is never."""
     return period is not None and (index % period == 0 or index == 1)
 

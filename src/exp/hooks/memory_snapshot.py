@@ -121,7 +121,7 @@ def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     """Return the bytes of each part by the path of the module that owns them; each storage counts once."""
     rows: dict[str, dict[Part, int]] = {}
     seen: set[int] = set()
-    for part, name, tensor in _owned(network, optimizers):
+    for part, name, tensor in _owned_tensors(network, optimizers):
         for storage in (piece.untyped_storage() for piece in held(tensor)):
             if address(storage) not in seen:
                 seen.add(address(storage))
@@ -133,7 +133,9 @@ def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     return rows
 
 
-def _owned(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[Part, str, Tensor]]:
+def _owned_tensors(
+    network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[Part, str, Tensor]]:
     """Yield parameters, gradients and optimizer state, each with the name of its parameter."""
     for name, parameter in network.named_parameters():
         yield "parameters", name, parameter

@@ -30,7 +30,7 @@ def asked_for(error: BaseException) -> int | None:
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
-def explained(error: BaseException, *, is_built: bool) -> str:
+def explain(error: BaseException, *, is_built: bool) -> str:
     """Return the report of the hook `memory` and the message of the allocator.
 
     is_built: Whether the run has its parts already. Before that no hook is called.

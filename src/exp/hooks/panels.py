@@ -272,7 +272,7 @@ def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[floa
     return Image.of(torch.stack(restored, dim=1)).pixels
 
 
-def coloured(pixels: Tensor) -> np.ndarray:
+def to_rgb(pixels: Tensor) -> np.ndarray:
     """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with transparent pixels on white."""
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255

@@ -35,7 +35,7 @@ from exp.check.input_errors import described
 from exp.config.settings import Settings, Word
 from exp.construct import build_network, build_objective, build_phases, build_run_precision
 from exp.data.randomness import preserve_generators
-from exp.engine.forward import forward_by_name, make_passes, needing
+from exp.engine.forward import enable_needs, forward_by_name, make_passes
 from exp.errors import ConfigError, RunError, one_line
 from exp.hooks.saved_tensors import Kept, held, innermost_call, kept_by, storages
 from exp.models.containers import with_forward
@@ -377,7 +377,7 @@ def losses_of(
     run, first = forward_by_name(network, inputs), objectives[0]
     losses: list[Tensor] = []
     if first.needs:
-        with needing(first.needs, network):
+        with enable_needs(first.needs, network):
             passes = make_passes(first.needs, network=network, run=run, data=batch.data, inputs=inputs)
             values = passes.run()
             losses.append(first(values, batch, passes)[0])

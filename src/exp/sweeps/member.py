@@ -38,10 +38,10 @@ from exp.engine.checkpointing import (
     BEST_KEYS,
     CONFIG,
     POSITION,
+    best_from,
     is_better,
     monitored_value,
     note_metrics,
-    restored_best,
 )
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
@@ -351,7 +351,7 @@ class Member:
             self.log.say(f"{self._monitor} is {value} at step {step}: not the best", level=logging.WARNING)
         elif is_better(value, self.best, mode=self.settings.mode):
             found = {"metric": self._monitor, "value": value, "step": step, "epoch": self._progress.epochs}
-            self.best = restored_best(found, self._best_path)
+            self.best = best_from(found, self._best_path)
             note_metrics(self.best, self.metrics, stage="val")
             for logger in self.log.loggers:
                 logger.log_metrics(best_scalars(self.best), step)
@@ -445,7 +445,7 @@ class Member:
         if found is None or found["metric"] != self._monitor:
             return
         if self._best_path.is_file():
-            self.best = restored_best(found, self._best_path)
+            self.best = best_from(found, self._best_path)
         else:
             line = f"the best.ckpt of step {found['step']} is missing: only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)

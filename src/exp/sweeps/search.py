@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exp.engine.trial_record import STUDY, opened, optuna_package, quiet, readable
+from exp.engine.trial_record import STUDY, open_journal, optuna_package, report_unreadable, silence_optuna
 from exp.errors import RunError
 from exp.shared_types import Mode, Sampler
 from exp.sweeps.space import Axis, Combination, Space
@@ -83,13 +83,13 @@ class Search:
         self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Any] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
-        with quiet():
+        with silence_optuna():
             self._proposing = optuna.create_study(
                 sampler=_sampler(sampler, seed=seed, width=width), directions=directions
             )
-        with quiet(), readable(directory):
+        with silence_optuna(), report_unreadable(directory):
             self._record = optuna.create_study(
-                storage=opened(directory),
+                storage=open_journal(directory),
                 study_name=STUDY,
                 directions=directions,
                 sampler=optuna.samplers.RandomSampler(),
@@ -109,7 +109,7 @@ class Search:
             self._pass_on(self._passed_on)
             self._passed_on += 1
         values: dict[str, str] = {}
-        with quiet():
+        with silence_optuna():
             trial = self._open[number] = self._proposing.ask()
             for axis in self.space.by_condition():
                 if self.space.is_there(axis, values):
@@ -137,7 +137,7 @@ class Search:
         if recorded.state.is_finished():
             state, values = recorded.state, recorded.values or values
         else:
-            with quiet():
+            with silence_optuna():
                 told = list(values) if state == TrialState.COMPLETE else None
                 self._record.tell(number, values=told, state=state)
         self._results[number] = (state, values, dict(recorded.intermediate_values))
@@ -148,7 +148,7 @@ class Search:
 
         state, values, reported = self._results.pop(number)
         trial = self._open.pop(number)
-        with quiet():
+        with silence_optuna():
             for step, value in sorted(reported.items()) if len(self.objectives) == 1 else ():
                 trial.report(value, step)
             if state == TrialState.COMPLETE:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from exp.engine.compilation import uncompiled
+from exp.engine.compilation import run_uncompiled
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED
 from exp.extras.debugging.module_calls import ModuleCalls, nodes_behind
@@ -147,7 +147,7 @@ def run_again(
     named = module.trained_in(window)
     observer, module.observer = module.observer, UNOBSERVED
     try:
-        with torch.enable_grad(), uncompiled(module.network):
+        with torch.enable_grad(), run_uncompiled(module.network):
             with tracer.forward():
                 loss = module.scaled_loss(window, place)
             if not loss.requires_grad:

@@ -23,8 +23,8 @@ from exp.hooks.figures import (
     TEXT_SIZE,
     WRONG,
     blank,
-    cut,
     font_of,
+    shorten,
     widest,
 )
 from exp.hooks.hook import Values
@@ -128,7 +128,7 @@ def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.n
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     cell = max(1, min(WIDEST_CELL, 900 // classes))
     side = cell * classes
-    labels = [cut(name, LONGEST_NAME) for name in (*names, *map(str, range(len(names), classes)))]
+    labels = [shorten(name, LONGEST_NAME) for name in (*names, *map(str, range(len(names), classes)))]
     left, top = widest(labels) + 3 * MARGIN, 3 * LINE + 2 * MARGIN
     sheet, pen, font = blank(left + side + 2 * MARGIN, top + side + 2 * MARGIN, title)
     pen.text((MARGIN, MARGIN + LINE), "a row a target, a column a prediction", fill=INK, font=font)

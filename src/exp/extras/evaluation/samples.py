@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from exp.errors import ErrorDetails
 from exp.extras.evaluation.class_counts import stage_errors
 from exp.hooks.hook import Hook, Values
-from exp.hooks.panels import Image, Panel, coloured, pictures
+from exp.hooks.panels import Image, Panel, pictures, to_rgb
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.shared_types import STAGES, DataSpec, Stage
@@ -154,7 +154,7 @@ class Shown(Panel):
     names: Sequence[str] = ()
 
     def drawn(self) -> Image:
-        from exp.hooks.figures import Caption, captioned
+        from exp.hooks.figures import Caption, draw_captioned
 
         captions = [
             Caption(
@@ -169,7 +169,7 @@ class Shown(Panel):
         ]
         judged = [caption.right for caption in captions if caption.right is not None]
         title = f"{sum(judged)} of {len(judged)} right; orange is wrong" if judged else f"{len(captions)} samples"
-        sheet = captioned(coloured(self.pixels), captions, title=title, columns=COLUMNS)
+        sheet = draw_captioned(to_rgb(self.pixels), captions, title=title, columns=COLUMNS)
         return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
 
     def _words(self, numbers: Tensor) -> str:

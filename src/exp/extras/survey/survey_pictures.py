@@ -10,8 +10,8 @@ from torch.nn.functional import avg_pool2d
 
 from exp.data.data import Data
 from exp.extras.survey.survey import Part, Survey
-from exp.hooks.figures import Caption, captioned
-from exp.hooks.panels import coloured, pictures
+from exp.hooks.figures import Caption, draw_captioned
+from exp.hooks.panels import pictures, to_rgb
 
 # The longer side of a picture in pixels; each pixel of a larger picture is the mean of several.
 SIDE = 256
@@ -32,7 +32,7 @@ def sheets(data: Data, survey: Survey) -> Iterator[tuple[str, np.ndarray]]:
                 targets = [f"{target} {_words(part, target, labels[place])}" for target, labels in shown.labels.items()]
                 captions.append(Caption(lines=[f"{stage} {index}", *targets]))
             title = f"{name} of {stage}, {len(captions)} of {part.looked_at:,} samples"
-            yield f"samples_{name}_{stage}", captioned(coloured(pixels), captions, title=title, columns=4)
+            yield f"samples_{name}_{stage}", draw_captioned(to_rgb(pixels), captions, title=title, columns=4)
 
 
 def _words(part: Part, name: str, label: Tensor) -> str:

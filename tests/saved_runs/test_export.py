@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from exp.errors import ConfigError, RunError
+from exp.errors import RunError
 from exp.extras.export.export import main
 from exp.extras.export.graph_capture import ExportRefused
 from exp.extras.export.network_export import export
@@ -117,51 +117,18 @@ def test_a_torch_export_graph_takes_any_batch(trained):
         torch.testing.assert_close(tuple(found.values()), outputs_of(run, x))
 
 
-def test_preprocessing_is_exported_for_tables(trained):
-    rows = np.random.default_rng(0).normal([5.0, 1e8, -3.0], [2.0, 1.0, 1e-3], (90, 3))
-    lines = [f"{a!r},{b!r},{c!r},{'dog' if a > 5 else 'cat'}" for a, b, c in rows.tolist()]
-    Path("pets.csv").write_text("\n".join(["a,b,c,kind", *lines]) + "\n")
-    run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "data.dataset.impute=mean")
-    export(run, output="net.onnx", preprocessing=True)
-    part = rows[run.data.part("train").indices.numpy()]
-    raw = rows[:20].copy()
-    raw[3, 1] = np.nan
-    filled = np.where(np.isnan(raw), part.mean(0), raw)
-    scaled = torch.from_numpy(((filled - part.mean(0)) / part.std(0)).astype(np.float32))
-    assert_close(onnx_outputs(input=raw)[0], outputs_of(run, scaled))
-    metadata = runtime.InferenceSession("net.onnx").get_modelmeta().custom_metadata_map[METADATA]
-    assert json.loads(metadata)["readings"]["output"]["names"] == ["cat", "dog"]
-    assert json.loads(metadata)["columns"] == {"input": ["a", "b", "c"]}
-
-
-def test_a_graph_without_fills_answers_nan(trained):
+def test_metadata_names_columns_and_classes(trained):
     Path("pets.csv").write_text("a,b,kind\n" + "1.5,2,cat\n2.5,7,dog\n" * 30)
     run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "model=mlp")
-    export(run, output="net.onnx", preprocessing=True)
-    (found,) = onnx_outputs(input=np.array([[1.5, 2.0], [np.nan, 2.0], [1.5, np.nan]]))
-    assert np.isnan(found).all(1).tolist() == [False, True, True]
-    with pytest.raises(ConfigError, match=r"no value in row 1 of .*column a"):
-        run.predict({"a": np.array([1.5, np.nan]), "b": np.array([2.0, 2.0])}, overrides=[ALLOW])
-
-
-@pytest.mark.slow
-def test_preprocessing_is_exported_for_pixels(digits):
-    export(digits, output="net.onnx", preprocessing=True)
-    pixels = np.random.default_rng(0).random((4, 1, 8, 8), np.float32)
-    wanted = outputs_of(digits, torch.from_numpy((pixels * 16 - 5) / 6))  # data=digits subtracts 5 and divides by 6
-    assert_close(onnx_outputs(input=pixels)[0], wanted)
-
-
-def test_preprocessing_of_words_is_refused(text, trained):
-    run = trained(*text, "model=gpt", "model.constants.width=16")
-    with pytest.raises(ConfigError, match="characters, which a vocabulary numbers"):
-        export(run, output="net.onnx", preprocessing=True)
-    Path("pets.csv").write_text("height,colour,kind\n" + "1.5,red,cat\n2.5,blue,dog\n" * 30)
-    table = ["data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind"]
-    run = trained(*table, "data.dataset.categorical=[colour]", "model=mlp")
-    with pytest.raises(ConfigError, match="colour, whose words are numbered"):
-        export(run, output="net.onnx", preprocessing=True)
-    assert not Path("net.onnx").exists()
+    export(run, output="net.onnx")
+    metadata = json.loads(runtime.InferenceSession("net.onnx").get_modelmeta().custom_metadata_map[METADATA])
+    assert metadata["readings"]["output"]["names"] == ["cat", "dog"]
+    assert metadata["columns"] == {"input": ["a", "b"]}
+    fitted = metadata["served_table"]["fitted"]
+    raw = np.array([[1.5, 2.0], [2.5, 7.0]])
+    scaled = ((raw - fitted["means"]) / fitted["deviations"]).astype(np.float32)
+    wanted = run.predict({"a": raw[:, 0], "b": raw[:, 1]}, overrides=[ALLOW]).outputs["output"]
+    np.testing.assert_allclose(onnx_outputs(input=scaled)[0], wanted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(

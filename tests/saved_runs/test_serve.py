@@ -11,15 +11,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from exp.errors import RunError
-from exp.extras.serve.micro_batches import MicroBatches, UnavailableError
 from exp.extras.serve.serve import main
 from exp.saved_runs.answers import Reading
 
@@ -180,7 +177,6 @@ async def exchange(port, bodies):
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_request_of_many_at_once_is_lost(count, server):
     port = int(server.address.rpartition(":")[2])
-    before = counts(server)
     bodies, wanted = [], []
     for number in range(count):
         ids = [[number % 10] * (1 + number % 3)]
@@ -198,67 +194,14 @@ def test_no_request_of_many_at_once_is_lost(count, server):
         else:
             assert status == 200, content
             np.testing.assert_array_equal(content["outputs"]["output"], expected)
-    requests, calls = (counts(server)[name] - before[name] for name in ("requests", "calls"))
-    assert requests >= 0.9 * count
-    assert calls < requests, "no two requests were computed together"
-
-
-def counts(server):
-    return json.loads(ask(server, None, path="/health")[1])
 
 
 def test_health_and_the_model_are_shown(server):
     assert ask(server, rows_of([[1]], 0))[0] == 200
-    assert (counts(server)["status"], counts(server)["waiting_samples"]) == ("ok", 0)
+    assert json.loads(ask(server, None, path="/health")[1]) == {"status": "ok"}
     model = json.loads(ask(server, None, path="/model")[1])
     assert model["inputs"][0] == {"name": "ids", "shape": ["batch", "length"], "dtype": "int64"}
     assert model["run"] == "runs/one"
-
-
-def answers(call, requests, **settings):
-    """Return what requests get that are sent at once, and the inputs of each call."""
-    calls = []
-
-    def noted(inputs):
-        calls.append(inputs["x"].copy())
-        return call(inputs)
-
-    async def run():
-        batches = MicroBatches(noted, **settings)
-        found = await asyncio.gather(*(batches.submit({"x": one}) for one in requests), return_exceptions=True)
-        await batches.close()
-        with pytest.raises(UnavailableError):
-            await batches.submit({"x": np.zeros((1, 1))})
-        return found
-
-    return asyncio.run(run()), calls
-
-
-def test_samples_of_one_shape_are_computed_together():
-    requests = [np.full((size, width), float(number)) for number, (size, width) in
-                enumerate([(1, 2), (2, 2), (1, 2), (1, 2), (1, 5), (3, 5), (9, 5)])]  # fmt: skip
-    found, calls = answers(lambda given: {"y": given["x"] * 2}, requests, most=4, wait_ms=500)
-    for request, answer in zip(requests, found, strict=True):
-        np.testing.assert_array_equal(answer["y"], request * 2)
-    assert [one.shape for one in calls] == [(4, 2), (1, 2), (4, 5), (9, 5)]
-
-
-def test_a_bad_request_does_not_fail_others():
-    def call(given):
-        if (given["x"] > 5).any():
-            raise RunError("too large")
-        return {"y": given["x"]}
-
-    found, _ = answers(call, [np.array([[1.0]]), np.array([[9.0]]), np.array([[2.0]])], wait_ms=50)
-    assert [one["y"].item() if isinstance(one, dict) else str(one) for one in found] == [1.0, "too large", 2.0]
-    two = [np.ones((1, 1))] * 2
-    found, _ = answers(lambda given: {"y": given["x"].sum()}, two, wait_ms=50)  # an output without a batch
-    assert all(isinstance(one, dict) for one in found)
-    found, _ = answers(lambda given: 1 / 0, two, wait_ms=50)
-    assert all(isinstance(one, ZeroDivisionError) for one in found)
-    found, _ = answers(lambda given: {"y": given["x"]}, [np.ones((1, 1))] * 8, most=1, limit=3, wait_ms=0)
-    assert sum(isinstance(one, dict) for one in found) == 3
-    assert all(isinstance(one, dict | UnavailableError) for one in found)
 
 
 def test_a_table_is_served_by_its_columns(trained, pets, write_csv):
@@ -297,9 +240,9 @@ def test_a_table_is_served_by_its_columns(trained, pets, write_csv):
 
 
 @pytest.mark.slow
-def test_the_command_answers_waiting_requests_before_it_ends(commands, trained):
+def test_open_requests_are_answered_before_the_end(commands, trained):
     run = trained("data=wine", "model=mlp")
-    started = commands.start(f"run={run.directory}", "port=0", "wait_ms=2000", module="exp.serve")
+    started = commands.start(f"run={run.directory}", "port=0", module="exp.serve")
     ends = time.monotonic() + 120
     while "http" not in (shown := started.streams[0].read_text() if started.streams[0].exists() else ""):
         assert time.monotonic() < ends
@@ -307,15 +250,19 @@ def test_the_command_answers_waiting_requests_before_it_ends(commands, trained):
         time.sleep(0.05)
     address = next(word for word in shown.split() if word.startswith("http"))
     inputs, _ = next(iter(run.data.loader("val"))).data
-    told = run.data.fitted["table"]
-    columns = (inputs[:5].double() * told["deviations"] + told["means"]).T.tolist()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, address, {"inputs": dict(zip(told["numbers"], columns, strict=True))})
-        while counts(address)["waiting_samples"] != 5 and not waiting.done():
-            time.sleep(0.01)
+    fitted = run.data.fitted["table"]
+    columns = (inputs[:5].double() * fitted["deviations"] + fitted["means"]).T.tolist()
+    body = json.dumps({"inputs": dict(zip(fitted["numbers"], columns, strict=True))}).encode()
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=60) as connection:
+        head = "POST /predict HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:10])
+        time.sleep(0.5)
         os.kill(started.process.pid, signal.SIGTERM)
-        status, content = waiting.result()
-    assert status == 200, content
+        time.sleep(0.5)
+        connection.sendall(body[10:])
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in head.splitlines()[0], answer
     found = json.loads(content)
     scores = run.network()(inputs[:5]).detach().numpy()
     np.testing.assert_allclose(found["outputs"]["output"], scores, rtol=1e-3, atol=1e-5)

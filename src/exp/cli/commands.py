@@ -16,7 +16,7 @@ PATH = "path"
 ALLOW = "--allow="
 SWITCH = "true|false"
 OF_A_RUN = {"run": PATH, "weights": "best|last|path"}
-EXPORTED = {**OF_A_RUN, "preprocessing": SWITCH, "security.allow": ""}
+EXPORTED = {**OF_A_RUN, "security.allow": ""}
 # Hydra's flags, for commands that take overrides.
 HYDRA_FLAGS = (
     "--multirun", "--cfg=job|hydra|all", "--package=", "--resolve", "--config-name=", "--config-dir=path",
@@ -83,7 +83,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
         "export": Command("extras.export.export", "a saved network for other programs, such as ONNX", False, (),
                           {**EXPORTED, "format": "onnx|torch_export", "output": PATH}),
         "serve": Command("extras.serve.serve", "a saved network over HTTP, on this machine", False, (),
-                         {**EXPORTED, "model": PATH, "host": "", "port": "", "batch": "", "wait_ms": ""}),
+                         {**EXPORTED, "model": PATH, "host": "", "port": ""}),
     },
     "Tools": {
         "doctor": _tool("extras.doctor.doctor", "check the installation and the machine", "--quick",

@@ -7,16 +7,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.extras.export.preprocessing import Standardization
 from exp.models.inference import network_call
 from exp.models.lora import is_adapted, merge
 from exp.nested import named_parts
 from exp.saved_runs.run_files import RunFiles
-from exp.shared_types import DataSpec, TensorSpec, dtype_name
+from exp.shared_types import DataSpec, TensorSpec
 
 OUTPUT = "output"
 
@@ -31,7 +29,6 @@ class NamedNetwork(nn.Module):
         network: The network in evaluation mode.
         declared: The names of the data's inputs.
         inputs: Shape and dtype of each input of the forward.
-        preparations: Layers that prepare raw inputs, by name.
     """
 
     def __init__(
@@ -40,12 +37,9 @@ class NamedNetwork(nn.Module):
         network: nn.Module,
         declared: Sequence[str],
         inputs: Mapping[str, TensorSpec],
-        preparations: Mapping[str, Standardization],
     ) -> None:
         super().__init__()
         self.network, self.inputs = network, dict(inputs)
-        self.preparations = nn.ModuleDict({_module_name(name): one for name, one in preparations.items()})
-        self._unfilled = [name for name, one in preparations.items() if one.fills is None]
         self._call = network_call(network, tuple(declared))
         by_name = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in inputs]
         signature = inspect.Signature(by_name)
@@ -58,31 +52,20 @@ class NamedNetwork(nn.Module):
         self.__dict__["forward"] = forward
 
     def _run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        output = self._call(self.network, {name: self._prepared(name, value) for name, value in given.items()})
+        inputs = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+        output = self._call(self.network, inputs)
         found = {OUTPUT: output} if isinstance(output, Tensor) else _tensors(named_parts(output))
         if not found:
             raise RunError(f"{type(self.network).__name__} returns a {type(output).__name__} without a tensor in it")
-        for name in self._unfilled:
-            # A network may lose nan, as max(x, 0) does, and answer with a number.
-            missing = given[name].isnan().flatten(1).any(1)
-            found = {part: _without_answer(one, missing) for part, one in found.items()}
         return found
 
-    def _prepared(self, name: str, value: Tensor) -> Tensor:
-        own = _module_name(name)
-        made: Tensor = self.preparations[own](value) if own in self.preparations else value
-        return made.float() if made.is_floating_point() else made
 
-
-def named_network(
-    run: RunFiles, *, weights: str | Path | None, preparations: Mapping[str, Standardization]
-) -> NamedNetwork:
+def named_network(run: RunFiles, *, weights: str | Path | None) -> NamedNetwork:
     """Return the network of a run in evaluation mode and in float32, with the weights of LoRA merged.
 
     Args:
         run: The run.
         weights: The checkpoint, as in RunFiles.network.
-        preparations: The preparations of inputs that are raw numbers.
     """
     spec = DataSpec.of(run.settings.data)
     # As if trained in fp32: without casts between layers.
@@ -96,10 +79,7 @@ def named_network(
         lambda *given, **named: [*given, *named.values()], dict(zip(declared, declared, strict=True))
     )
     inputs = {name: spec.inputs[name] for name in taken}
-    prepared = {name: one for name, one in preparations.items() if name in inputs}
-    for name, one in prepared.items():
-        inputs[name] = TensorSpec(shape=inputs[name].shape, dtype=dtype_name(one.raw_dtype))
-    named = NamedNetwork(network=network, declared=declared, inputs=inputs, preparations=prepared)
+    named = NamedNetwork(network=network, declared=declared, inputs=inputs)
     return named.eval().requires_grad_(False)
 
 
@@ -108,15 +88,3 @@ def _tensors(parts: Mapping[str, object], above: str = "") -> dict[str, Tensor]:
     for name, part in parts.items():
         found |= {above + name: part} if isinstance(part, Tensor) else _tensors(named_parts(part), f"{above}{name}.")
     return found
-
-
-def _without_answer(output: Tensor, missing: Tensor) -> Tensor:
-    """Return an output `[B, ...]` with nan for the samples that lack a number. missing: `[B]`."""
-    if not output.is_floating_point() or not output.dim() or output.shape[0] != missing.shape[0]:
-        return output
-    return torch.where(missing.reshape(-1, *[1] * (output.dim() - 1)), torch.nan, output)
-
-
-def _module_name(name: str) -> str:
-    """Return a name that nn.ModuleDict accepts; it refuses names such as `a.b` and `type`."""
-    return f"of_{name.replace('.', '_')}"

@@ -28,7 +28,6 @@ from exp.errors import ConfigError, ErrorDetails, RunError, shorten
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
-from exp.extras.export.preprocessing import Standardization, preparations
 from exp.extras.export.served_tables import table_form
 from exp.files import write_atomic
 from exp.output import describe_write_error
@@ -45,8 +44,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
 # Batches whose sequences may have different lengths.
 BATCHES = 4
-# The description of an input that the graph does not prepare.
-AS_TRAINED = "as the run's data gives it to the network, standardized, encoded and transformed"
+NOTE = "inputs are as the run's data gives them to the network: standardized, encoded and transformed"
 
 Runner = Callable[[Mapping[str, Tensor]], Mapping[str, np.ndarray]]
 
@@ -61,7 +59,6 @@ class Export:
         parameters: The numbers that the network holds.
         largest_difference: The largest difference of an output from the network's.
         samples: The number of samples that were compared.
-        notes: What a user of the file should know, one line each.
     """
 
     path: Path
@@ -69,14 +66,13 @@ class Export:
     parameters: int
     largest_difference: float
     samples: int
-    notes: Sequence[str]
 
     def __str__(self) -> str:
         lines = [
             f"{self.path}  {self.bytes / 2**20:.2f} MiB, {self.parameters:,} numbers",
             f"largest difference from the network {self.largest_difference:.1e}, on {self.samples} samples of its data "
             f"in batches of {among(map(str, SIZES))}",
-            *self.notes,
+            NOTE,
         ]
         return "\n  ".join(lines)
 
@@ -87,7 +83,6 @@ def export(
     format: Format = "onnx",
     output: str | Path | None = None,
     weights: str | Path | None = None,
-    preprocessing: bool = False,
 ) -> Export:
     """Write the network of a run as a file that other programs read.
 
@@ -96,10 +91,9 @@ def export(
         format: An ONNX file, or a graph of torch.export.
         output: The file; None is network.onnx or network.pt2 in the run directory's exports/.
         weights: The checkpoint, as in RunFiles.network.
-        preprocessing: Whether the inputs are raw numbers, which the graph standardizes.
 
     Raises:
-        ConfigError: The output is no place for the file, or no graph can prepare the data.
+        ConfigError: The output is no place for the file.
         ExportRefused: No graph can hold an operator.
         RunError: The file gives other numbers than the network, or it cannot be written.
     """
@@ -107,17 +101,14 @@ def export(
     if format == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
             required(package, feature="format=onnx")
-    data = run.data
-    prepared = preparations(run.settings, data) if preprocessing else {}
-    network = named_network(run, weights=weights, preparations=prepared)
-    examples = _examples(data, network, prepared)
-    units = {name: prepared[name].unit if name in prepared else AS_TRAINED for name in network.inputs}
+    network = named_network(run, weights=weights)
+    examples = _examples(run.data, network)
     dimensions = dimensions_of(network)
     program = capture(network, _resized(examples[-1], 3), dimensions)
     if format == "onnx":
         with torch.no_grad():
             outputs = tuple(network(**examples[0]))
-        description = _description(run, units, outputs=outputs, weights=weights, is_raw=preprocessing)
+        description = _description(run, network, outputs=outputs, weights=weights)
         content = onnx_bytes(network, program, dimensions=dimensions, outputs=outputs, description=description)
         model = OnnxModel(content)
         difference = compare(network, lambda inputs: model(arrays(inputs)), examples, named="ONNX Runtime")
@@ -135,25 +126,23 @@ def export(
         parameters=sum(one.numel() for one in network.network.parameters()),
         largest_difference=difference,
         samples=sum(len(next(iter(one.values()))) for one in examples),
-        notes=[f"{name}: {unit}" for name, unit in units.items()],
     )
 
 
 def _description(
-    run: RunFiles, units: Mapping[str, str], *, outputs: Sequence[str], weights: str | Path | None, is_raw: bool
+    run: RunFiles, network: NamedNetwork, *, outputs: Sequence[str], weights: str | Path | None
 ) -> Description:
     columns = value_names(run.data.part(run.data.stages[0])).columns
     readings = readings_at(run.settings, run.path_of(weights), classes=stated_classes(run))
     return Description(
         run=str(run.directory or run.checkpoint),
-        units=units,
-        columns={name: list(names) for name, names in columns.items() if name in units},
+        columns={name: list(names) for name, names in columns.items() if name in network.inputs},
         readings={name: one.plain() for name, one in readings.items() if name in outputs},
-        table=table_form(run, is_raw=is_raw),
+        served_table=table_form(run),
     )
 
 
-def _examples(data: Data, network: NamedNetwork, prepared: Mapping[str, Standardization]) -> list[Mapping[str, Tensor]]:
+def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
     """Return a batch of each of SIZES, and further batches whose sequences have other lengths.
 
     Raises:
@@ -168,7 +157,6 @@ def _examples(data: Data, network: NamedNetwork, prepared: Mapping[str, Standard
             entries = inputs_in(batch.data)
             only = next(iter(entries.values()))  # the only input of a network may have any name
             raw = {name: entries.get(name, only) for name in network.inputs}
-            raw |= {name: one.raw(raw[name]) for name, one in prepared.items() if name in raw}
             found.append({name: raw[name].to(getattr(torch, spec.dtype)) for name, spec in network.inputs.items()})
     if not found:
         raise RunError("the run's data has no sample to check the export with")
@@ -264,7 +252,7 @@ def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights
     run.refuse_own_file(path, weights=weights)
     for other in get_args(Format):
         if other != format and path.suffix == Path(ENDINGS[other]).suffix:
-            got = f"{path}, whose suffix is that of format={other}, beside format={format}"
+            got = f"{path}, whose suffix is that of format={other}, with format={format}"
             right = path.with_suffix(Path(ENDINGS[format]).suffix)
             raise ConfigError([_error(got, fix=f"Write output={right}, or format={other}")])
     return path

@@ -42,17 +42,15 @@ class Description:
 
     Args:
         run: The run directory or checkpoint.
-        units: A description of each input.
         columns: The names along an input's last axis.
         readings: How outputs are read, by name, as Reading.plain returns it.
-        table: The arguments of ServedTable, for inputs that are columns of a table.
+        served_table: The arguments of ServedTable, for inputs that are columns of a table.
     """
 
     run: str = ""
-    units: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
     readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    table: Mapping[str, Any] | None = None
+    served_table: Mapping[str, object] | None = None
 
     @classmethod
     def of_text(cls, text: str) -> Description:
@@ -75,11 +73,6 @@ class Port:
     name: str
     shape: tuple[int | str | None, ...]
     dtype: type[np.generic]
-
-    @property
-    def has_free_batch(self) -> bool:
-        """Whether its first dimension may change."""
-        return bool(self.shape) and not isinstance(self.shape[0], int)
 
 
 class OnnxModel:

@@ -85,10 +85,8 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
 
 
 def described(port: Port, description: Description) -> dict[str, Any]:
-    """Return the name, shape and dtype of an input or output, and the unit and columns of an input."""
+    """Return the name, shape and dtype of an input or output, and the columns of an input."""
     found: dict[str, Any] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
-    if port.name in description.units:
-        found["unit"] = description.units[port.name]
     if port.name in description.columns:
         found["columns"] = list(description.columns[port.name])
     return found

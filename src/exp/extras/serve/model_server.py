@@ -1,23 +1,23 @@
-"""Serves an ONNX file over HTTP: JSON in and out, micro-batches and limits.
+"""Serves an ONNX file over HTTP: JSON in and out, with limits.
 
     POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
-    GET  /model     inputs and outputs    GET /health    requests, calls and waiting samples
+    GET  /model     inputs and outputs    GET /health    status
 
 Nothing in a request is unpickled or run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -29,12 +29,13 @@ from exp.errors import ExpError, RunError
 from exp.extras.export.onnx_file import OnnxModel
 from exp.extras.export.served_tables import ServedTable
 from exp.extras.serve.json_samples import BadRequest, answer_of, described, read_rows, read_samples
-from exp.extras.serve.micro_batches import MicroBatches, UnavailableError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 # Bytes of a request.
 MOST_BYTES = 2**20
+# Connections and open requests; further ones get status 503.
+MOST_CONNECTIONS = 1024
 # Seconds for open requests when the server ends.
 GRACE_SECONDS = 20
 
@@ -52,16 +53,12 @@ class ModelServer:
         model: The model.
         host: The address to listen on.
         port: The port; 0 takes any free port.
-        batch: The samples of one call of the model.
-        wait_ms: The time for which a request waits for others.
 
     Raises:
         AddressError: The address is not free.
     """
 
-    def __init__(
-        self, model: OnnxModel, *, host: str = LOOPBACK, port: int = 0, batch: int = 64, wait_ms: float = 2.0
-    ) -> None:
+    def __init__(self, model: OnnxModel, *, host: str = LOOPBACK, port: int = 0) -> None:
         try:
             self._listener = socket.create_server((host, port), backlog=2048)
         except OSError as error:
@@ -72,9 +69,9 @@ class ModelServer:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         settings = uvicorn.Config(
-            Service(model, batch=batch, wait_ms=wait_ms).application(host),
+            Service(model).application(host),
             log_level="error", access_log=False, server_header=False, ws="none", loop="asyncio",
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
         self._server = uvicorn.Server(settings)
         # In a thread uvicorn does not handle signals, which the command does.
@@ -98,24 +95,16 @@ class ModelServer:
 class Service:
     """Answers the requests for a model."""
 
-    def __init__(self, model: OnnxModel, *, batch: int, wait_ms: float) -> None:
+    def __init__(self, model: OnnxModel) -> None:
         self._model = model
-        form = model.description.table
+        form = model.description.served_table
         self._table = None if form is None else ServedTable.of(form)
-        joins = all(port.has_free_batch for port in model.inputs)
-        self._batches = MicroBatches(model, most=batch, wait_ms=wait_ms, joins=joins)
 
     def application(self, host: str) -> Starlette:
         """Return the ASGI application.
 
         On a loopback address it refuses other host names: a page of another site may use its own name for this machine.
         """
-
-        @contextlib.asynccontextmanager
-        async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            yield
-            await self._batches.close()
-
         hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
         return Starlette(
             routes=[
@@ -125,7 +114,6 @@ class Service:
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
             exception_handlers={HTTPException: self._failed},
-            lifespan=lifespan,
         )
 
     async def _predict(self, request: Request) -> JSONResponse:
@@ -144,13 +132,11 @@ class Service:
                 samples = read_samples(bytes(body), self._model)
             else:
                 samples, unknown = read_rows(bytes(body), self._table, self._model)
-            outputs = await self._batches.submit(samples)
+            outputs = await run_in_threadpool(self._model, samples)
         except BadRequest as error:
             raise HTTPException(400, str(error)) from error
         except RunError as error:
             raise HTTPException(422, str(error)) from error
-        except UnavailableError as error:
-            raise HTTPException(503, f"{error}; ask again in a second", {"retry-after": "1"}) from error
         answer = answer_of(outputs, self._model.description)
         return JSONResponse({**answer, "unknown": unknown} if unknown else answer)
 
@@ -165,7 +151,7 @@ class Service:
         return JSONResponse(found)
 
     async def _health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", **self._batches.counts()})
+        return JSONResponse({"status": "ok"})
 
     async def _failed(self, request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)

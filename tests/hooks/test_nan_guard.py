@@ -20,8 +20,8 @@ MODEL = (
     "head: {_target_: torch.nn.LazyLinear, out_features: 10}}}"
 )
 BACKWARD = "model.layers.fragile.where=backward"
-KEEP = "+callbacks.keeper={_target_: fragile.Keeper}"
 PARAMETERS = ("hidden.weight", "hidden.bias", "norm.weight", "norm.bias", "head.weight", "head.bias")
+KEEP = "+callbacks.keeper={_target_: fragile.Keeper}"
 
 
 class Run:
@@ -32,9 +32,6 @@ class Run:
 
     def load(self, name: str) -> dict[str, Any]:
         return torch.load(self.directory / name, weights_only=True)
-
-    def file(self, step: int) -> Path:
-        return self.directory / "nan_guard" / f"step-{step}.pt"
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = self.load("checkpoints/last.ckpt")["state_dict"]
@@ -75,7 +72,6 @@ def test_the_run_ends_before_the_bad_step(run, where: str) -> None:
     at = f"model.layers.fragile.where={where}"
     bad = run(at, KEEP)
     message = str(bad.error)
-    path = bad.file(4).relative_to(Path.cwd())
     if where == "forward":
         assert "step 4: the loss is nan; the run ends before the optimizer's step" in message
         assert (
@@ -88,20 +84,16 @@ def test_the_run_ends_before_the_bad_step(run, where: str) -> None:
             "The first is `fragile` (Fragile), in the backward: SqrtBackward0 gave a gradient that is not finite"
             in message
         )
-    assert message.endswith(f"Its batches are in {path}.")
     report = json.loads((bad.directory / "report.json").read_text())
     assert report["status"] == "failed"
     assert "`fragile` (Fragile)" in report["error"]["message"]
-    # Parameters and optimizer are those before the step. The forward of the bad step changed buffers, which the file
-    # has as they were.
+    # Parameters and optimizer are those from before the step.
     before = run(at, "trainer.max_steps=3", "hooks=[]")
     weights = before.weights()
-    kept, file = bad.load("kept.pt"), bad.load("nan_guard/step-4.pt")
+    kept = bad.load("kept.pt")
     assert all(torch.equal(kept["network"][name], weights[name]) for name in PARAMETERS)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in file["network"].items())
     state = before.load("checkpoints/last.ckpt")["optimizer_states"][0]["state"]
     assert equal(kept["optimizers"][0]["state"], state)
-    assert [batch["batch_idx"] for batch in file["batches"]] == [3]
 
 
 def test_the_bad_micro_batch_is_named(run) -> None:
@@ -110,24 +102,19 @@ def test_the_bad_micro_batch_is_named(run) -> None:
     assert bad.error.exit_status == 1
     assert "step 2: the loss is nan" in str(bad.error)
     assert "It is micro-batch 2 of 3." in str(bad.error)
-    assert [batch["batch_idx"] for batch in bad.load("nan_guard/step-2.pt")["batches"]] == [3, 4, 5]
 
 
 def test_the_phase_and_its_repeat_are_named(run) -> None:
     # Forwards are head, head, body in each step, so that the fifth is the second repeat of head in the second step.
     phases = ["phases=[body_and_head]", "phases.head.repeats=2", "phases.body.every_n_steps=1"]
-    bad = run(*phases, "phases.body.parameters=[hidden.*,norm.*]", "model.layers.fragile.at=5", KEEP)
+    bad = run(*phases, "phases.body.parameters=[hidden.*,norm.*]", "model.layers.fragile.at=5")
     assert "step 2: the loss is nan in phase head; the run ends" in str(bad.error)
-    file = bad.load("nan_guard/step-2.pt")
-    assert file["phase"] == "head"
-    assert equal(bad.load("kept.pt")["network"]["head.weight"], file["network"]["head.weight"])
 
 
 def test_skipped_steps_are_no_error_until_scale_vanishes(run) -> None:
     assert run("precision=fp16", BACKWARD, "trainer.max_steps=6").error is None
     lost = run("precision=fp16")
     assert "step 4: the loss is nan" in str(lost.error)
-    assert lost.load("nan_guard/step-4.pt")["scale"] == 65536.0
     # The gradients of each step are infinite: the scale is 2, 1 and then 0.5, which is below 1.
     falling = ["precision.scaler.init_scale=2", "+precision.keep={fragile: fp32}", "model.layers.fragile.at=99"]
     broken = run("precision=fp16", *falling, "+hooks.broken={_target_: fragile.Broken}")
@@ -152,11 +139,9 @@ def test_the_bad_rank_is_named_by_all_ranks(ranks, tmp_path) -> None:
     with pytest.raises(AssertionError) as caught:
         ranks.train("hooks=[nan_guard]", *data, "strategy=ddp", "launch.devices=2", "test=false", ranks=2)
     message = str(caught.value)
-    (step,) = {int(path.name.split(".")[0].split("-")[1]) for path in tmp_path.rglob("step-*.pt")}
-    files = [torch.load(next(tmp_path.rglob(f"step-{step}.rank{rank}.pt")), weights_only=True) for rank in (0, 1)]
-    largest = [float(file["batches"][0]["data"][0].max()) for file in files]
-    assert sorted(size > 1e38 for size in largest) == [False, True], "the step of one rank is bad"
-    assert message.count(f"on rank {largest.index(max(largest))} of 2; the run ends") >= 2, "both ranks end with it"
+    named = [message.count(f"on rank {rank} of 2; the run ends") for rank in (0, 1)]
+    assert min(named) == 0, "the step of one rank is bad"
+    assert max(named) >= 2, "both ranks end with it"
     assert "The first is `hidden` (Linear), in the forward" in message
 
 

@@ -1,21 +1,18 @@
-"""The hook `nan_guard`: stops before an optimizer takes a loss or a gradient that is not finite."""
+"""The hook `nan_guard`: ends the run before an optimizer takes a loss or a gradient that is not finite."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS
 
-from exp.engine.checkpoint import AtomicCheckpointIO
 from exp.engine.module import TrainingModule
-from exp.errors import ErrorDetails, NonFiniteError, RunError
+from exp.errors import ErrorDetails, NonFiniteError
 from exp.extras.debugging.step_trace import Trace, trace_of
 from exp.hooks.hook import Hook
 from exp.hooks.norms import norms
@@ -28,11 +25,10 @@ if TYPE_CHECKING:
 class NanGuard(Hook):
     """Ends the run before a step whose loss or gradient is not finite, with the weights from before the step.
 
-    The error names the first module that gave such a number. nan_guard/step-<n>.pt in the run directory has the batches
-    of the step, and the weights from before it. A gradient is not finite if its 2-norm is not finite.
+    The error names the first module with such a value. A gradient is not finite if its 2-norm is not finite.
 
-    Under the loss scale of fp16 a gradient that is not finite is routine, and its step is skipped. The run ends if the
-    loss is not finite, or if the scale has fallen below 1.
+    With the loss scale of fp16, gradients that are not finite are routine, and their step is skipped. The run ends if
+    the loss is not finite, or if the scale has fallen below 1.
 
     Each step waits for the device.
     """
@@ -44,7 +40,7 @@ class NanGuard(Hook):
         self._before: dict[str, Tensor] = {}
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Report optimizers that may run the network several times a step."""
+        """Yield the errors of optimizers that may run the network several times per step."""
         yield from super().errors(planned)
         # Optimizers of phases get no closure.
         for kind in planned.optimizers if not planned.settings.phases else ():
@@ -52,9 +48,9 @@ class NanGuard(Hook):
                 continue
             yield self.error(
                 key="optimizer._target_",
-                got=f"{planned.settings.optimizer['_target_']}, with hooks.{self.name}",
-                expected="one of torch.optim but LBFGS: another may make the gradients of a step several times, "
-                "and steps by the last of them, whereas the first is looked at",
+                got=f"{planned.settings.optimizer['_target_']} with hooks.{self.name}",
+                expected="an optimizer of torch.optim except LBFGS: others may compute the gradients of a step several "
+                "times, and only the first ones are checked",
                 fix=f"Choose another optimizer, or {self.leave_out}",
             )
 
@@ -70,52 +66,21 @@ class NanGuard(Hook):
         is_bad = _is_bad(update)
         if step.world_size > 1:
             is_bad = bool(step.gather(torch.tensor(float(is_bad), device=step.device)).any())
-        if is_bad:
-            with torch.no_grad():
-                for name, buffer in before.items():
-                    step.network.get_buffer(name).copy_(buffer)
-            self._stop(step, update)
-
-    def _stop(self, step: Step, update: Update) -> None:
-        path, unwritten = self._write(step, update)
-        trace, untraced = _traced(step, update)
-        own = Finding(
-            loss=next((loss for loss in map(float, update.losses) if not math.isfinite(loss)), 0.0),
-            trace=trace,
-            path=None if path is None else os.path.relpath(path),
-            problems=[*unwritten, *untraced],
-        )
+        if not is_bad:
+            return
+        with torch.no_grad():
+            for name, buffer in before.items():
+                step.network.get_buffer(name).copy_(buffer)
+        loss = next((loss for loss in map(float, update.losses) if not math.isfinite(loss)), 0.0)
+        own = Finding(loss=loss, trace=_trace(update))
         found = [own] * step.world_size
         if step.world_size > 1:
             dist.all_gather_object(found, own)
         raise NonFiniteError(message(step.index, update.window.phase, found))
 
-    def _write(self, step: Step, update: Update) -> tuple[Path | None, list[str]]:
-        """Write the step, and return the path of the file, or None and the reason."""
-        if self.directory is None:
-            return None, ["The run has no directory, so the step was not kept."]
-        window = update.window
-        ending = f".rank{step.rank}" if step.world_size > 1 else ""
-        path = self.directory / self.name / f"step-{step.index}{ending}.pt"
-        contents = {
-            "step": step.index,
-            "epoch": window.epoch,
-            "phase": window.phase,
-            "seed": step.seed,
-            "rank": step.rank,
-            "scale": None if update.scale is None else float(update.scale),
-            "batches": [{"data": _copied(batch.data), "batch_idx": batch_idx} for batch, batch_idx in window.batches],
-            "network": _copied({**dict(step.network.named_parameters()), **dict(step.network.named_buffers())}),
-        }
-        try:
-            AtomicCheckpointIO().save_checkpoint(contents, path)
-        except (OSError, RunError) as error:
-            return None, [f"The step could not be kept in {path}: {error}."]
-        return path, []
-
 
 def _is_bad(update: Update) -> bool:
-    """Return whether the step must not be taken. Waits for the device."""
+    """Return whether the optimizer must not take the step. Waits for the device."""
     if not all(math.isfinite(loss) for loss in map(float, update.losses)):
         return True
     if update.scale is not None and float(update.scale) >= 1.0:
@@ -125,21 +90,13 @@ def _is_bad(update: Update) -> bool:
     return bool(sizes) and not bool(torch.stack(sizes).isfinite().all())
 
 
-def _traced(step: Step, update: Update) -> tuple[Trace | None, list[str]]:
+def _trace(update: Update) -> Trace:
     try:
         assert isinstance(update.module, TrainingModule)  # the check allows no other module
-        return trace_of(update.module, update.window), []
-    except Exception as error:  # out of memory, or a network that cannot run twice: the run must stop in any case
-        return None, [f"The step could not be run again to find the module: {type(error).__name__}: {error}."]
-
-
-def _copied(data: object) -> Any:
-    """Return the entries with copies on the host, because files hold whole storages."""
-    if isinstance(data, Tensor):
-        return data.detach().cpu().clone()
-    if isinstance(data, Mapping):
-        return {name: _copied(value) for name, value in data.items()}
-    return [_copied(value) for value in data] if isinstance(data, list | tuple) else data
+        return trace_of(update.module, update.window)
+    except Exception as error:  # out of memory, or a network that cannot run twice: the run must end in any case
+        where = f"The step could not be run again to find the module: {type(error).__name__}: {error}."
+        return Trace(is_bad=False, where=where)
 
 
 class Finding(NamedTuple):
@@ -147,19 +104,15 @@ class Finding(NamedTuple):
 
     Args:
         loss: The first loss that is not finite; 0.0 if all are finite.
-        trace: The step, run again on this rank alone. None if it could not be run.
-        path: File with the step's batches, or None.
-        problems: Reasons why a file or a trace is missing, in sentences.
+        trace: The result of running the step again on this rank alone.
     """
 
     loss: float
-    trace: Trace | None
-    path: str | None
-    problems: Sequence[str]
+    trace: Trace
 
     @property
     def is_bad(self) -> bool:
-        return not math.isfinite(self.loss) or (self.trace is not None and self.trace.is_bad)
+        return not math.isfinite(self.loss) or self.trace.is_bad
 
 
 def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
@@ -170,15 +123,8 @@ def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
     what = f"the loss is {one.loss:g}" if not math.isfinite(one.loss) else "a gradient is not finite"
     of_phase = "" if phase is None else f" in phase {phase}"
     on_rank = f" on rank {rank} of {count}" if count > 1 else ""
-    lines = [
-        f"step {index}: {what}{of_phase}{on_rank}; the run ends before the optimizer's step, with the weights as they "
-        "were before it."
-    ]
-    if one.trace is not None:
-        alone = "on each rank alone: their mean is not" if count > 1 else "uncompiled and alone"
-        lines.append(one.trace.where or f"Run again, the step is finite {alone}.")
-    lines += one.problems
-    if one.path is not None:
-        others = " (each rank has its own)" if count > 1 else ""
-        lines.append(f"Its batches are in {one.path}{others}.")
-    return "\n".join(lines)
+    alone = "on each rank alone, but their mean is not" if count > 1 else "uncompiled and alone"
+    return (
+        f"step {index}: {what}{of_phase}{on_rank}; the run ends before the optimizer's step, and the weights are those "
+        f"from before it.\n{one.trace.where or f'Run again, the step is finite {alone}.'}"
+    )

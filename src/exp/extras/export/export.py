@@ -18,6 +18,8 @@ HELP = """Export the network of a saved run, and compare the file with the netwo
   output=FILE          default: network.onnx or network.pt2 in exports/ of the run
   security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust"""
 
+FORMATS = ("onnx", "torch_export")
+
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.export")
-    keys = {"run": RUN, "format": ("onnx", "torch_export"), "output": "a file", "weights": WEIGHTS}
+    keys: dict[str, str | tuple[str, ...]] = {"run": RUN, "format": FORMATS, "output": "a file", "weights": WEIGHTS}
     arguments = read_arguments(argv, keys=keys, takes_overrides=False)
     values = arguments.values
     # Errors of the command are reported before torch is imported.

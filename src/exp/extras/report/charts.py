@@ -1,9 +1,8 @@
-"""Draws the pictures of a comparison with Matplotlib: curves by optimizer step, and values against keys."""
+"""Draws the curves of a comparison by optimizer step with Matplotlib."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -13,20 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from exp.errors import MissingExtraError, is_installed
-from exp.extras.report.run_comparison import Comparison, numbers
+from exp.extras.report.run_comparison import Comparison
 from exp.extras.report.run_records import is_of_validation
 from exp.shared_types import compared_tag
 from exp.spelling import among
 from exp.sweeps.results import FINISHED, Repeats
 from exp.tensorboard.curves import Curve
 
-MOST_CURVES, MOST_KEYS = 8, 12
-# Different values of a key that have a column each; more numbers have an axis.
-MOST_COLUMNS = 8
+MOST_CURVES = 8
 # Okabe and Ito's colors except black and yellow: readers with color blindness can tell them apart.
 BEST, GRAY = "#d55e00", "#8f8f8f"
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#7570b3")
-MARKERS = {"completed": "o", "pruned": "v", "failed": "X", "interrupted": "s", "running": ">"}
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "text.parse_math": False,  # a key or a run may be named with a $
@@ -75,10 +71,9 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
 
     notes: list[str] = []
     curves = _tags(comparison, tags, notes)
-    keys = _keys(comparison, notes)
     with matplotlib.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        drawn = [*(_curve(comparison, tag) for tag in curves), *(_against(comparison, key) for key in keys)]
+        drawn = [_curve(comparison, tag) for tag in curves]
     # For example a letter that the font does not have.
     notes += dict.fromkeys(f"of the pictures: {warning.message}" for warning in caught)
     return drawn, notes
@@ -116,27 +111,16 @@ def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list
     return ordered[:MOST_CURVES]
 
 
-def _keys(comparison: Comparison, notes: list[str]) -> Sequence[str]:
-    """Return the keys against which values are drawn."""
-    keys = comparison.keys if len(comparison.rows) > 1 else []
-    why = "" if keys else "the runs do not differ in what was typed, or there is only one"
-    if comparison.tag is None:
-        why = "the runs are not compared by one tag"
-    elif not any(map(math.isfinite, comparison.values)):
-        why = "no run has a value"
-    if why:
-        notes.append(f"no values against keys: {why}")
-        return []
-    if len(keys) > MOST_KEYS:
-        notes.append(f"values against {', '.join(keys[MOST_KEYS:])} are left out, after the first {MOST_KEYS} keys")
-    return keys[:MOST_KEYS]
-
-
 def _curve(comparison: Comparison, tag: str) -> Chart:
     """Draw the curves of a tag: the best run last, up to seven others in a color each, more in gray."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
     groups = [group for group in comparison.groups if _curves_of(comparison, group, tag)]
     others = [group for group in groups if group.rows != comparison.best_group]
-    axes = _axes(xlabel="optimizer step", title=tag)
+    figure = Figure(figsize=(5.2, 3.6), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlabel="optimizer step", title=tag)
     axes.locator_params(axis="x", integer=True)
     for place, group in enumerate(others):
         if len(others) <= len(COLORS):
@@ -149,17 +133,25 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
             label = f"{_label(comparison, group)} (best)"
             _draw_group(axes, comparison, group, tag, color=BEST, label=label, width=2.0)
     drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.get_lines()])
-    if _spans_decades(drawn):
-        _make_log(axes, "y")
+    drawn = drawn[np.isfinite(drawn)]
+    if len(drawn) and drawn.min() > 0 and drawn.max() / drawn.min() > 100:
+        axes.set_yscale("log")
+        # The default labels of Matplotlib are formulas, which STYLE switches off.
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter())
         # A band that reaches zero has no lower end on a logarithmic axis.
-        axes.set_ylim(bottom=float(np.nanmin(drawn)) / 1.3)
+        axes.set_ylim(bottom=float(drawn.min()) / 1.3)
     caption = f"{tag} by optimizer step. A dashed line is a run that was not completed."
     if comparison.repeat_over is not None:
         caption += (
             f" A line is the mean of completed runs that differ only in {comparison.repeat_over}, the band one standard"
             " deviation (over n - 1) to each side."
         )
-    return _chart(axes, name=f"curve-{tag}", caption=caption)
+    figure.legend(loc="outside lower left", ncols=2)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    name = re.sub(r"[^\w.-]+", "-", f"curve-{tag}", flags=re.ASCII).strip("-.")
+    return Chart(name=name, caption=caption, png=png.getvalue())
 
 
 def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[bool, Curve]]:
@@ -190,72 +182,6 @@ def _label(comparison: Comparison, group: Repeats) -> str:
     """Return what was swept; if nothing was, the name of the run."""
     swept = comparison.label(group.swept)
     return _short(swept or ("all" if comparison.repeat_over else group.rows[0].name))
-
-
-def _against(comparison: Comparison, key: str) -> Chart:
-    """Draw one point for each run: words and few numbers of the key have a column each."""
-    shown = [
-        (row, row.swept[key], value)
-        for row, value in zip(comparison.rows, comparison.values, strict=True)
-        if key in row.swept and math.isfinite(value)
-    ]
-    texts = sorted({text for _, text, _ in shown})
-    found = numbers(texts)
-    names = texts if found is None else [texts[place] for place in np.argsort(found)]
-    has_columns = found is None or len(texts) <= MOST_COLUMNS
-    places = {name: float(place) if has_columns else float(name) for place, name in enumerate(names)}
-    axes = _axes(xlabel=key, ylabel=comparison.tag, title=f"{comparison.tag} against {comparison.short(key)}")
-    for color, status in enumerate(dict.fromkeys(row.status for row, _, _ in shown)):
-        points = [(places[text], value) for row, text, value in shown if row.status == status]
-        style = {"marker": MARKERS.get(status, "d"), "color": COLORS[color % len(COLORS)], "label": status}
-        axes.scatter(*zip(*points, strict=True), s=26, alpha=0.75, **style)
-    for row, text, value in shown:
-        if row is comparison.best:
-            axes.scatter(places[text], value, marker="*", s=190, color=BEST, edgecolors="black", label="best")
-    if _spans_decades(np.array([value for *_, value in shown])):
-        _make_log(axes, "y")
-    if has_columns:
-        turned = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > 40 else {}
-        axes.set_xticks(range(len(names)), [_short(name, 16) for name in names], **turned)
-        axes.set_xlim(-0.5, len(names) - 0.5)
-    elif found is not None and _spans_decades(found):
-        _make_log(axes, "x")
-    caption = f"{comparison.tag} against {key}: one point for each run, its shape the run's status."
-    caption += " Other keys differ too, from point to point." if len(comparison.keys) > 1 else ""
-    return _chart(axes, name=f"value-{key}", caption=caption)
-
-
-def _axes(**texts: str | None) -> Any:
-    """Return the axes of a new figure. texts: their title and labels."""
-    from matplotlib.figure import Figure
-
-    axes = Figure(figsize=(5.2, 3.6), dpi=120, layout="constrained").add_subplot()
-    axes.set(**texts)
-    return axes
-
-
-def _chart(axes: Any, *, name: str, caption: str) -> Chart:
-    axes.figure.legend(loc="outside lower left", ncols=2)
-    png = io.BytesIO()
-    axes.figure.savefig(png, format="png")
-    file = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.")
-    return Chart(name=file, caption=caption, png=png.getvalue())
-
-
-def _make_log(axes: Any, axis: str) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    axes.set(**{f"{axis}scale": "log"})
-    which = axes.xaxis if axis == "x" else axes.yaxis
-    # Matplotlib's default labels are mathematics, which STYLE switches off.
-    which.set_major_formatter(LogFormatter())
-    which.set_minor_formatter(LogFormatter())
-
-
-def _spans_decades(values: np.ndarray) -> bool:
-    """Return whether positive values are more than two decades apart, so that a logarithmic axis shows more."""
-    finite = values[np.isfinite(values)]
-    return bool(len(finite) and finite.min() > 0 and finite.max() / finite.min() > 100)
 
 
 def _finite(curve: Curve) -> np.ndarray:

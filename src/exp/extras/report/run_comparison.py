@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from exp.errors import RunError
 from exp.extras.report.run_records import RunRecord, best_point
 from exp.shared_types import Mode, compared_tag
@@ -39,7 +37,6 @@ class Comparison:
         records: The runs.
         rows: One row for each record; `job` is its index.
         tag: The tag by which the runs are compared; None if they monitor different tags.
-        values: The value of `tag` for each run, whatever its status; nan without one.
         keys: The hyperparameters that differ.
         repeat_over: The key in which repeats differ; None without repeats.
         notes: What was decided and what could not be read, one line each.
@@ -49,7 +46,6 @@ class Comparison:
     records: Sequence[RunRecord]
     rows: Sequence[Row]
     tag: str | None
-    values: Sequence[float]
     keys: Sequence[str]
     repeat_over: str | None
     notes: Sequence[str]
@@ -135,20 +131,10 @@ def compare(
         records=records,
         rows=rows,
         tag=tag,
-        values=[value for value, _ in points],
         keys=differing(rows),
         repeat_over=_repeated(records, rows, keys, repeat_over, notes),
         notes=notes,
     )
-
-
-def numbers(texts: Sequence[str]) -> np.ndarray | None:
-    """Return the finite numbers of texts, float64 `[N]`; None if a text is no finite number, or without texts."""
-    try:
-        found = np.array([float(text) for text in texts], np.float64)
-    except ValueError:
-        return None
-    return found if len(found) and np.isfinite(found).all() else None
 
 
 def tags_of(metrics: Sequence[str]) -> list[str]:

@@ -153,12 +153,12 @@ def test_values_at_a_bound_are_accepted(typed, place):
 
 def test_a_missing_gpu_is_reported(place):
     (error,) = answer(["strategy=ddp", "launch.devices=8", "launch.accelerator=cuda"])
-    assert (error.key, error.got) == ("launch.accelerator", "cuda")
+    assert (error.key, error.got) == ("launch.accelerator", "'cuda'")
     assert "cpu" in str(error)
 
 
 def test_more_devices_than_gpus_are_refused():
-    with pytest.raises(ConfigError, match=r"launch\.devices: 8; expected at most the 2 GPUs of this machine"):
+    with pytest.raises(ConfigError, match=r"launch\.devices: 8 with cuda; expected GPUs of this machine, which has 2"):
         placement("ddp", devices=8, machine=Machine(gpus=2))
 
 

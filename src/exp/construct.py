@@ -222,7 +222,7 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
     losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
-    earlier = functools.partial(_fitted, settings.resume)
+    earlier = functools.partial(_read_fitted, settings.resume)
     offers = {
         "seed": settings.seed,
         "ignored_labels": sorted(ignored),
@@ -240,7 +240,7 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
     return data
 
 
-def _fitted(resume: object) -> Plain | None:
+def _read_fitted(resume: object) -> Plain | None:
     if not isinstance(resume, str):
         return None  # null, or an invalid value
     try:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from exp.config.frozen import read_overrides
-from exp.loggers.run_logger import MAX_DIFF_CHARACTERS, fenced, texts
+from exp.loggers.run_logger import MAX_DIFF_CHARACTERS, fence, texts
 
 
 @pytest.fixture
@@ -53,4 +53,4 @@ def test_a_long_diff_is_cut(directory):
 
 
 def test_a_fence_is_longer_than_any_in_the_text():
-    assert fenced("`````").splitlines() == ["``````", "`````", "``````"]
+    assert fence("`````").splitlines() == ["``````", "`````", "``````"]

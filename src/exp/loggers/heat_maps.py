@@ -123,7 +123,7 @@ class HeatMaps:
 
     def begin(self, step: int) -> None:
         """Remove rows of an earlier process from this step on. step: First step of the training."""
-        self._guarded(lambda table: table.purge(step))
+        self._guard(lambda table: table.purge(step))
 
     def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
         """Return the panels of a step, with a heat map instead of a column if one is due."""
@@ -146,7 +146,7 @@ class HeatMaps:
     def save(self) -> None:
         """Write the table."""
         self._last_write = time.monotonic()
-        self._guarded(StepTable.write)
+        self._guard(StepTable.write)
 
     def end(self) -> dict[int, dict[str, Panel]]:
         """Write the table, and return the pictures with columns that were not drawn yet, by their last step."""
@@ -165,7 +165,7 @@ class HeatMaps:
             return {}
         return {tag: _Picture(self._directory, tag, known.healthy)}
 
-    def _guarded(self, work: Callable[[StepTable], None]) -> None:
+    def _guard(self, work: Callable[[StepTable], None]) -> None:
         if self._table is None:
             return
         try:

@@ -225,20 +225,20 @@ def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
     versions = "\n".join(f"| {name} | {version} |" for name, version in provenance["versions"].items())
     table = f"| package | version |\n|---|---|\n{versions}"
     found = {
-        "config": fenced((directory / "config.yaml").read_text(encoding="utf-8"), language="yaml"),
-        "command": f"{fenced(command)}\n\nin `{provenance['working_directory']}`\n\n{table}",
+        "config": fence((directory / "config.yaml").read_text(encoding="utf-8"), language="yaml"),
+        "command": f"{fence(command)}\n\nin `{provenance['working_directory']}`\n\n{table}",
     }
     if git := provenance["git"]:
         diff = git["diff"]
         if len(diff) > MAX_DIFF_CHARACTERS:
             diff = diff[:MAX_DIFF_CHARACTERS] + "\n... cut here; provenance.json has the whole diff\n"
-        shown = fenced(diff, language="diff") if diff else "No changes since then."
+        shown = fence(diff, language="diff") if diff else "No changes since then."
         found["git"] = f"Revision `{git['revision']}`\n\n{shown}"
     return found
 
 
-def fenced(text: str, *, language: str = "") -> str:
+def fence(text: str, *, language: str = "") -> str:
     """Return a Markdown block of code, with a fence longer than those in the text."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
+    fence_marks = "`" * max(3, longest + 1)
+    return f"{fence_marks}{language}\n{text}\n{fence_marks}"

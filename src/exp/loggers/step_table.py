@@ -47,12 +47,12 @@ class StepTable:
         count = len(self._rows) - keep
         rows, self._rows = self._rows[:count], self._rows[count:]
         if rows:
-            self._guarded(lambda: self._append(rows))
+            self._guard(lambda: self._append(rows))
 
     def purge(self, step: int) -> None:
         """Remove the rows from `step` on: a resumed run writes them again."""
         if self.path.is_file():
-            self._guarded(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
+            self._guard(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
 
     def read(self) -> Iterator[dict[str, str]]:
         """Yield the rows of the file, without a part of a row that a kill may have left at the end."""
@@ -60,7 +60,7 @@ class StepTable:
             with self.path.open(newline="", encoding="utf-8") as file:
                 yield from csv.DictReader(line for line in file if line.endswith("\n"))
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
         if self._failed:
             return
         try:

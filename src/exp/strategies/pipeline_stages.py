@@ -284,11 +284,11 @@ def _fill(kind: object, tensors: Iterator[Tensor]) -> Any:
 
 
 def _slice(data: Data, *, start: int, stop: int, size: int, each: int) -> Data:
-    def sliced(tensor: Tensor) -> Tensor:
+    def cut_tensor(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != size:
             return tensor
         piece = tensor[start:stop]
         missing = each - (stop - start)
         return torch.cat([piece, tensor[size - 1 :].expand(missing, *tensor.shape[1:])]) if missing else piece
 
-    return map_tensors(data, sliced)
+    return map_tensors(data, cut_tensor)

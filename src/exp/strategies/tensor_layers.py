@@ -59,7 +59,7 @@ class Cut:
         found: Tensor = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
         return found
 
-    def distributed(self, part: Tensor) -> DTensor:
+    def as_dtensor(self, part: Tensor) -> DTensor:
         """Return the DTensor of which this is the local shard."""
         return DTensor.from_local(
             part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
@@ -106,7 +106,7 @@ def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs
     Args:
         named: The input by its name, as in `linear(input=x)`; `parallelize_module` takes positional inputs only.
     """
-    held: dict[str, Tensor] = {name: cut.distributed(layer.get_parameter(name)) for name, cut in cuts.items()}
+    held: dict[str, Tensor] = {name: cut.as_dtensor(layer.get_parameter(name)) for name, cut in cuts.items()}
     output: Tensor = functional_call(shell, held, (*inputs, *named.values()))
     # A collective that is not finished returns a tensor without storage, which hooks need.
     return output if type(output) is Tensor else output.clone()

@@ -220,7 +220,7 @@ class TensorParallelStrategy(ModelParallel):
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         part = super().gather(name, part)
-        return self._cuts[name].distributed(part).full_tensor() if name in self._cuts else part
+        return self._cuts[name].as_dtensor(part).full_tensor() if name in self._cuts else part
 
     def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
         if name in self._cuts:

@@ -107,7 +107,7 @@ def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
 
 def _recompute(module: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(forward)
-    def checkpointed(*inputs: object, **named: Any) -> object:
+    def run_checkpointed(*inputs: object, **named: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         before = {place: buffer.clone() for place, buffer in _buffers(module).items()}
@@ -129,7 +129,7 @@ def _recompute(module: nn.Module, forward: Callable[..., object]) -> Callable[..
 
         return checkpoint(run, *inputs, use_reentrant=False, **named)
 
-    return checkpointed
+    return run_checkpointed
 
 
 def _buffers(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

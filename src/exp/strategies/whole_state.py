@@ -97,7 +97,7 @@ class WholeState(DDPStrategy, ABC):
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors by name, on rank 0 and on CPU; nothing on other ranks. Every rank must call it."""
-        found = {name: self._kept(self.gather(name, part.detach())) for name, part in parts.items()}
+        found = {name: self._move_to_cpu(self.gather(name, part.detach())) for name, part in parts.items()}
         return self._collect({name: whole for name, whole in found.items() if whole is not None})
 
     def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class WholeState(DDPStrategy, ABC):
         if not isinstance(value, Tensor):
             return value
         in_parts = isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
-        return self._kept(self.gather(name, value) if in_parts else value)
+        return self._move_to_cpu(self.gather(name, value) if in_parts else value)
 
     def _part_of_entry(self, name: str, value: object, parameter: Tensor) -> object:
         assert self.whole is not None
@@ -187,7 +187,7 @@ class WholeState(DDPStrategy, ABC):
             return value
         return self.part(name, value, parameter)
 
-    def _kept(self, whole: Tensor) -> Tensor | None:
+    def _move_to_cpu(self, whole: Tensor) -> Tensor | None:
         """Return the tensor if this rank needs it, on CPU: the model may be larger than a device."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 

@@ -101,8 +101,8 @@ def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[Error
         return []
     common = math.gcd(*sizes.values())
     good = [str(count) for count in range(1, common + 1) if common % count == 0]
-    because = f"ranks per layer, which do not divide {among(uneven, count=4)}"
-    return [invalid_value("launch.devices", ranks, f"a number that divides all cuts: {among(good)}", because=because)]
+    other, expected = f"layers that they do not divide: {among(uneven, count=4)}", f"a divisor of all: {among(good)}"
+    return [not_supported_with("launch.devices", f"{ranks} ranks", other, expected)]
 
 
 def tied_errors(network: nn.Module, plan: Plan) -> list[ErrorDetails]:

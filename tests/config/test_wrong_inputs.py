@@ -169,12 +169,11 @@ EXTRAS = {
     "deepspeed": ["strategy=deepspeed"],
     "parquet": ["data=parquet data.dataset.path=FILE data.dataset.target=kind"],
     "hf": ["data=hf data.dataset.path=FILE data.dataset.target=kind"],
-    "vision": ["'data.tv_tensors={input: image}'"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens", "data=token_file data.dataset.path=FILE data.dataset.tokenizer=FILE"],
-    **dict.fromkeys(("search", "slurm", "ray", "report", "export", "serve", "fp8", "dev", "docs"), ()),
+    **dict.fromkeys(("search", "slurm", "ray", "report", "export", "serve", "fp8", "vision", "dev", "docs"), ()),
 }
-PACKAGES = {"parquet": "pyarrow", "hf": "datasets", "vision": "torchvision"}
+PACKAGES = {"parquet": "pyarrow", "hf": "datasets"}
 
 
 class Folders:

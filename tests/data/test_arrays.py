@@ -238,14 +238,6 @@ def test_a_time_column_has_increasing_dates_or_numbers(tmp_path, column, message
         Windows(path=str(file), targets="x", time="when", length=1)
 
 
-def test_parts_of_windows_have_their_own_rows(load):
-    series = Windows(path=str(load[0]), targets="load", length=4)
-    series.in_own_units(torch.tensor([0]), {})
-    parts = series.divide({"train": 10, "val": 5})
-    found = parts["val"].in_own_units(torch.tensor([0]), {})["target"]
-    assert found.item() == np.float32(parts["val"].values[4, parts["val"].columns.index("load")])
-
-
 def idx(array: np.ndarray) -> bytes:
     return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 

@@ -186,8 +186,7 @@ def test_a_chosen_directory_is_not_shared(capsys: pytest.CaptureFixture[str], mo
 def test_columns_have_the_statistics_of_scikit_learn() -> None:
     found = look("data=diabetes")
     table = build_data(resolve(exp.compose(["data=diabetes"])).settings, keeps_raw=True).raw["train"]
-    rows = np.stack([values for _, values in table.each_column()], 1)
-    ((_, target),) = table.each_target()
+    rows, target = (values[table.rows] for values in (table.numbers, table.targets["target"]))
     columns = found["parts"]["train"]["numbers"]["input"]
     scaler = StandardScaler().fit(rows)
     assert [one["name"] for one in columns] == ["age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6"]

@@ -17,6 +17,7 @@ from exp.errors import ConfigError, RunError, is_installed
 if not is_installed("torchvision"):
     pytest.skip("the extra `vision` is not installed", allow_module_level=True)
 
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 COUNT, HEIGHT, WIDTH = 12, 9, 7
@@ -41,11 +42,18 @@ def mask_of(pixels):
 
 
 class Masked(Dataset):
+    """Pictures and their masks. kinds: the functions that wrap them."""
+
+    def __init__(self, *kinds):
+        self.kinds = kinds or (tv_tensors.Image, tv_tensors.Mask)
+
     def __len__(self):
         return COUNT
 
     def __getitem__(self, index):
-        return picture(index), mask_of(picture(index))
+        return tuple(
+            kind(part) for kind, part in zip(self.kinds, (picture(index), mask_of(picture(index))), strict=True)
+        )
 
 
 class Named(Dataset):
@@ -54,8 +62,9 @@ class Named(Dataset):
 
     def __getitem__(self, index):
         pixels, boxes = spot(index)
-        found = {"boxes": boxes, "labels": torch.tensor([index % 2]), "masks": pixels[:1].bool()}
-        return {"input": pixels, "found": found, "target": torch.tensor(index % 2)}
+        boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(HEIGHT, WIDTH))
+        found = {"boxes": boxes, "labels": torch.tensor([index % 2]), "masks": tv_tensors.Mask(pixels[:1].bool())}
+        return {"input": tv_tensors.Image(pixels), "found": found, "target": torch.tensor(index % 2)}
 
 
 class Classes(Dataset):
@@ -91,7 +100,7 @@ def test_transforms_use_the_generators_of_the_sample():
 
 
 def test_a_mask_is_transformed_with_its_picture():
-    made = functools.partial(data, Masked(), tv_tensors={"target": "mask"})
+    made = functools.partial(data, Masked())
     first, second = (batches(made(), epoch=epoch) for epoch in range(2))
     for pictures, masks in (*first, *second):
         assert pictures.shape[1:] == (3, 5, 5)
@@ -110,9 +119,8 @@ def boxes_in(pixels):
 
 
 def test_boxes_and_masks_are_transformed_with_their_picture():
-    kinds = {"input": "image", "found": {"boxes": "xyxy", "masks": "mask"}}
     moves = [FLIPS["flip"], FLIPS["turn"], v2.Pad(2), v2.ClampBoundingBoxes()]
-    for batch in batches(data(Named(), num_classes=2, tv_tensors=kinds, train_transforms=moves, num_workers=2)):
+    for batch in batches(data(Named(), num_classes=2, train_transforms=moves, num_workers=2)):
         found = batch["found"]
         for pixels, boxes, mask in zip(batch["input"], found["boxes"], found["masks"], strict=True):
             assert boxes.tolist() == [boxes_in(pixels)]
@@ -121,26 +129,12 @@ def test_boxes_and_masks_are_transformed_with_their_picture():
 
 
 def test_a_mask_without_tv_tensors_is_refused():
-    with pytest.raises(ConfigError, match=r"data.tv_tensors: null, and input and target of one size beside Rand"):
-        data(Masked())
+    with pytest.raises(ConfigError, match=r"data.transforms: Rand.*, which would change only one of input and target"):
+        data(Masked(torch.clone, torch.clone))
     # A mask that is left out on purpose stays unchanged.
-    kept = data(Masked(), tv_tensors={"input": "image"}, train_transforms=[v2.RandomInvert(1.0)])
+    kept = data(Masked(tv_tensors.Image, torch.clone), train_transforms=[v2.RandomInvert(1.0)])
     for pictures, masks in batches(kept):
         assert torch.equal(masks, mask_of(1 - pictures))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kinds", "message"),
-    [
-        (Masked, {"target": "maks"}, r"tv_tensors.target: 'maks'; expected one of image, .*Did you mean mask"),
-        (Masked, {"mask": "mask"}, r"tv_tensors: TVTensors, which takes mask; expected parameters among the entries"),
-        (Masked, {"target": {"a": "mask"}}, r"tv_tensors.target: a mapping; expected the word for a Tensor"),
-        (Named, {"found": {"box": "xyxy"}}, r"tv_tensors.found.box: box; .*Did you mean boxes"),
-    ],
-)
-def test_errors_of_tv_tensors(dataset, kinds, message):
-    with pytest.raises(ConfigError, match=message):
-        data(dataset(), tv_tensors=kinds)
 
 
 MIXED = v2.RandomChoice([v2.MixUp(num_classes=4), v2.CutMix(num_classes=4)])

@@ -315,7 +315,7 @@ def test_large_numbers_are_standardized_in_float64(trained, pets, write_csv):
 
 def test_series_and_records_that_overflow_are_refused(tmp_path):
     np.save(tmp_path / "series.npy", np.array([[0.0, 1.0], [1.0, 1e39], [2.0, 3.0]]))
-    series = UnlabelledSeries(path=str(tmp_path / "series.npy"), length=2)
+    series = UnlabelledSeries(path=str(tmp_path / "series.npy"), options={"length": 2})
     fit = {"columns": ["0", "1"], "means": torch.zeros(2), "deviations": torch.ones(2)}
     with pytest.raises(ConfigError, match=r"1e\+39 in row 1 of .*, column 1; expected a finite number that fits"):
         series.prepare({"windows": fit})
@@ -344,7 +344,9 @@ def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):
     data = ("data=csv", "data.dataset.path=pets.csv")
     run = trained(*data, "data.dataset.target=kind")
     write_csv("new.csv", {"2021": table["weight"][:4], "2020": table["height"][:4], "7": np.zeros(4)})
-    assert len(run.predict("new.csv")) == len(UnlabelledRecords(path="new.csv", inputs=["2020", "2021"])) == 4
+    assert (
+        len(run.predict("new.csv")) == len(UnlabelledRecords(path="new.csv", options={"inputs": ["2020", "2021"]})) == 4
+    )
     Path("bare.csv").write_text("1.5,2.5\n3.5,4.5\n")
     with pytest.raises(ConfigError, match="whose first line holds numbers; expected a header"):
         UnlabelledRecords(path="bare.csv")

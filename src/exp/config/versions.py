@@ -84,7 +84,11 @@ class Removed(NamedTuple):
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None])},
     # Without blocks the window had no effect.
-    "exp.data.data.Data": {"shuffle_block": Removed([None]), "shuffle_window": Removed()},
+    "exp.data.data.Data": {
+        "shuffle_block": Removed([None]),
+        "shuffle_window": Removed(),
+        "tv_tensors": Removed([None]),
+    },
     "exp.data.delimited.Csv": {"packed": Removed()},
     "exp.data.shards.Shards": {"index": Removed([False], is_written=True)},
     "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},

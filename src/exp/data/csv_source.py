@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exp.data.cells import DecimalSign, Missing
 from exp.data.data_errors import data_error, require_sample
@@ -34,6 +34,11 @@ class Dialect:
     delimiter: str = ","
     decimal: DecimalSign = "."
     header: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Dialect:
+        """Return the form that the options of a data set state."""
+        return cls(**{one.name: options[one.name] for one in fields(cls) if one.name in options})
 
 
 class CsvSource(Source):

@@ -61,7 +61,6 @@ class Data:
         persistent_workers: As in DataLoader.
         multiprocessing_context: As in DataLoader.
         shuffle_buffer: The number of samples among which the order of a stream is random.
-        tv_tensors: The types of a sample's entries for torchvision's v2 transforms: {input: image, target: mask}.
         transforms: Applied in order to the input of each sample, or to the entries that their parameters name.
         train_transforms: The same before `transforms`, in training only.
         eval_transforms: The same before `transforms`, in validation, test and prediction.
@@ -121,7 +120,6 @@ class Data:
         persistent_workers: bool = True,
         multiprocessing_context: StartMethod | None = None,
         shuffle_buffer: Annotated[int, Ge(0)] = 1000,
-        tv_tensors: Mapping[str, Any] | None = None,
         transforms: Transforms = None,
         train_transforms: Transforms = None,
         eval_transforms: Transforms = None,
@@ -150,11 +148,10 @@ class Data:
         given = {"transforms": transforms, "train_transforms": train_transforms, "eval_transforms": eval_transforms}
         given |= {"batch_transforms": batch_transforms, "train_batch_transforms": train_batch_transforms}
         pinned = use_pinned_memory(pin_memory)
-        self.loading = Loading.of_config(
+        self.loading = Loading(
             form=form_of(inputs, declared, keeps_doubles=keeps_doubles),
-            collate=collate,
-            transforms=given,
-            tv_tensors=tv_tensors,
+            made_by=collate,
+            keys=given,
             labels=Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels)),
             options=FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context),
             batching=Batching(parts=prepared, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed),
@@ -176,7 +173,7 @@ class Data:
     def _decide(self, declared: DataSpec, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
         """Read the spec from the data, check the labels, and choose the samples of the batches."""
         self.spec = self._spec(declared)
-        self.loading = replace(self.loading, labels=replace(self.loading.labels, classes=self.spec.num_classes))
+        self.loading.labels = replace(self.loading.labels, classes=self.spec.num_classes)
         self.loading.check_labels()
         batching = self.loading.batching
         batching.choose(sampler, batch_sampler, inputs=self.names, num_classes=self.spec.num_classes)

@@ -39,7 +39,7 @@ CLASS_FIX = "Name the classes in their order, data.dataset.classes=[...], or wri
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One input.
+    """An input of a sample.
 
     Args:
         columns: The columns of a record.

@@ -51,7 +51,7 @@ FITTED = "images"
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """Pictures float32 `[C, H, W]`, and a target: a class, int64 `[]`, or a number, float32 `[1]`.
 
-    Before the run, the headers of 2,000 pictures are checked. Other pictures are checked as they are read.
+    Before the run, the headers of 2,000 pictures are checked. Other pictures are checked when they are read.
 
     Args:
         path: A folder with a folder for each class, or with folders train, val and test of class folders; or a CSV file

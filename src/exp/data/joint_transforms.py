@@ -86,7 +86,7 @@ class V2Transform(SampleTransform):
     inputs: tuple[str, ...]
 
     def __call__(self, sample: object) -> object:
-        """Raise ConfigError for another entry of the picture's size without a type in data.tv_tensors."""
+        """Raise ConfigError for another entry of the picture's size that is not a tv_tensor."""
         if self.is_batch and isinstance(sample, Mapping) and sample.keys() >= {*PAIR}:
             return {**sample, **dict(zip(PAIR, self.transform(*(sample[name] for name in PAIR)), strict=True))}
         if self.is_batch and isinstance(sample, tuple | list) and len(sample) == len(PAIR):
@@ -103,10 +103,10 @@ class V2Transform(SampleTransform):
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
             raise data_error(
-                "tv_tensors",
-                got=f"null, and {' and '.join(alike)} of one size; {_name(self.transform)} would change only one",
-                expected="the type of each: image, mask or a format of boxes",
-                fix=f"Write data.tv_tensors: {{{alike[0]}: image, {alike[1]}: mask}}; other entries stay unchanged",
+                "transforms",
+                got=f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of one size",
+                expected="samples with tv_tensors, such as Image and Mask",
+                fix="Return torchvision.tv_tensors from the data set; entries that are plain tensors stay unchanged",
             )
 
 
@@ -116,36 +116,32 @@ class StageTransforms:
 
     Args:
         steps: The transforms by config key.
-        first: The transforms of samples that are applied first.
     """
 
     steps: Mapping[str, tuple[Transform, ...]]
-    first: tuple[Transform, ...] = ()
 
     @classmethod
     def of_config(
-        cls, given: Mapping[str, Transforms], *, first: tuple[Transform, ...], held: Sequence[str], names: Sequence[str]
+        cls, given: Mapping[str, Transforms], *, held: Sequence[str], names: Sequence[str]
     ) -> StageTransforms:
         """Return the transforms of the config.
 
         Args:
             given: The values of the keys.
-            first: As in StageTransforms.
             held: The names of a sample's values.
             names: The names of a batch's values.
         """
         return cls(
-            first=first,
             steps={
                 key: callables(one, key, names if "batch" in key else held, is_batch="batch" in key)
                 for key, one in given.items()
-            },
+            }
         )
 
     def of(self, stage: Stage) -> tuple[Transform, ...]:
         """Return the transforms of a sample."""
         own = "train_transforms" if stage == "train" else "eval_transforms"
-        return (*self.first, *self.steps.get(own, ()), *self.steps.get("transforms", ()))
+        return (*self.steps[own], *self.steps["transforms"])
 
     def of_batch(self, stage: Stage) -> tuple[Transform, ...]:
         """Return the transforms of a batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -104,14 +104,8 @@ def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
             _RECEIVED[id(part)] = epoch
 
 
-class Draw(Protocol):
-    """The samples of each epoch in their order, a function of the epoch."""
-
-    def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
-
-    def __call__(self, epoch: int) -> Tensor:
-        """Return the indices of the samples, int64 `[len]`."""
+# Returns the indices of an epoch's samples in their order, int64 `[N]`.
+Draw = Callable[[int], Tensor]
 
 
 class EpochBatches(ABC):

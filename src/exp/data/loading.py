@@ -27,7 +27,6 @@ from exp.data.joint_transforms import StageTransforms, Transforms, apply_transfo
 from exp.data.labels import Labels
 from exp.data.loader import Loader, ShareSampler
 from exp.data.streams import Recorded, ShareOfStream, StreamLoader, open_stream
-from exp.data.tv_tensors import Kinds, wrapping
 from exp.data.workers import Assembly, FetchOptions, SampleSource, WorkerLoader, batch_of
 from exp.errors import ConfigError, RunError
 from exp.shared_types import Stage
@@ -36,65 +35,43 @@ from exp.shared_types import Stage
 SAMPLES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Loading:
     """The splits, and the settings that turn their samples into batches.
 
     Args:
-        transforms: The transforms of samples and of batches.
-        collate: Returns the batch of a list of samples.
+        batching: The splits, and the samples of each global batch.
         form: The form in which batches reach the network.
+        made_by: The value of data.collate.
+        keys: The transforms by config key.
         labels: The valid labels.
         options: The options of torch's DataLoader.
-        batching: The samples of each global batch.
         shuffle_buffer: The number of samples among which the order of a stream is random.
+
+    Attributes:
+        collate: Returns the batch of a list of samples.
+        names: The names of a sample's values, before it is part of a batch.
+        transforms: The transforms of samples and of batches.
     """
 
-    transforms: StageTransforms
-    collate: Collate
+    batching: Batching
     form: BatchForm
+    made_by: Collate | Literal["pad"] | None
+    keys: Mapping[str, Transforms]
     labels: Labels
     options: FetchOptions
-    batching: Batching
     shuffle_buffer: int
 
-    @classmethod
-    def of_config(
-        cls,
-        *,
-        form: BatchForm,
-        collate: Collate | Literal["pad"] | None,
-        transforms: Mapping[str, Transforms],
-        tv_tensors: Kinds | None,
-        labels: Labels,
-        options: FetchOptions,
-        batching: Batching,
-        shuffle_buffer: int,
-    ) -> Loading:
-        """Return the settings with the collate function and the transforms of the config; see Data."""
-        made = collate_of(collate, inputs=form.names)
-        names = made.held(form.names) if isinstance(made, Pad) else form.names
-        first = () if tv_tensors is None else (wrapping(tv_tensors, inputs=names),)
-        steps = StageTransforms.of_config(transforms, first=first, held=names, names=form.names)
-        return cls(
-            transforms=steps,
-            collate=made,
-            form=form,
-            labels=labels,
-            options=options,
-            batching=batching,
-            shuffle_buffer=shuffle_buffer,
-        )
+    def __post_init__(self) -> None:
+        names = self.form.names
+        self.collate = collate_of(self.made_by, inputs=names)
+        self.names = self.collate.held(names) if isinstance(self.collate, Pad) else names
+        self.transforms = StageTransforms.of_config(self.keys, held=self.names, names=names)
 
     @property
     def parts(self) -> Mapping[Stage, AnyDataset]:
         """The splits by stage."""
         return self.batching.parts
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of a sample's values, before it is part of a batch."""
-        return self.collate.held(self.form.names) if isinstance(self.collate, Pad) else self.form.names
 
     def part(self, stage: Stage) -> AnyDataset:
         """Return the data set of one stage. Raise RunError if the stage has none."""
@@ -158,7 +135,7 @@ class Loading:
         return Assembly(collate=self.collate, form=self.form, labels=self.labels, name_of=name_of)
 
     def check_labels(self) -> None:
-        """Raise ConfigError for an invalid label of data in memory. Other labels are checked as they are read."""
+        """Raise ConfigError for an invalid label of data in memory. Other labels are checked when they are read."""
         for stage, part in self.parts.items():
             targets = target_in(by_name(part.entries, self.form.names)) if isinstance(part, Tensors) else None
             if (wrong := self.labels.first_wrong(targets)) is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from exp.data.data_errors import SampleError, data_detail, data_error
 from exp.errors import ErrorDetails
 
 Mode = Literal["L", "RGB"]
+# The parameters of PictureForm.
+OPTIONS = ("resize", "crop", "mode", "mean", "std", "background")
 # The modes that need no conversion.
 KEPT = ("L", "RGB")
 # pillow's modes with at most 8 bits per channel, which can be converted.
@@ -63,6 +65,11 @@ class PictureForm:
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
             raise data_error(f"dataset.{key}", got=f"null, and data.dataset.{other}", expected="both")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> PictureForm:
+        """Return the form that the options of a data set state."""
+        return cls(**{name: options[name] for name in OPTIONS if name in options})
 
     def read(self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "dataset.path") -> Tensor:
         """Return a picture as a tensor.

@@ -38,7 +38,7 @@ BLOCK = tarfile.BLOCKSIZE
 # Not frozen: creating a frozen one takes as long as reading the record.
 @dataclass(slots=True)
 class Record:
-    """One record of a file, whose values are not read yet.
+    """A record of a file, whose values are not read yet.
 
     Args:
         file: The file.

@@ -134,7 +134,7 @@ class Shards(Dataset[object]):
 class ShardStream(IterableDataset[object]):
     """The samples of some files, in the order of the records.
 
-    Every rank and every worker passes over all records, but reads and parses only those of its own samples.
+    Every rank and every worker passes over all records, but reads and parses only those of its samples.
 
     Attributes:
         num_classes: The number of class names; None if targets are numbers.

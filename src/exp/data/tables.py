@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -108,23 +108,9 @@ class Table(Dataset[object]):
         part.indices, part.whole_length = indices, len(self)
         return part
 
-    def each_column(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the name of each input column and its values `[N]`: numbers float64, and codes of words."""
-        for place, name in enumerate(self.columns):
-            yield name, self._of_rows(self.numbers[:, place])
-        for name, column in self.words.items():
-            yield name, self._of_rows(column.codes)
-
-    def each_target(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the name of each target of one column and its values `[N]`: numbers float64, and codes of classes."""
-        for name, target in self.targets.items():
-            values = self._of_rows(target.codes if isinstance(target, Words) else target)
-            if values.size == len(self):
-                yield name, values.flatten()
-
     def class_numbers(self, *, key: str) -> np.ndarray:
         """Return the class of each row, `[N]`. Raise ConfigError at `key` unless one target has classes."""
-        found = [values for name, values in self.each_target() if name in self.classes]
+        found = [self._of_rows(target.codes) for target in self.targets.values() if isinstance(target, Words)]
         if len(found) != 1:
             raise data_error(
                 key, got=f"true, and a table with {len(found)} targets of classes", expected="one, or false"

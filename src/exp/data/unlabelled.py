@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from exp.data.cells import DecimalSign, finite_number
+from exp.data.cells import finite_number
 from exp.data.column_source import open_source, read_columns
 from exp.data.csv_source import CsvSource, Dialect
 from exp.data.data_errors import (
@@ -30,10 +31,11 @@ from exp.data.data_errors import (
     sample_error,
 )
 from exp.data.delimited import date_forms
-from exp.data.fields import Fields, Inputs, Names, NumberDtype, as_tuple
+from exp.data.fields import Fields, as_tuple
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
-from exp.data.pictures import UNREADABLE, Mode, PictureForm, broken
+from exp.data.pictures import OPTIONS as PICTURE
+from exp.data.pictures import UNREADABLE, PictureForm, broken
 from exp.data.shard_files import Record
 from exp.data.shards import open_shard
 from exp.data.source import Name, Source, Values
@@ -45,6 +47,11 @@ from exp.nested import tensors_in
 from exp.shared_types import Stage, TensorSpec, tensor_specs
 
 INPUT = "input"
+# Options of the run's data set by name, and their names.
+Options = Mapping[str, Any]
+NONE: Options = MappingProxyType({})
+DIALECT = ("delimiter", "decimal", "header")
+ENCODING = ("dates", "impute", "encoding", "standardise")
 HELD = f"a finite number that fits in float32, {torch.finfo(torch.float32).max:.3g} at most"
 
 
@@ -61,7 +68,7 @@ class UnlabelledTable(Unlabelled):
 
     Args:
         path: A .csv, .parquet, .jsonl or .npz file of columns by name.
-        delimiter: As in Csv, and so are the other options.
+        options: Values of OPTIONS, which are parameters of Csv.
 
     Attributes:
         table: The rows after `prepare`.
@@ -70,29 +77,16 @@ class UnlabelledTable(Unlabelled):
         ConfigError: The file cannot be read.
     """
 
+    OPTIONS = (*DIALECT, "missing_values", *ENCODING)
     table: Table
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        delimiter: str = ",",
-        decimal: DecimalSign = ".",
-        header: bool = True,
-        missing_values: Sequence[str | int | float] | None = None,
-        dates: Sequence[Name] | Mapping[str, str | None] = (),
-        impute: Impute | None = None,
-        encoding: Encoding = "one_hot",
-        standardise: bool = True,
-    ) -> None:
-        dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        self.source = open_source(Path(path), dialect, missing_values=missing_values)
-        self.options = {"dates": dates, "impute": impute, "encoding": encoding, "standardise": standardise}
+    def __init__(self, *, path: str, options: Options = NONE) -> None:
+        self.source = open_source(Path(path), Dialect.of(options), missing_values=options.get("missing_values"))
+        self.encoding = {name: options[name] for name in ENCODING if name in options}
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Encode the rows by the statistics of the training split. Raise ConfigError as trained_table."""
-        options: dict[str, Any] = self.options
-        self.table = trained_table(self.source, fitted_entry(fitted, FITTED, part=self), **options)
+        self.table = trained_table(self.source, fitted_entry(fitted, FITTED, part=self), **self.encoding)
         return self.table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
@@ -154,26 +148,18 @@ class UnlabelledSeries(Unlabelled):
 
     Args:
         path: A .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time.
-        length: As in Windows, and so are the other options.
+        options: Values of OPTIONS, which are parameters of Windows.
 
     Raises:
         ConfigError: The file cannot be read.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        length: int = 24,
-        stride: int = 1,
-        columns: Sequence[Name] | None = None,
-        delimiter: str = ",",
-        decimal: DecimalSign = ".",
-        header: bool = True,
-        standardise: bool = True,
-    ) -> None:
-        self.source = open_source(Path(path), Dialect(delimiter=delimiter, decimal=decimal, header=header))
-        self.length, self.stride, self.columns, self.standardise = length, stride, columns, standardise
+    OPTIONS = (*DIALECT, "length", "stride", "columns", "standardise")
+
+    def __init__(self, *, path: str, options: Options = NONE) -> None:
+        self.source = open_source(Path(path), Dialect.of(options))
+        given = {"length": 24, "stride": 1, "columns": None, "standardise": True, **options}
+        self.length, self.stride, self.columns, self.standardise = (given[name] for name in self.OPTIONS[-4:])
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Raise ConfigError if a column of the training split does not exist, or a window has more rows."""
@@ -199,27 +185,17 @@ class UnlabelledImages(Dataset[Tensor]):
     Args:
         path: A picture; a folder, of which all pictures at any depth are read, sorted by name; or a CSV file with a
             column of paths relative to the file.
-        picture: The column of paths.
-        resize: As in Images, and so are the other options.
+        options: Values of OPTIONS, which are parameters of Images.
 
     Raises:
         ConfigError: There is no picture, or one of the first pictures cannot be opened.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        picture: Name = "path",
-        resize: int | Sequence[int] | None = None,
-        crop: int | Sequence[int] | None = None,
-        mode: Mode | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        background: str = "white",
-    ) -> None:
-        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
-        self.files = pictures_at(Path(path), picture=picture)
+    OPTIONS = ("picture", *PICTURE)
+
+    def __init__(self, *, path: str, options: Options = NONE) -> None:
+        self.form = PictureForm.of(options)
+        self.files = pictures_at(Path(path), options)
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
                 with Image.open(file):
@@ -239,33 +215,21 @@ class UnlabelledRecords(Dataset[object]):
 
     Args:
         path: A file of records; see Shards.
-        inputs: As in Shards, and so are the other options.
-        target: The columns of the targets, which are not read.
+        options: Values of OPTIONS, which are parameters of Shards. The columns of `target` are not read.
 
     Raises:
         ConfigError: The file or a column does not exist, or the first record is not a valid sample.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        inputs: Inputs | None = None,
-        target: Names | None = None,
-        dtypes: Mapping[str, NumberDtype] | None = None,
-        delimiter: str = ",",
-        scale: float = 1.0,
-        resize: int | Sequence[int] | None = None,
-        crop: int | Sequence[int] | None = None,
-        mode: Mode | None = None,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        background: str = "white",
-    ) -> None:
+    OPTIONS = ("inputs", "target", "dtypes", "delimiter", "scale", *PICTURE)
+
+    def __init__(self, *, path: str, options: Options = NONE) -> None:
+        defaults: dict[str, Any] = {**dict.fromkeys(self.OPTIONS), "delimiter": ",", "scale": 1.0, "target": ()}
+        inputs, target, dtypes, delimiter, scale = ({**defaults, **options}[name] for name in self.OPTIONS[:5])
         self.file = open_shard(Path(path), delimiter=delimiter)
-        picture = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
+        picture = PictureForm.of(options)
         fields = Fields(inputs=inputs, target=None, dtypes=dtypes, scale=scale, picture=picture)
-        answers = () if target is None else as_tuple(target)
+        answers = as_tuple(target or ())
         try:
             require_sample(len(self._records), path)
             first = self._records[0]
@@ -305,18 +269,19 @@ class UnlabelledArrays(Tensors):
     Args:
         path: An .npz or .npy file of arrays, a .jsonl file of lists by the names of the inputs, or a .csv file whose
             columns are the values of one input.
-        inputs: The inputs of the network, {input: {shape: [1, 8, 8], dtype: float32}}.
-        is_final: Whether samples have the shape of the network's input. Otherwise transforms make it.
-        scale: A factor on floating inputs and bytes.
+        options: Values of OPTIONS: the inputs of the network, {input: {shape: [1, 8, 8], dtype: float32}}; whether
+            samples have the shape of the network's input, without transforms; and a factor on floating inputs and
+            bytes.
 
     Raises:
         ConfigError: The file cannot be read, or arrays have other names or shapes.
     """
 
-    def __init__(
-        self, *, path: str, inputs: Mapping[str, Mapping[str, object]], is_final: bool = True, scale: float = 1.0
-    ) -> None:
-        file, specs = Path(path), tensor_specs(inputs)
+    OPTIONS = ("inputs", "is_final", "scale")
+
+    def __init__(self, *, path: str, options: Options) -> None:
+        given = {"is_final": True, "scale": 1.0, **options}
+        file, specs, is_final, scale = Path(path), tensor_specs(given["inputs"]), given["is_final"], given["scale"]
         only = next(iter(specs)) if len(specs) == 1 else None
         columns: dict[str, Values]
         if only and file.suffix == ".csv":
@@ -345,11 +310,12 @@ def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], value
         raise source.bad(row, source.names.index(names[column]), f"{values[row, column]:g}", HELD)
 
 
-def pictures_at(place: Path, *, picture: Name = "path") -> list[Path]:
+def pictures_at(place: Path, options: Options) -> list[Path]:
     """Return the pictures of UnlabelledImages in their order. Raise ConfigError without a picture."""
     if place.suffix.lower() == ".csv":
+        given = {"picture": "path", **options}
         source = CsvSource(place)
-        return [place.parent / str(text) for text in source.texts(source.column(picture, key="dataset.path"))]
+        return [place.parent / str(text) for text in source.texts(source.column(given["picture"], key="dataset.path"))]
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Annotated
 
 import numpy as np
@@ -107,8 +106,6 @@ class Windows(Dataset[object]):
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous(rows, len(self.values)).items():
             parts[name].values = self.values[place]
-            # The copy has the cached windows of the whole series.
-            vars(parts[name]).pop("_plain", None)
         return parts
 
     def fit(self) -> Fitted:
@@ -119,10 +116,6 @@ class Windows(Dataset[object]):
             places = self._places(self.targets)
             found[SCALES] = {TARGET: [part[places[0] if self.is_one else places] for part in (means, deviations)]}
         return {FITTED: found}
-
-    def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return windows in the units of the file."""
-        return dict(zip(("input", TARGET), self._plain.gather(indices), strict=True))
 
     def prepare(self, fitted: Fitted) -> WindowedRows:
         """Return the windows, standardized by the training split.
@@ -144,10 +137,6 @@ class Windows(Dataset[object]):
             )
         rows = torch.from_numpy(self.values)
         return self._windows((rows - statistics["means"]) / statistics["deviations"] if self.standardise else rows)
-
-    @cached_property
-    def _plain(self) -> WindowedRows:
-        return self._windows(torch.from_numpy(self.values))
 
     def _windows(self, rows: Tensor) -> WindowedRows:
         targets = rows[:, self._places(self.targets)].float()

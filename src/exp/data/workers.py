@@ -65,7 +65,7 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sample.
+    """A sample and its number.
 
     Args:
         index: Its number in the split or in the stream.

@@ -1,4 +1,4 @@
-"""Turns the outputs of a network into answers: classes with probabilities, and numbers in the units of the data."""
+"""Answers from the outputs of a network: classes with probabilities, and numbers in the units of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
-# Losses of classes: what their outputs are, and the axis of the classes.
+# The losses of classes, the kind of their outputs, and the axis of the classes.
 CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (
     (CrossEntropy, "classes", -1),
     (NLL, "log_classes", -1),
@@ -28,14 +28,15 @@ NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A description of an output, by which it becomes answers.
+    """A description of an output, which turns it into answers.
 
     Args:
         target: The target that a loss compares with the output.
         kind: Scores of classes, their log probabilities, scores of yes, or numbers.
         axis: The axis of the classes.
-        names: The names of the classes in their order; None without names.
-        mean, deviation: The figures by which training standardized the numbers.
+        names: The names of the classes in order; None without names.
+        mean: The mean with which training standardized the numbers; None for no standardization.
+        deviation: The deviation; see `mean`.
     """
 
     target: str
@@ -45,13 +46,13 @@ class Reading:
     mean: np.ndarray | None = None
     deviation: np.ndarray | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """Return the description in plain values, which Reading.of reads."""
+    def plain(self) -> dict[str, object]:
+        """Return the description as plain values for Reading.of."""
         return {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in vars(self).items()}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Reading:
-        """Return the reading of plain values."""
+        """Return the description from plain values."""
         scale = {name: None if plain[name] is None else np.asarray(plain[name]) for name in ("mean", "deviation")}
         return cls(**{**plain, **scale})
 
@@ -59,8 +60,8 @@ class Reading:
         """Return the answers of an output `[N, ...]`.
 
         Returns:
-            For classes `class`, int64 `[N, ...]`, -1 if a score is nan, `probability` of that class and `probabilities`
-            with the classes last; for yes or no `probability`; for numbers `prediction`.
+            For classes: `class`, int64 `[N, ...]`, -1 if a score is nan; `probability` of that class; and
+            `probabilities` with the classes in the last axis. For yes or no: `probability`. For numbers: `prediction`.
         """
         scores = torch.from_numpy(output).double()
         if self.kind == "numbers":

@@ -1,4 +1,4 @@
-"""Evaluates the weights of a saved run, on its own data or on other data, in one or more ranks."""
+"""Evaluation of a saved run on its data or on other data, in one or more ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from exp.check.starting_point import root_of
 from exp.config.found_run import key_of, override_texts, override_value
 from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error
+from exp.errors import RunError, command_line_error, config_error, raise_errors
 from exp.run_report import Report
 from exp.saved_runs.run_files import RunFiles
 from exp.start import fit
 
 Evaluated = Literal["test", "val", "all"]
 STAGES: tuple[Evaluated, ...] = ("test", "val", "all")
-# Of a data set that is divided: all of it is the test part.
+# The sizes of splits with which a divided data set is evaluated as a whole.
 WHOLE = {"train": 0, "val": 0, "test": 1.0}
-# What is done with weights that are there: the key that asks for it.
+# The keys of tasks that need trained weights.
 Asked = Literal["test", "validate", "predict"]
 WAYS: tuple[Asked, ...] = ("test", "validate", "predict")
 PLACE = "evaluations"
-# What such a run decides itself.
+# The keys that such a run sets.
 OWN = ("train", *WAYS, "resume", "weights", "monitor", "mode", "sweep", "from_run")
 
 
@@ -39,7 +39,7 @@ def evaluate(
 
     Args:
         run: The run.
-        stage: The part of the data. `all` evaluates the whole data set as the test part, such as new data.
+        stage: The split. `all` evaluates the whole data set as the test split, such as new data.
         weights: The checkpoint, as in RunFiles.network.
         overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without any, only the frozen
             config is read.
@@ -49,7 +49,7 @@ def evaluate(
 
     Raises:
         ConfigError: exp.fit refuses the config.
-        RunError: The evaluation fails, or the data has no such part.
+        RunError: The evaluation fails, or the data has no such split.
     """
     if stage not in STAGES:
         raise config_error("stage", got=repr(stage), expected=" or ".join(STAGES))
@@ -57,21 +57,21 @@ def evaluate(
     config = evaluation_config(run, overrides, checkpoint=run.path_of(weights).absolute(), asked=asked)
     if stage == "all":
         if config.data.get("dataset") is None:
-            expected = "test or val, for data with a data set of its own for each part"
+            expected = "test or val, because each split has its own data set"
             raise config_error("stage", got="all", expected=expected)
         with open_dict(config):
             config.data.parts, config.data.split = WHOLE, None
     report = fit(config)
     wanted = "val" if stage == "val" else "test"
     if report.status == "completed" and not any(wanted in re.split("[/_]", tag) for tag in report.metrics):
-        raise RunError(f"nothing was evaluated: the run's data, or its module, has no {wanted} part")
+        raise RunError(f"nothing was evaluated: the run's data, or its module, has no {wanted} split")
     return report
 
 
 def evaluation_config(
     run: RunFiles, overrides: Sequence[str], *, checkpoint: Path, asked: Asked, directory: str | Path | None = None
 ) -> DictConfig:
-    """Return the config of a run that takes the weights of another run and trains nothing.
+    """Return the config of a run that uses the weights of another run without training.
 
     Args:
         run: The other run.
@@ -82,7 +82,7 @@ def evaluation_config(
             outputs/<name>/evaluations next to the other run.
 
     Raises:
-        ConfigError: An override sets a key that such a run decides, or exp.compose refuses it.
+        ConfigError: An override sets a key that such a run sets, or exp.compose refuses it.
     """
     config = _config(run, overrides)
     now, name = datetime.datetime.now(), str(config.name)
@@ -90,7 +90,7 @@ def evaluation_config(
     place = (root / PLACE / f"{now:%Y-%m-%d}" if directory is None else Path(directory)) / f"{now:%H-%M-%S}"
     if directory is None and any(key_of(text) == "hydra.run.dir" for text in overrides):
         place = Path(config[COMPOSITION].directory)
-    # By which exp.train does the same again.
+    # The overrides with which exp.train repeats the run.
     again = [] if run.directory is None else [_from(run.directory)]
     again += ["train=false", *override_texts({key: key == asked for key in WAYS} | {"resume": str(checkpoint)})]
     with open_dict(config):
@@ -112,18 +112,14 @@ def evaluation_config(
 
 
 def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
-    wrong = [text for text in overrides if _top(text) in OWN]
-    if wrong:
-        expected = "what it is done with: data, metrics, strategy, precision, launch, runtime"
-        raise ConfigError(
-            [ErrorDetails(key=_top(one), got=one, expected=expected, source="command line") for one in wrong]
-        )
+    expected = "another key: data, metrics, strategy, precision, launch or runtime"
+    raise_errors(command_line_error(_top(text), text, expected) for text in overrides if _top(text) in OWN)
     others = [text for text in overrides if key_of(text) != "security.allow"]
     if not others:
         return run.config.copy()
     if run.directory is None:
-        got = f"{others[0]}, for {run.checkpoint}, which lies outside of its run directory"
-        fix = "Leave it out: the checkpoint's own config is read then"
+        got = f"{others[0]}, for {run.checkpoint}, which is outside its run directory"
+        fix = "Leave it out: the config of the checkpoint is used"
         raise config_error(_top(others[0]), got=got, expected="a run directory", fix=fix)
     return compose([_from(run.directory), *overrides])
 

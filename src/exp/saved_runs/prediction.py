@@ -1,4 +1,4 @@
-"""Predict with the weights of a saved run: its data's preparation, its network and precision, its class names."""
+"""Predictions of a saved run, with its preparation of data, its network, precision and class names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from exp.data.csv_source import Dialect
 from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import archive_of, read_shares
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error
+from exp.errors import ConfigError, ErrorDetails, RunError, command_line_error
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
@@ -32,11 +32,11 @@ from exp.shared_types import DataSpec
 from exp.start import fit
 
 ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
-# Where a data node names a data set.
+# The keys of a data node that have data sets.
 PLACES = ("dataset", "train", "val", "test")
-# What the training data said of themselves, and samples without answers cannot.
-TOLD = ("inputs", "input_shape", "input_dtype", "num_classes", "num_outputs")
-# Of a data node, what is of training.
+# The keys that are read from training data, because samples without targets do not determine them.
+FROM_DATA = ("inputs", "input_shape", "input_dtype", "num_classes", "num_outputs")
+# The keys of a data node that only affect training.
 OF_TRAINING = ("sampler", "batch_sampler")
 
 
@@ -45,15 +45,15 @@ class Predictions:
     """The outputs of the network for each sample, in the order of the input.
 
     Args:
-        outputs: By name, `[N, ...]`, or a list of N arrays of different lengths.
-        files: The files of pictures; else empty.
-        kept: Columns of the input that the command keeps, by name.
+        outputs: Arrays `[N, ...]` by name, or a list of N arrays if samples differ in length.
+        files: The files of pictures; otherwise empty.
+        kept: The columns of the input to keep, by name.
         readings: The descriptions of outputs that a loss compares with a target, by name.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
     files: Sequence[Path] = ()
-    kept: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    kept: Mapping[str, Sequence[object]] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -71,9 +71,7 @@ class Predictions:
         names = list(self.readings)
         name = names[0] if output is None and len(names) == 1 else output
         if name is None or name not in self.readings:
-            raise RunError(
-                f"output is {name}; expected one that a loss compared: {', '.join(names) or 'there is none'}"
-            )
+            raise RunError(f"output is {name}; expected one of those with a loss: {', '.join(names) or 'no output'}")
         values = self.outputs[name]
         if isinstance(values, list):
             raise RunError(f"the samples of {name} differ in length; read each by readings[{name!r}].answers")
@@ -82,7 +80,7 @@ class Predictions:
 
 def predict(
     run: RunFiles,
-    given: str | Path | Mapping[str, Any] | Any,
+    given: object,
     *,
     weights: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -97,14 +95,14 @@ def predict(
             the run's data: columns of a table, pictures, or arrays before transforms.
         weights: The checkpoint, as in RunFiles.network.
         overrides: Changes of the run's command, as in `evaluate`.
-        keep: Columns of the input that are copied to the answers.
+        keep: The columns of the input to copy to the answers.
         is_shown: Whether to show a progress bar.
 
     Raises:
         ConfigError: The input does not fit the run's data.
         RunError: The prediction fails.
     """
-    # Not tempfile.TemporaryDirectory: a process forked from this one would take it away at its own end.
+    # A process forked from this one would remove a tempfile.TemporaryDirectory when it ends.
     place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
     try:
         path = Path(given).absolute() if isinstance(given, str | Path) else _saved(given, run, place)
@@ -115,35 +113,34 @@ def predict(
             kept = _kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
-            raise ConfigError([_of_input(error) for error in error.errors]) from error
+            raise ConfigError([_as_input_error(error) for error in error.errors]) from error
         if report.status != "completed":
             raise RunError(f"the prediction is not complete: it {report.status}")
-        found = _assembled(read_shares(Path(report.directory)), config, checkpoint, classes=stated_classes(run))
+        found = _assemble(read_shares(Path(report.directory)), config, checkpoint, classes=config_classes(run))
     finally:
         shutil.rmtree(place)
     for name, values in kept.items():
         if len(values) != len(found):
-            got = f"{name} of {len(values)} rows, and {len(found)} samples"
-            raise config_error("keep", got=got, expected="a row for each sample", source="command line")
+            raise _keep_error(f"{name} of {len(values)} rows, and {len(found)} samples", "a row for each sample")
     return dataclasses.replace(found, kept=kept)
 
 
 def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
-    """Return the config of a run that predicts the samples at a path, and logs nothing."""
+    """Return the config of a run that predicts the samples at a path, without loggers."""
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
-    told = {key: run.config.data[key] for key in TOLD}
-    answers = _set_node(run).get("target")
-    if isinstance(answers, Mapping):  # targets by name, which nothing tells from inputs in a batch
-        told["inputs"] = {name: one for name, one in (told["inputs"] or {}).items() if name not in answers} or None
+    known = {key: run.config.data[key] for key in FROM_DATA}
+    targets = _set_node(run).get("target")
+    if isinstance(targets, Mapping):  # in a batch, targets by name look like inputs
+        known["inputs"] = {name: one for name, one in (known["inputs"] or {}).items() if name not in targets} or None
     unlabelled = unlabelled_node(run, path)
     with open_dict(config):
-        config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **told, "test": unlabelled}
+        config.data = {**config.data, **dict.fromkeys((*PLACES, *OF_TRAINING)), **known, "test": unlabelled}
         config.logger = {}
     return config
 
 
-def _saved(given: Any, run: RunFiles, place: Path) -> Path:
-    """Write arrays to an .npz file, and return it; raise RunError for anything else."""
+def _saved(given: object, run: RunFiles, place: Path) -> Path:
+    """Write arrays to an .npz file, and return its path. Raise RunError for other values."""
     names = list(DataSpec.of(run.settings.data).inputs)
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
     held = {}
@@ -152,7 +149,7 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
             array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         except ValueError as error:
             got = f"{name} is a {type(value).__name__} whose parts differ in length"
-            raise RunError(f"{got}; expected an array [N, ...]: give each length by itself") from error
+            raise RunError(f"{got}; expected an array [N, ...]: predict each length separately") from error
         if array.dtype.kind not in "fiubU" or not array.ndim:
             raise RunError(f"{name} is {type(value).__name__}; expected numbers or words, an array [N, ...]")
         held[str(name)] = array
@@ -160,30 +157,34 @@ def _saved(given: Any, run: RunFiles, place: Path) -> Path:
     return place / "given.npz"
 
 
-def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[object]]:
     """Return columns of the input by name.
 
-    Raises: ConfigError for a column that is not there, and for a data set whose samples are several rows each.
+    Raises:
+        ConfigError: A column does not exist, or a sample has several rows.
     """
     node = unlabelled_node(run, path)
     if is_of(node, UnlabelledSeries):
-        got, expected = f"[{', '.join(names)}], and windows of {node['length']} rows", "a sample for each row"
-        raise config_error("keep", got=got, expected=expected, fix="Leave keep out", source="command line")
-    dialect = Dialect(**{one.name: node[one.name] for one in dataclasses.fields(Dialect) if one.name in node})
-    return {name: list(values) for name, values in raw_columns(path, dialect, names).items()}
+        got = f"[{', '.join(names)}], and windows of {node['options']['length']} rows"
+        raise _keep_error(got, "a sample for each row", fix="Leave keep out")
+    return {name: list(values) for name, values in raw_columns(path, Dialect.of(node["options"]), names).items()}
+
+
+def _keep_error(got: str, expected: str, *, fix: str | None = None) -> ConfigError:
+    return ConfigError([command_line_error("keep", got, expected, fix)])
 
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
-    """Return the node of the data set that reads the input as the run's own data set reads its files."""
+    """Return the node of the data set that reads the input as the run's data set reads its files."""
     data, node = run.settings.data, _set_node(run)
     allow = run.settings.security.allow
-    # Whatever the data set is made of: a function of the user's own may make it, too.
+    # A class, or a function of the user that makes the data set.
     own = resolve(node["_target_"], allow=allow)
     kind = getattr(own, "unlabelled", ARRAYS)
-    takes = inspect.signature(resolve(kind, allow=())).parameters
+    takes = resolve(kind, allow=()).OPTIONS
     known = {} if kind == ARRAYS else inspect.signature(own).parameters
     given = {**{name: one.default for name, one in known.items() if one.default is not one.empty}, **node}
-    options = {name: value for name, value in given.items() if name in takes and name not in ("path", "inputs")}
+    options = {name: value for name, value in given.items() if name in takes and name != "inputs"}
     if kind == ARRAYS:
         specs = DataSpec.of(data).inputs
         options["inputs"] = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in specs.items()}
@@ -191,7 +192,7 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
         options["is_final"] = not any(data.get(key) for key in changing)
     elif "inputs" in takes and node.get("inputs") is not None:
         options["inputs"] = node["inputs"]
-    return {"_target_": kind, "path": literal(str(path)), **options}
+    return {"_target_": kind, "path": literal(str(path)), "options": options}
 
 
 def is_of(node: Mapping[str, Any], kind: type) -> bool:
@@ -200,21 +201,21 @@ def is_of(node: Mapping[str, Any], kind: type) -> bool:
 
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
-    """Return the node of a data set of the run. Raises: RunError for loaders of the user's own."""
+    """Return the node of a data set of the run. Raise RunError for a user's loaders."""
     data = run.settings.data
     if run.settings.has_own_loaders:
-        raise RunError(f"the run's data is {data['_target_']}, loaders of the user's own, which read no other files")
+        raise RunError(f"the run's data is {data['_target_']}, loaders of the user, which cannot read other files")
     node: Mapping[str, Any] = next(data[name] for name in PLACES if data.get(name) is not None)
     return node
 
 
-def stated_classes(run: RunFiles) -> Sequence[str] | None:
+def config_classes(run: RunFiles) -> Sequence[str] | None:
     """Return the names of the classes in the config."""
     nodes = [run.settings.data[name] for name in PLACES if run.settings.data.get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
 
 
-def _assembled(
+def _assemble(
     shares: Mapping[str, list[np.ndarray]], config: DictConfig, checkpoint: Path, *, classes: Sequence[str] | None
 ) -> Predictions:
     settings = settings_of(plain_config(config))
@@ -224,8 +225,7 @@ def _assembled(
         outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
     node = settings.data["test"]
     is_pictures = is_of(node, UnlabelledImages)
-    options = {"picture": node["picture"]} if "picture" in node else {}
-    files = pictures_at(Path(node["path"]), **options) if is_pictures else ()
+    files = pictures_at(Path(node["path"]), node["options"]) if is_pictures else ()
     readings = readings_at(settings, checkpoint, classes=classes)
     return Predictions(
         outputs=outputs,
@@ -235,11 +235,11 @@ def _assembled(
 
 
 def readings_at(settings: Settings, checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
-    """Return the readings of outputs by name, with the figures of a checkpoint; none of a user's own module."""
+    """Return the readings of outputs by name, with the statistics of a checkpoint; none for a user's module."""
     is_own = settings.module is not None
     return {} if is_own else readings_of(build_objective(settings), fitted_in(checkpoint) or {}, classes=classes)
 
 
-def _of_input(error: ErrorDetails) -> ErrorDetails:
+def _as_input_error(error: ErrorDetails) -> ErrorDetails:
     is_of_input = error.key.startswith(("data.dataset", "data.test")) or error.key == "data"
     return dataclasses.replace(error, key="input", source=None) if is_of_input else error

@@ -1,4 +1,4 @@
-"""Reads the files of a run: its config, its report, its curves, and its network with saved weights."""
+"""Access to the files of a run: its config, report, curves, and its network with saved weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunFiles:
     """A run on disk, or one of its checkpoints.
 
     Args:
-        directory: The run directory, an absolute path; None for a checkpoint outside of its run directory.
+        directory: The absolute path of the run directory; None for a checkpoint outside its run directory.
         checkpoint: The named checkpoint; None for a run directory.
         config: The frozen config, every interpolation resolved.
         settings: The settings with which the run was built.
@@ -52,7 +52,7 @@ class RunFiles:
         """The content of report.json.
 
         Raises:
-            RunError: There is none.
+            RunError: The file does not exist.
         """
         return read_report(self._directory("report.json"))
 
@@ -61,38 +61,38 @@ class RunFiles:
         """All scalars in the run's event files, by optimizer step.
 
         Raises:
-            RunError: There are none, as after a run without logger=[tensorboard].
+            RunError: The run has no scalars, such as a run without logger=[tensorboard].
         """
         events = self._directory("its curves") / "tensorboard"
         found = read_curves(events, wants=lambda tag: True)
         if not found.by_tag:
-            why = "; ".join(found.problems) or "the run had no logger=[tensorboard], or has not written yet"
+            why = "; ".join(found.problems) or "the run had no logger=[tensorboard], or wrote no scalar yet"
             raise RunError(f"{events} holds no scalars: {why}")
         return History(sorted(found.by_tag.items()))
 
     @functools.cached_property
     def data(self) -> Data:
-        """The run's data with the parts, standardization and classes of training.
+        """The run's data with the splits, standardization and classes of training.
 
         Raises:
-            ConfigError: The data cannot be found.
-            RunError: The run has loaders of a LightningDataModule.
+            ConfigError: The data does not exist.
+            RunError: The run has the loaders of a LightningDataModule.
         """
         if self.settings.has_own_loaders:
             kind = self.settings.data["_target_"]
-            raise RunError(f"the run's data is {kind}, loaders of the user's own; expected exp.data.data.Data")
+            raise RunError(f"the run's data is {kind}, loaders of the user; expected exp.data.data.Data")
         with preserve_generators():
             return build_data(dataclasses.replace(self.settings, resume=str(self.path_of(None))))
 
     def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
-        """Return the trained network on the CPU, in evaluation mode, and in the dtypes of training.
+        """Return the trained network on the CPU, in evaluation mode and in the dtypes of training.
 
-        With a LightningModule of the user, it is that module.
+        If the run trains the user's LightningModule, return that module.
 
         Args:
-            weights: best, last, or the path of a checkpoint. None takes the loaded checkpoint, else the best, else the
-                last.
-            averaged: Whether to take the average of the weights if the run has one; it was validated.
+            weights: best, last, or the path of a checkpoint. None takes the loaded checkpoint, then the best, then the
+                last one.
+            averaged: Whether to use the average of the weights, which was validated, if the run has one.
 
         Raises:
             RunError: The checkpoint does not exist, is damaged, or belongs to another network.
@@ -113,14 +113,14 @@ class RunFiles:
         """Return the checkpoint that `network` reads.
 
         Raises:
-            RunError: There is none.
+            RunError: The checkpoint does not exist.
         """
         if weights is None and self.checkpoint is not None:
             return self.checkpoint
         if weights is not None and str(weights) not in WORDS:
             path = Path(weights)
             if not path.is_file():
-                raise RunError(f"{path} is not there; expected best, last, or the path of a checkpoint")
+                raise RunError(f"{path} does not exist; expected best, last, or the path of a checkpoint")
             return path
         directory = self._directory("its checkpoints")
         found = weights_of_run(directory) if weights is None else directory / CHECKPOINTS / f"{weights}.ckpt"
@@ -131,7 +131,7 @@ class RunFiles:
         return found
 
     def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
-        """Raise ConfigError for an output that replaces a file of the run, or that lies in its checkpoints/.
+        """Raise ConfigError for an output that replaces a file of the run, or is in its checkpoints/.
 
         Args:
             output: The output of a command.
@@ -139,18 +139,18 @@ class RunFiles:
         """
         whose, place = None, output.resolve()
         if is_same_file(output, self.path_of(weights)):
-            whose = "from which the weights are read"
+            whose = "which has the weights"
         elif self.directory is not None and place.is_relative_to(self.directory.resolve()):
             first = place.relative_to(self.directory.resolve()).parts[:1]
             if first == (CHECKPOINTS,) or (output.exists() and first != (EXPORTS,)):
                 whose = f"a place of the run {self.directory}"
         if whose is not None:
-            expected = f"another file: in the directory of a run, {EXPORTS}/ and new names are free"
+            expected = f"another file: in a run directory, {EXPORTS}/ or a new name"
             raise config_error("output", got=f"{output}, {whose}", expected=expected, source="command line")
 
     def _directory(self, wanted: str) -> Path:
         if self.directory is None:
-            raise RunError(f"{self.checkpoint} lies outside of its run directory, where {wanted} would be")
+            raise RunError(f"{self.checkpoint} is outside its run directory, which has {wanted}")
         return self.directory
 
 
@@ -161,31 +161,31 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor]:
     if not averaged and CURRENT not in state:
-        raise RunError(f"{path} has no average beside its weights; leave averaged out")
+        raise RunError(f"{path} has only one set of weights, not their average; leave averaged out")
     weights: Mapping[str, Tensor] = state["state_dict"] if averaged else state[CURRENT]
     return weights
 
 
 def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, prefix: str) -> None:
-    """Load weights; raise RunError if they are not those of the network."""
+    """Load weights. Raise RunError if they belong to another network."""
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     try:
         network.load_state_dict(own)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise RunError(f"{path} has other weights than the network of its config: {reason:.400}") from error
+        raise RunError(f"{path} has weights of another network than its config: {reason:.400}") from error
 
 
 class History(dict[str, Curve]):
     """The curves of a run by tag: `history["loss/val"].steps` and `.values`, int64 and float64 `[N]`."""
 
     def __missing__(self, tag: str) -> Curve:
-        raise KeyError(f"the run logged no {tag}; expected one of {among(self, word=tag)}")
+        raise KeyError(f"the run did not log {tag}; expected one of {among(self, word=tag)}")
 
     def table(self) -> dict[str, np.ndarray]:
-        """Return one row for each step with a value: `step`, int64 `[N]`, and a float64 column for each tag.
+        """Return a row for each step with a value: `step`, int64 `[N]`, and a float64 column for each tag.
 
-        A tag without a value at a step has nan there. `pandas.DataFrame(run.history.table())` accepts the table.
+        A missing value is nan. `pandas.DataFrame(run.history.table())` accepts the table.
         """
         steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in self.values())]))
         columns = {"step": steps}

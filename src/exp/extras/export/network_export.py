@@ -31,7 +31,7 @@ from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_byt
 from exp.extras.export.served_tables import table_form
 from exp.files import write_atomic
 from exp.output import describe_write_error
-from exp.saved_runs.prediction import readings_at, stated_classes
+from exp.saved_runs.prediction import config_classes, readings_at
 from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.shared_types import Stage
 from exp.spelling import among
@@ -133,7 +133,7 @@ def _description(
     run: RunFiles, network: NamedNetwork, *, outputs: Sequence[str], weights: str | Path | None
 ) -> Description:
     columns = value_names(run.data.part(run.data.stages[0])).columns
-    readings = readings_at(run.settings, run.path_of(weights), classes=stated_classes(run))
+    readings = readings_at(run.settings, run.path_of(weights), classes=config_classes(run))
     return Description(
         run=str(run.directory or run.checkpoint),
         columns={name: list(names) for name, names in columns.items() if name in network.inputs},

@@ -22,7 +22,7 @@ from exp.saved_runs.run_files import RunFiles
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
 # Keys of data with functions that change the columns further.
-TRANSFORMS = ("tv_tensors", "transforms", "eval_transforms", "batch_transforms", "collate")
+TRANSFORMS = ("transforms", "eval_transforms", "batch_transforms", "collate")
 
 
 def table_form(run: RunFiles) -> dict[str, object] | None:
@@ -35,7 +35,7 @@ def table_form(run: RunFiles) -> dict[str, object] | None:
         return None
     used = {"words": {}, "dates": {}, **{name: one for name, one in fitted[FITTED].items() if name in USED}}
     plain = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in used.items()}
-    options = {name: value for name, value in node.items() if name not in ("_target_", "path", "delimiter", "header")}
+    options = {name: value for name, value in node["options"].items() if name not in ("delimiter", "header")}
     return {"fitted": plain, "options": options}
 
 

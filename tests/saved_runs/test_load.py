@@ -84,12 +84,12 @@ def test_best_last_and_other_checkpoints(trained):
         assert same(exp.load(path).network().state_dict(), expected)
         assert same(run.network(path).state_dict(), expected)
     assert same(run.network().state_dict(), run.network("best").state_dict())
-    with pytest.raises(RunError, match=r"first\.ckpt is not there; expected best, last, or the path"):
+    with pytest.raises(RunError, match=r"first\.ckpt does not exist; expected best, last, or the path"):
         run.network("first.ckpt")
     shutil.copy(run.directory / "checkpoints" / "best.ckpt", "moved.ckpt")
     moved = exp.load("moved.ckpt")
     assert same(moved.network().state_dict(), run.network("best").state_dict())
-    with pytest.raises(RunError, match=r"moved\.ckpt lies outside of its run directory, where report\.json would be"):
+    with pytest.raises(RunError, match=r"moved\.ckpt is outside its run directory, which has report\.json"):
         _ = moved.report
 
 
@@ -151,7 +151,7 @@ def test_config_report_data_and_history():
     assert table["step"].tolist() == list(range(1, 13))
     assert np.isnan(table["loss/val"][:-1]).all()
     assert table["loss/val"][-1] == run.history["loss/val"].values[-1]
-    with pytest.raises(KeyError, match="the run logged no loss/vall"):
+    with pytest.raises(KeyError, match="the run did not log loss/vall"):
         run.history["loss/vall"]
 
 
@@ -160,10 +160,10 @@ def test_what_is_no_run_is_refused(digits, tmp_path):
     Path("weights.pt").write_bytes(b"nothing")
     torch.save({"state_dict": {}}, "foreign.ckpt")
     for path, message in {
-        "nowhere": "nowhere is not there; expected a run directory",
-        "empty": "empty holds no config.yaml; expected a run directory",
+        "nowhere": "nowhere does not exist; expected a run directory",
+        "empty": "empty has no config.yaml; expected a run directory",
         "weights.pt": "weights.pt",
-        "foreign.ckpt": "says nothing of its run",
+        "foreign.ckpt": "has no config of a run",
     }.items():
         with pytest.raises(RunError, match=message):
             exp.load(path)
@@ -174,13 +174,13 @@ def test_what_is_no_run_is_refused(digits, tmp_path):
     cuts = (whole[: whole.index("\n", 1500)], whole[: whole.index("\nmodel:")], whole[: whole.index("\nweights:")])
     for damaged, message in {
         "- a\n- b\n": "is not as exp wrote it: it holds no mapping",
-        **dict.fromkeys(cuts, r"config\.yaml has no .*: a part of it is lost\. Take the file"),
+        **dict.fromkeys(cuts, r"config\.yaml has no .*: the file is incomplete\. Restore the file"),
     }.items():
         (copied / "config.yaml").write_text(damaged)
         with pytest.raises(RunError, match=message):
             exp.load(copied)
     (copied / "config.yaml").write_text(whole.replace("out_features: 128", "out_features: 64"))
-    with pytest.raises(RunError, match=r"has other weights than the network of its config: .*hidden2"):
+    with pytest.raises(RunError, match=r"has weights of another network than its config: .*hidden2"):
         exp.load(copied).network()
     (copied / "config.yaml").write_text(whole.replace("_target_: torch.nn.Flatten", "_target_: os.system", 1))
     with pytest.raises(ConfigError, match=r"os\.system"):

@@ -111,9 +111,6 @@ class Batching:
         return maker(make, key=key, offers={"data_source": part, **offers})
 
     def _no_batch(self, held: int) -> ConfigError:
-        return data_error(
-            "batch_size",
-            got=f"{self.batch_size} with drop_last=true, and only {held} training samples",
-            expected=f"{held} or less",
-            fix="Make the batch smaller, or keep the short one with data.drop_last=false",
-        )
+        got = f"{self.batch_size} with drop_last=true, and only {held} training samples"
+        fix = "Make the batch smaller, or keep the short one with data.drop_last=false"
+        return data_error("batch_size", got=got, expected=f"{held} or less", fix=fix)

@@ -83,12 +83,9 @@ class CsvSource(Source):
         for line, row in islice(self._all_rows(), self.dialect.header, None):
             if len(row) != len(self.names):
                 sign = self.dialect.delimiter
-                raise data_error(
-                    "dataset.path",
-                    got=f"{len(row)} values in line {line} of {self.file}",
-                    expected=f"{len(self.names)}, as in its first line",
-                    fix=f"The delimiter is {sign!r}; data.dataset.delimiter sets another" if len(row) == 1 else None,
-                )
+                got = f"{len(row)} values in line {line} of {self.file}"
+                fix = f"The delimiter is {sign!r}; data.dataset.delimiter sets another" if len(row) == 1 else None
+                raise data_error("dataset.path", got=got, expected=f"{len(self.names)}, as in its first line", fix=fix)
             yield line, row
 
     def chunks(self, columns: Sequence[int]) -> Iterator[Sequence[Sequence[str]]]:

@@ -150,8 +150,8 @@ class Data:
         pinned = use_pinned_memory(pin_memory)
         self.loading = Loading(
             form=form_of(inputs, declared, keeps_doubles=keeps_doubles),
-            made_by=collate,
-            keys=given,
+            collate_setting=collate,
+            transform_settings=given,
             labels=Labels(classes=None, ignored=(IGNORED,) if ignored_labels is None else tuple(ignored_labels)),
             options=FetchOptions(num_workers, pinned, prefetch_factor, persistent_workers, multiprocessing_context),
             batching=Batching(parts=prepared, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed),

@@ -101,11 +101,9 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     """
     if name in fitted:
         return fitted[name]
-    raise data_error(
-        "train",
-        got=f"a training split with {', '.join(fitted) or 'no statistics'}, and a split that is {type(part).__name__}",
-        expected="one kind of data: the training split scales or encodes the other splits",
-    )
+    got = f"a training split with {', '.join(fitted) or 'no statistics'}, and a split that is {type(part).__name__}"
+    expected = "one kind of data: the training split scales or encodes the other splits"
+    raise data_error("train", got=got, expected=expected)
 
 
 def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset._target_") -> None:

@@ -95,12 +95,9 @@ def inputs_in(data: object) -> dict[str, Tensor]:
         ConfigError: The batch has no input tensor.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
-        raise data_error(
-            "inputs",
-            got=f"null, and samples of {len(data)} values",
-            expected="the names of all values except the target, which is the last",
-            fix="For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}",
-        )
+        expected = "the names of all values except the target, which is the last"
+        fix = "For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}"
+        raise data_error("inputs", got=f"null, and samples of {len(data)} values", expected=expected, fix=fix)
     entries = {name: value for name, value in named_entries(data).items() if name != TARGET}
     found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
     if not found:

@@ -49,11 +49,8 @@ class Idx(Tensors):
         folder = data_folder(path, directory=directory)
         images, labels = (read_idx(_file(folder, f"{FILES[part]}-{kind}")) for kind in ("images-idx3", "labels-idx1"))
         if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-            raise data_error(
-                "dataset.path",
-                got=f"images {list(images.shape)} and labels {list(labels.shape)} in {folder}",
-                expected="images [N, H, W] and as many labels [N]",
-            )
+            got = f"images {list(images.shape)} and labels {list(labels.shape)} in {folder}"
+            raise data_error("dataset.path", got=got, expected="images [N, H, W] and as many labels [N]")
         pixels = (torch.from_numpy(images.astype(np.float32)) / 255 - mean) / std
         classes = torch.from_numpy(labels.astype(np.int64))
         super().__init__(entries=(pixels[:, None], classes), num_classes=int(classes.max()) + 1)

@@ -179,12 +179,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
             if small:
                 (held_width, held_height), files = small[0]
-                yield data_detail(
-                    "dataset.crop",
-                    got=f"{height} x {width}, and {files[0]} has {held_height} x {held_width}",
-                    expected="at most the size of the smallest picture",
-                    fix="Enlarge the pictures with data.dataset.resize",
-                )
+                got = f"{height} x {width}, and {files[0]} has {held_height} x {held_width}"
+                fix = "Enlarge the pictures with data.dataset.resize"
+                yield data_detail("dataset.crop", got=got, expected="at most the size of the smallest picture", fix=fix)
         elif len(sizes) > 1 and not self.any_size:
             (first, some), (second, others), *_ = sizes.items()
             yield data_detail(

@@ -102,12 +102,9 @@ class V2Transform(SampleTransform):
         sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
-            raise data_error(
-                "transforms",
-                got=f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of one size",
-                expected="samples with tv_tensors, such as Image and Mask",
-                fix="Return torchvision.tv_tensors from the data set; entries that are plain tensors stay unchanged",
-            )
+            got = f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of one size"
+            fix = "Return torchvision.tv_tensors from the data set; entries that are plain tensors stay unchanged"
+            raise data_error("transforms", got=got, expected="samples with tv_tensors, such as Image and Mask", fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)

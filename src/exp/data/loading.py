@@ -42,8 +42,8 @@ class Loading:
     Args:
         batching: The splits, and the samples of each global batch.
         form: The form in which batches reach the network.
-        made_by: The value of data.collate.
-        keys: The transforms by config key.
+        collate_setting: The value of data.collate.
+        transform_settings: The transforms by config key.
         labels: The valid labels.
         options: The options of torch's DataLoader.
         shuffle_buffer: The number of samples among which the order of a stream is random.
@@ -56,17 +56,17 @@ class Loading:
 
     batching: Batching
     form: BatchForm
-    made_by: Collate | Literal["pad"] | None
-    keys: Mapping[str, Transforms]
+    collate_setting: Collate | Literal["pad"] | None
+    transform_settings: Mapping[str, Transforms]
     labels: Labels
     options: FetchOptions
     shuffle_buffer: int
 
     def __post_init__(self) -> None:
         names = self.form.names
-        self.collate = collate_of(self.made_by, inputs=names)
+        self.collate = collate_of(self.collate_setting, inputs=names)
         self.names = self.collate.held(names) if isinstance(self.collate, Pad) else names
-        self.transforms = StageTransforms.of_config(self.keys, held=self.names, names=names)
+        self.transforms = StageTransforms.of_config(self.transform_settings, held=self.names, names=names)
 
     @property
     def parts(self) -> Mapping[Stage, AnyDataset]:

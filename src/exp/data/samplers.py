@@ -104,12 +104,9 @@ class BalancedSampler(WeightedSampler):
         known = classes[classes >= 0]  # the loss ignores a label below 0
         counts = torch.bincount(known, minlength=num_classes or 0)
         if missing := (counts == 0).nonzero().flatten().tolist():
-            raise data_error(
-                KEY,
-                got=f"balanced by class, and a training split without a sample of the class {missing[0]}",
-                expected=f"a sample of each of the {len(counts)} classes",
-                fix="Draw other splits with data.parts_seed, or correct data.num_classes",
-            )
+            got = f"balanced by class, and a training split without a sample of the class {missing[0]}"
+            fix = "Draw other splits with data.parts_seed, or correct data.num_classes"
+            raise data_error(KEY, got=got, expected=f"a sample of each of the {len(counts)} classes", fix=fix)
         weights = {number: 1.0 / count for number, count in enumerate(counts.tolist())}
         super().__init__(
             data_source,

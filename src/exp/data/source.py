@@ -239,12 +239,9 @@ def refuse_labels(source: Source, column: int, labels: Words) -> None:
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
-        raise data_error(
-            "dataset.task",
-            got=f"classification of {len(labels.names)} labels that are numbers with fractions",
-            expected="regression for the column " + source.names[column],
-            fix="data=csv_regression selects it, with its objective and metrics",
-        )
+        got = f"classification of {len(labels.names)} labels that are numbers with fractions"
+        fix = "data=csv_regression selects it, with its objective and metrics"
+        raise data_error("dataset.task", got=got, expected="regression for the column " + source.names[column], fix=fix)
 
 
 def days_since_1970(text: str, form: str | None) -> float:

@@ -57,12 +57,9 @@ def read_spec(
     found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
     target = target_in(batch)
     if not names and declared.input_shape is not None and "input" not in found:
-        raise data_error(
-            "inputs",
-            got=f"null, and samples with the entries {', '.join(found)}",
-            expected="a shape and a dtype for each input of the network, or an entry named input",
-            fix="Read them from the data with data.input_shape=null",
-        )
+        got = f"null, and samples with the entries {', '.join(found)}"
+        expected = "a shape and a dtype for each input of the network, or an entry named input"
+        raise data_error("inputs", got=got, expected=expected, fix="Read them from the data with data.input_shape=null")
     _refuse_other_inputs(declared.inputs if names else {}, found)
     only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
     shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)
@@ -76,11 +73,8 @@ def read_spec(
         outputs = target.shape[-1] if target.dim() > 1 else 1
     # Data may have no target, or several with other names, which terms and metrics select.
     if outputs is None and target is not None:
-        raise data_error(
-            "num_classes",
-            got="null, and the data set does not state it",
-            expected="the number of classes, or data.num_outputs for a regression",
-        )
+        got = "null, and the data set does not state it"
+        raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
     # A network receives no entry such as boxes of which the first sample has none. Terms and hooks do.
     fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     is_alone = list(found) == ["input"] or declared.input_shape is not None
@@ -136,9 +130,5 @@ def _refuse_unlike(key: str, declared: object, found: object) -> None:
     """Raise ConfigError if the config and the data state different values."""
     if declared is not None and found is not None and declared != found:
         shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
-        raise data_error(
-            key,
-            got=str(shown),
-            expected=f"{held}, the value of the data",
-            fix=f"Correct it, or read it from the data with data.{key}=null",
-        )
+        fix = f"Correct it, or read it from the data with data.{key}=null"
+        raise data_error(key, got=str(shown), expected=f"{held}, the value of the data", fix=fix)

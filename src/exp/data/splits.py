@@ -71,12 +71,8 @@ def make_splits(
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
-                raise data_error(
-                    name,
-                    got=f"a data set, and a split of data.dataset in data.parts.{name}",
-                    expected="one of the two",
-                    fix=f"Leave the split out with data.parts.{name}=0",
-                )
+                got, expected = f"a data set, and a split of data.dataset in data.parts.{name}", "one of the two"
+                raise data_error(name, got=got, expected=expected, fix=f"Leave the split out with data.parts.{name}=0")
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}
 
@@ -171,12 +167,9 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
         raise data_error("parts", got=got, expected=f"{length} at most, the whole data set")
     for name, count in counts.items():
         if not count:
-            raise data_error(
-                f"parts.{name}",
-                got=f"{sizes[name]} of {length} {unit}, an empty split",
-                expected=f"at least one of the {unit}",
-                fix=f"Enlarge the split, or leave it out with data.parts.{name}=0",
-            )
+            got = f"{sizes[name]} of {length} {unit}, an empty split"
+            fix = f"Enlarge the split, or leave it out with data.parts.{name}=0"
+            raise data_error(f"parts.{name}", got=got, expected=f"at least one of the {unit}", fix=fix)
     return counts
 
 
@@ -205,12 +198,9 @@ def divide(
     if own and list(wanted.values()) != [1.0]:  # otherwise one split is the whole data set
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
-        raise data_error(
-            "dataset",
-            got=f"{type(dataset).__name__}, a stream of samples",
-            expected="a data set with an index, which can be divided",
-            fix="Give data.train, data.val and data.test a stream each",
-        )
+        expected = "a data set with an index, which can be divided"
+        fix = "Give data.train, data.val and data.test a stream each"
+        raise data_error("dataset", got=f"{type(dataset).__name__}, a stream of samples", expected=expected, fix=fix)
     draw = partial(random_splits, length=samples_in(dataset), seed=seed)
     chosen: Mapping[Stage, Tensor] = draw(wanted) if choose is None else choose(dataset, wanted)
     return {stage: _select(dataset, indices) for stage, indices in chosen.items()}
@@ -250,11 +240,9 @@ def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
         if isinstance(dataset, Selectable):
             return dataset.select(indices)
         name = type(dataset).__name__
-        raise data_error(
-            "dataset",
-            got=f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)",
-            expected="a data set with one of them, so that its training split can be fitted",
-        )
+        got = f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)"
+        expected = "a data set with one of them, so that its training split can be fitted"
+        raise data_error("dataset", got=got, expected=expected)
     if isinstance(dataset, Indexed):
         return Selection(source=dataset, indices=indices)
     return Subset(dataset, indices.tolist())

@@ -290,11 +290,9 @@ class UnlabelledArrays(Tensors):
             columns = read_columns(file)
             columns = {only: next(iter(columns.values()))} if only and len(columns) == 1 else columns
         if missing := [name for name in specs if name not in columns]:
-            raise data_error(
-                "dataset.path",
-                got=f"{path} with {', '.join(columns)}, and no {', '.join(missing)}",
-                expected=f"an array [N, ...] for each input of the network: {', '.join(specs)}",
-            )
+            got = f"{path} with {', '.join(columns)}, and no {', '.join(missing)}"
+            expected = f"an array [N, ...] for each input of the network: {', '.join(specs)}"
+            raise data_error("dataset.path", got=got, expected=expected)
         entries = {
             name: _tensor(columns[name], spec, named=f"{name} of {path}", is_final=is_final, scale=scale)
             for name, spec in specs.items()

@@ -129,12 +129,9 @@ class Windows(Dataset[object]):
             expected, fix = f"those of the training split, {theirs}", f'Write "data.dataset.columns={theirs}"'
             raise data_error("", got=got, expected=expected, fix=fix)
         if not len(self):
-            raise data_error(
-                "dataset.length",
-                got=f"{self.length} with a horizon of {self.horizon}, and a split of {len(self.values)} rows",
-                expected=f"{len(self.values)} at most together",
-                fix="Shorten the window, or enlarge the split in data.parts",
-            )
+            got = f"{self.length} with a horizon of {self.horizon}, and a split of {len(self.values)} rows"
+            fix = "Shorten the window, or enlarge the split in data.parts"
+            raise data_error("dataset.length", got=got, expected=f"{len(self.values)} at most together", fix=fix)
         rows = torch.from_numpy(self.values)
         return self._windows((rows - statistics["means"]) / statistics["deviations"] if self.standardise else rows)
 

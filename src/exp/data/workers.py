@@ -122,12 +122,9 @@ class Assembly:
 
 def _collate_error(error: BaseException, place: str) -> SampleError:
     """Return the error of samples that torch's collate function cannot batch."""
-    return sample_error(
-        "collate",
-        got=f"samples {place}: {one_line(error)}",
-        expected="tensors, arrays, numbers and texts of one size, in tuples, lists or mappings",
-        fix="Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate",
-    )
+    expected = "tensors, arrays, numbers and texts of one size, in tuples, lists or mappings"
+    fix = "Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate"
+    return sample_error("collate", got=f"samples {place}: {one_line(error)}", expected=expected, fix=fix)
 
 
 def batch_of(data: object) -> object:

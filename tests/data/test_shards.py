@@ -362,7 +362,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path):
     (tmp_path / "a.parquet").touch()
     with pytest.raises(ConfigError, match=r"dataset.files: .*the package pyarrow.*'exp-framework\[parquet\]'"):
         Shards(files=str(tmp_path / "a.parquet"), target="kind")
-    with pytest.raises(ConfigError, match=r"data=parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"a.parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
         exp.validate(exp.compose(["data=parquet", "data.dataset.path=a.parquet", "data.dataset.target=y"]))
 
 

@@ -121,7 +121,7 @@ def test_a_job_of_a_stacked_sweep_is_loaded():
     report = run.evaluate()
     assert report.metrics["accuracy/test"] == outcomes[1].metrics["accuracy/test"]
     assert report.metrics["loss/test"] == pytest.approx(outcomes[1].metrics["loss/test"], rel=1e-6)
-    with pytest.raises(RunError, match=r"sweep is a directory of 2 runs; expected one of them, such as .*sweep/0"):
+    with pytest.raises(RunError, match=r"sweep has no config.yaml; expected .*the directory of a job of a sweep"):
         exp.load("outputs/sweep")
 
 

@@ -33,7 +33,7 @@ from exp.extras.serve.json_samples import answer_of  # noqa: E402
 from exp.extras.serve.model_server import AddressError, ModelServer  # noqa: E402
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())["serve"]
-READINGS = {"output": Reading(target="target", kind="classes", names=["ant", "bee", "cow"]).plain()}
+READINGS = {"output": vars(Reading(target="target", kind="classes", names=["ant", "bee", "cow"]))}
 TABLE = np.arange(30, dtype=np.float32).reshape(10, 3)
 
 

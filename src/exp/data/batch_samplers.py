@@ -6,7 +6,7 @@ exp makes a batch sampler for each split, and seeds the generators from (seed, s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 from annotated_types import Ge
@@ -43,7 +43,7 @@ class LengthBuckets(Sampler[list[int]]):
 
     def __init__(
         self,
-        data_source: AnyDataset,
+        data_source: Any,
         *,
         batch_size: Annotated[int, Ge(1)],
         shuffle: bool,
@@ -90,7 +90,7 @@ class TokenBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        data_source: AnyDataset,
+        data_source: Any,
         *,
         tokens: Annotated[int, Ge(1)],
         shuffle: bool,

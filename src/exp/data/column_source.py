@@ -99,9 +99,11 @@ def open_source(
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
 
 
-def parquet_source(file: Path, *, missing_values: Sequence[object]) -> ColumnSource:
-    """Return the columns of a Parquet file, whatever its ending. Raise ConfigError as read_parquet."""
-    return ColumnSource(file=file, columns=arrow_columns(read_parquet(file)), missing_values=missing_values)
+def parquet_source(
+    file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] | None = None
+) -> Source:
+    """Return the columns of a Parquet file with any ending; see open_source."""
+    return ColumnSource(file=file, columns=arrow_columns(read_parquet(file)), missing_values=missing_values or ())
 
 
 def read_columns(file: Path) -> dict[str, Values]:

@@ -56,6 +56,9 @@ class Csv(Table):
         ConfigError: The file or a column does not exist, or a value does not fit its column.
     """
 
+    # Returns the columns of a file.
+    reader: Callable[..., Source] = staticmethod(open_source)
+
     def __init__(
         self,
         *,
@@ -75,7 +78,8 @@ class Csv(Table):
         standardise: bool = True,
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
-        self._open = self.opener(path, directory, dialect, missing_values)
+        file = data_file(path, directory=directory)
+        self._open = partial(self.reader, file, dialect, missing_values=missing_values)
         source = self._open()
         by_name = _by_name(target)
         named = {"categorical": categorical, "dates": dates, "ignore": ignore}
@@ -116,12 +120,6 @@ class Csv(Table):
             "name to an index; rename it to keep it"
             for column in nameless
         )
-
-    def opener(
-        self, path: str, directory: str, dialect: Dialect, missing_values: Sequence[object] | None
-    ) -> Callable[[], Source]:
-        """Return the function that reads the file. Raise ConfigError if the file does not exist."""
-        return partial(open_source, data_file(path, directory=directory), dialect, missing_values=missing_values)
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Return a column that is not an input, which is read from the file again; None for a missing value.

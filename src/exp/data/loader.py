@@ -158,7 +158,7 @@ class GlobalBatches(EpochBatches):
     def order(self, epoch: int) -> Order:
         if self.draw is not None:
             return Listed(self.draw(epoch))
-        return shuffle_order(self.length, seed=self.seed, epoch=epoch) if self.shuffle else Sequential(self.length)
+        return shuffle_order(self.length, seed=self.seed, epoch=epoch) if self.shuffle else Sequential()
 
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
         for batch in range(start, len(self)):

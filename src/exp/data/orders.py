@@ -23,22 +23,12 @@ class Order(ABC):
     """The indices of an epoch's samples, by position."""
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples of the epoch."""
-
-    @abstractmethod
     def slice(self, start: int, stop: int) -> Tensor:
         """Return the indices at positions start to stop, int64 `[stop - start]`."""
 
 
-@dataclass(frozen=True)
 class Sequential(Order):
-    """Every index below `length` in increasing order."""
-
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
+    """Every index in increasing order."""
 
     def slice(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop)
@@ -49,9 +39,6 @@ class Listed(Order):
     """An order given as a list. indices: int64 `[N]`."""
 
     indices: Tensor
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def slice(self, start: int, stop: int) -> Tensor:
         return self.indices[start:stop]
@@ -76,9 +63,6 @@ class Permuted(Order):
         self._low = np.uint64(bits // 2)
         self._masks = [np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** (bits - bits // 2) - 1)]
         self._keys = [np.uint64(seed_for(seed, "round", number)) for number in range(HALF_ROUNDS)]
-
-    def __len__(self) -> int:
-        return self.length
 
     def slice(self, start: int, stop: int) -> Tensor:
         pieces = []

@@ -7,7 +7,7 @@ epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt
@@ -43,7 +43,7 @@ class WeightedSampler(Sampler[int]):
 
     def __init__(
         self,
-        data_source: AnyDataset,
+        data_source: Any,
         *,
         weights: Sequence[Weight] | str | None = None,
         class_weights: Sequence[Weight] | Mapping[int, Weight] | None = None,
@@ -93,7 +93,7 @@ class BalancedSampler(WeightedSampler):
 
     def __init__(
         self,
-        data_source: AnyDataset,
+        data_source: Any,
         *,
         num_classes: int | None = None,
         num_samples: Annotated[int, Gt(0)] | None = None,
@@ -133,7 +133,7 @@ class SubsetSampler(Sampler[int]):
 
     def __init__(
         self,
-        data_source: AnyDataset,
+        data_source: Any,
         *,
         indices: Sequence[Annotated[int, Ge(0)]] | None = None,
         size: Annotated[float, Gt(0)] | None = None,

@@ -15,6 +15,8 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
+# One number, or one for each output.
+Numbers = float | Sequence[float]
 # The losses of classes, the kind of their outputs, and the axis of the classes.
 CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (
     (CrossEntropy, "classes", -1),
@@ -43,18 +45,8 @@ class Reading:
     kind: Kind
     axis: int = -1
     names: Sequence[str] | None = None
-    mean: np.ndarray | None = None
-    deviation: np.ndarray | None = None
-
-    def plain(self) -> dict[str, object]:
-        """Return the description as plain values for Reading.of."""
-        return {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in vars(self).items()}
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Reading:
-        """Return the description from plain values."""
-        scale = {name: None if plain[name] is None else np.asarray(plain[name]) for name in ("mean", "deviation")}
-        return cls(**{**plain, **scale})
+    mean: Numbers | None = None
+    deviation: Numbers | None = None
 
     def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
         """Return the answers of an output `[N, ...]`.
@@ -67,7 +59,7 @@ class Reading:
         if self.kind == "numbers":
             numbers = output.astype(np.float64)
             if self.mean is not None and self.deviation is not None:
-                numbers = numbers * self.deviation + self.mean
+                numbers = numbers * np.asarray(self.deviation) + np.asarray(self.mean)
             return {"prediction": numbers}
         if self.kind == "yes_or_no":
             return {"probability": scores.sigmoid().numpy()}
@@ -110,6 +102,6 @@ def _reading(term: Term, *, names: Sequence[str] | None, scale: tuple[np.ndarray
     if isinstance(loss, YES_OR_NO):
         return Reading(target=target, kind="yes_or_no", names=names)
     if isinstance(loss, NUMBERS):
-        mean, deviation = (None, None) if scale is None else scale
+        mean, deviation = (None, None) if scale is None else (one.tolist() for one in scale)
         return Reading(target=target, kind="numbers", mean=mean, deviation=deviation)
     return None

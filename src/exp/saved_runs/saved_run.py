@@ -22,13 +22,11 @@ from exp.construct import plain_config
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import RunError
-from exp.files import natural_order
 from exp.run_report import Report
 from exp.saved_runs.evaluation import Evaluated, evaluate
 from exp.saved_runs.prediction import Predictions, predict
 from exp.saved_runs.run_files import RunFiles
 from exp.spelling import among
-from exp.sweeps.ledger import is_sweep
 
 WHERE = "a run directory, outputs/<name>/<date>/<time>, the directory of a job of a sweep, or a checkpoint of a run"
 
@@ -94,11 +92,7 @@ def _settings(config: DictConfig) -> Settings:
 
 def _config_of(path: Path, *, allow: Sequence[str]) -> DictConfig:
     if not (path / "config.yaml").is_file():
-        jobs = sorted((found.parent for found in path.glob("*/config.yaml")), key=natural_order)
-        if not jobs:
-            raise RunError(f"{path} has no config.yaml; expected {WHERE}")
-        what = f"a directory of {len(jobs)} runs" + (f", listed in {path / 'table.md'}" if is_sweep(path) else "")
-        raise RunError(f"{path} is {what}; expected one of the runs, such as {jobs[0]}")
+        raise RunError(f"{path} has no config.yaml; expected {WHERE}")
     source = str(path / "config.yaml")
     config = read_frozen(path)
     refuse_untrusted(config, allow=allow, source=source, is_override=True)

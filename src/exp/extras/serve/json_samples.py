@@ -75,7 +75,7 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
     and infinity, which JSON does not have.
     """
     made: dict[str, Any] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
-    readings = {name: Reading.of(one) for name, one in description.readings.items()}
+    readings = {name: Reading(**one) for name, one in description.readings.items()}
     if readings:
         size = len(outputs[next(iter(readings))])
         each = {name: one for name, one in outputs.items() if one.shape[:1] == (size,)}

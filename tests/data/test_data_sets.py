@@ -59,7 +59,7 @@ def test_digits_equal_those_of_scikit_learn():
 def test_tables_equal_those_of_scikit_learn(ours, theirs):
     bunch = theirs()
     made = ours(standardise=False)
-    features, targets = made.encoded(made.fit())["input"], made.targets["target"]
+    features, targets = made.encode(made.fit())["input"], made.targets["target"]
     assert np.array_equal(features.numpy(), bunch.data)
     assert np.array_equal(targets.codes if made.classes else targets[:, 0], bunch.target)
     assert len(made.columns) == bunch.data.shape[1]

@@ -86,7 +86,7 @@ def flowers(tmp_path):
 
 def values(made: Csv) -> np.ndarray:
     """Return the encoded inputs of a table, fitted to itself."""
-    return made.encoded(made.fit())["input"].numpy()
+    return made.encode(made.fit())["input"].numpy()
 
 
 def columns(rows: list[list[str]]) -> np.ndarray:
@@ -114,7 +114,7 @@ def test_the_encoding_equals_that_of_scikit_learn(homes, impute):
     theirs.fit(table[:40])
     fitted = training.fit()
     for part, rows in ((training, table[:40]), (others, table[40:])):
-        found = part.encoded(fitted)["input"].numpy()
+        found = part.encode(fitted)["input"].numpy()
         np.testing.assert_allclose(found, theirs.transform(rows), rtol=1e-12, atol=1e-12)
         assert part.prepare(fitted).entries[0].dtype == torch.float32
 
@@ -412,7 +412,7 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
     settings = {"target": {"kind": "kind", "price": "price"}, "task": {"kind": "classification", "price": "regression"}}
     settings |= {"categorical": ["colour", "size"], "impute": "median"}
     mine, theirs = Parquet(path=path, **settings), Csv(path=homes, dates=["when"], **settings)
-    assert mine.encoded(mine.fit())["input"].equal(theirs.encoded(theirs.fit())["input"])
+    assert mine.encode(mine.fit())["input"].equal(theirs.encode(theirs.fit())["input"])
     np.testing.assert_array_equal(mine.numbers, theirs.numbers)
     np.testing.assert_array_equal(mine.targets["price"], theirs.targets["price"])
     with pytest.raises(ConfigError, match=r"'\w+' in row \d+ of .*column size; .* Put the column in data"):

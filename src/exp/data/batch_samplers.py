@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset
 from exp.data.loader import batch_count
-from exp.data.sample_values import attribute_values, entry_of, given_values, values_of
+from exp.data.sample_values import attribute_values, entry_of, sample_numbers, values_of
 
 KEY = "batch_sampler"
 # The attribute of a data set that has the lengths of all its samples.
@@ -137,7 +137,7 @@ def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inp
         ConfigError: The number of lengths is wrong, or the entry has no length.
     """
     if given is not None:
-        return given_values(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
+        return sample_numbers(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
     if (found := attribute_values(part, LENGTHS)) is not None:
         return found.long()
     # Several inputs may have other names.

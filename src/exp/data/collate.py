@@ -48,10 +48,10 @@ class Pad:
     def of(self, inputs: Sequence[str]) -> Pad:
         """Return the function for samples whose values have the names of data.inputs, without those that it adds."""
         made = copy.copy(self)
-        made.inputs = self.held(inputs)
+        made.inputs = self.sample_names(inputs)
         return made
 
-    def held(self, inputs: Sequence[str]) -> tuple[str, ...]:
+    def sample_names(self, inputs: Sequence[str]) -> tuple[str, ...]:
         """Return the names of inputs that samples have."""
         return tuple(name for name in inputs if name not in self.masks and name not in self.lengths)
 

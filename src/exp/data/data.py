@@ -253,7 +253,7 @@ class Data:
             return declared
         with preserve_generators():
             raw = self.loading.first_sample(stage)
-        self.rounded, batch = form.rounded(raw), form(raw)
+        self.rounded, batch = form.rounded_entries(raw), form(raw)
         outputs = [number for part in parts.values() if (number := attribute(part, "num_outputs")) is not None]
         return read_spec(
             declared,

@@ -34,7 +34,7 @@ class BatchForm:
         named = by_name(data, self.names)
         return named if self.keeps_doubles else map_tensors(named, _single)
 
-    def rounded(self, data: object) -> list[str]:
+    def rounded_entries(self, data: object) -> list[str]:
         """Return the entries of an unconverted batch that become float32."""
         entries = {} if self.keeps_doubles else named_entries(data, self.names)
         return [name for name, value in entries.items() if isinstance(value, Tensor) and value.dtype in SINGLE]

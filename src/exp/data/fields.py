@@ -171,7 +171,7 @@ class Fields:
             classes={} if self.classes is None else {TARGET: self.classes},
         )
 
-    def wanted(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
+    def columns_to_read(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
         """Return the columns to read. Raise ConfigError for a column that does not exist.
 
         Args:

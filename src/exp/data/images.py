@@ -26,11 +26,11 @@ from exp.data.pictures import (
     UNREADABLE,
     Mode,
     PictureForm,
-    broken,
-    deep,
-    mixed_modes,
+    deep_picture,
+    mode_error,
     pair_of,
     stored_mode,
+    unreadable_picture,
 )
 from exp.data.source import Name, Task, refuse_labels
 from exp.data.splits import PART_NAMES
@@ -93,7 +93,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         self.listing: Path | None = None
         if path.endswith(".csv"):
             self.listing = file = data_file(path, directory=directory)
-            self.files, self.targets, self.classes = _listed(file, target=target, picture=picture, task=task)
+            self.files, self.targets, self.classes = _read_list(file, target=target, picture=picture, task=task)
         else:
             folder = data_folder(path, directory=directory)
             places = _folders_of_parts(folder)
@@ -168,8 +168,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                     modes.setdefault(stored_mode(picture), []).append(file)
                     sizes.setdefault(self.form.size_of(picture), []).append(file)
             except UNREADABLE as error:
-                raise ConfigError([broken(file, error)]) from error
-        errors = [deep(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
+                raise ConfigError([unreadable_picture(file, error)]) from error
+        errors = [deep_picture(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
         errors += [] if errors else _mode_errors(modes, self.form.mode)
         raise_errors([*errors, *self._size_errors(sizes)])
 
@@ -286,7 +286,7 @@ def _folders_in(folder: Path) -> list[Path]:
     return sorted(one for one in found if one.name.casefold() not in JUNK)
 
 
-def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def _read_list(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """Return the pictures that a CSV file lists, their targets, and the names of the classes.
 
     Raises:
@@ -305,7 +305,7 @@ def _listed(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[lis
     for row, one in enumerate(files):
         if not os.path.isfile(one):
             got = f"{one}, which does not exist,"
-            raise source.bad(row, column, got, "a picture", "Paths are relative to the folder of the CSV file")
+            raise source.value_error(row, column, got, "a picture", "Paths are relative to the folder of the CSV file")
     if not is_class:
         return files, torch.from_numpy(found.numbers).float(), ()
     labels = found.words[wanted]
@@ -319,4 +319,4 @@ def _mode_errors(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Ite
     if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
         return
     counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
-    yield mixed_modes(" and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2]))
+    yield mode_error(" and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2]))

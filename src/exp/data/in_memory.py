@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from exp.data.entries import BatchForm
 from exp.data.labels import Labels
-from exp.data.loader import GlobalBatches, Loader, ShareSampler, set_epochs, wanting_epochs
+from exp.data.loader import GlobalBatches, Loader, ShareSampler, find_epoch_aware, set_epochs
 from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import map_tensors, tensors_in
@@ -195,7 +195,7 @@ class IndexedLoader(Loader):
     ) -> None:
         super().__init__(stage=stage)
         self._form, self._labels = form, labels
-        self._epochs = wanting_epochs(dataset)
+        self._epochs = find_epoch_aware(dataset)
         self.dataset, self.batches, self.sampler, self.pin_memory = dataset, sampler.batches, sampler, pin_memory
         first = tensors_in(gather_samples(dataset, torch.zeros(1, dtype=torch.int64), stage=stage))
         sample_bytes = sum(tensor.nbytes for tensor in first)

@@ -83,7 +83,7 @@ class Epochs(Protocol):
 _RECEIVED: dict[int, int] = {}
 
 
-def wanting_epochs(dataset: object) -> tuple[Epochs, ...]:
+def find_epoch_aware(dataset: object) -> tuple[Epochs, ...]:
     """Return the data sets with `set_epoch`: this one, or those that it wraps as torch's data sets do."""
     if callable(getattr(dataset, "set_epoch", None)) and isinstance(dataset, Epochs):
         _RECEIVED.pop(id(dataset), None)
@@ -91,7 +91,7 @@ def wanting_epochs(dataset: object) -> tuple[Epochs, ...]:
     held = [getattr(dataset, name, None) for name in ("dataset", "source")]
     several = getattr(dataset, "datasets", None)
     held += several.values() if isinstance(several, dict) else several if isinstance(several, list | tuple) else ()
-    return tuple(part for one in held if isinstance(one, Dataset) for part in wanting_epochs(one))
+    return tuple(part for one in held if isinstance(one, Dataset) for part in find_epoch_aware(one))
 
 
 def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:

@@ -65,7 +65,7 @@ class Loading:
     def __post_init__(self) -> None:
         names = self.form.names
         self.collate = collate_of(self.collate_setting, inputs=names)
-        self.names = self.collate.held(names) if isinstance(self.collate, Pad) else names
+        self.names = self.collate.sample_names(names) if isinstance(self.collate, Pad) else names
         self.transforms = StageTransforms.of_config(self.transform_settings, held=self.names, names=names)
 
     @property

@@ -88,7 +88,7 @@ class PictureForm:
             with Image.open(source) as opened:
                 return self._pixels(opened, named=named, key=key)
         except UNREADABLE as error:
-            raise SampleError(broken(named, error, key=key)) from error
+            raise SampleError(unreadable_picture(named, error, key=key)) from error
 
     def _pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
         mode = stored_mode(opened)
@@ -96,7 +96,7 @@ class PictureForm:
         # Only pictures with an orientation: pillow copies the others.
         is_turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
         upright = ImageOps.exif_transpose(opened) if is_turned else opened
-        picture = self._sized(self._converted(upright, mode, named, key))
+        picture = self._resize_and_crop(self._convert(upright, mode, named, key))
         rows = np.asarray(picture)
         # Transposed as bytes, because floats are four times as large.
         pixels = np.ascontiguousarray(rows.reshape(*rows.shape[:2], -1).transpose(2, 0, 1)).astype(np.float32)
@@ -113,21 +113,21 @@ class PictureForm:
         # getexif would decode the pixels of a PNG without EXIF data before them.
         is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
         is_on_its_side = not is_silent and picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
-        return self._resized((height, width) if is_on_its_side else (width, height))
+        return self._size_after_resize((height, width) if is_on_its_side else (width, height))
 
-    def _converted(self, picture: Image.Image, mode: str, named: str, key: str) -> Image.Image:
+    def _convert(self, picture: Image.Image, mode: str, named: str, key: str) -> Image.Image:
         if mode not in EIGHT_BITS:
-            raise SampleError(deep(named, mode, key=key))
+            raise SampleError(deep_picture(named, mode, key=key))
         if self.mode is None and picture.mode not in KEPT:
-            raise SampleError(mixed_modes(f"{named} is of mode {picture.mode}"))
+            raise SampleError(mode_error(f"{named} is of mode {picture.mode}"))
         wanted = self.mode or picture.mode
         if picture.has_transparency_data:
             paper = Image.new("RGBA", picture.size, self._paper)
             picture = Image.alpha_composite(paper, picture.convert("RGBA"))
         return picture if picture.mode == wanted else picture.convert(wanted)
 
-    def _sized(self, picture: Image.Image) -> Image.Image:
-        size = self._resized(picture.size)
+    def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
+        size = self._size_after_resize(picture.size)
         if size != picture.size:
             # With antialiasing, as torchvision.
             picture = picture.resize(size, Image.Resampling.BILINEAR)
@@ -137,7 +137,7 @@ class PictureForm:
         left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
         return picture.crop((left, top, left + width, top + height))
 
-    def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
+    def _size_after_resize(self, size: tuple[int, int]) -> tuple[int, int]:
         if self.resize is None:
             return size
         if not isinstance(self.resize, int):
@@ -162,21 +162,21 @@ def stored_mode(picture: Image.Image) -> str:
     return picture.mode
 
 
-def broken(named: str, error: BaseException, *, key: str = "dataset.path") -> ErrorDetails:
+def unreadable_picture(named: str, error: BaseException, *, key: str = "dataset.path") -> ErrorDetails:
     """Return the error of a picture that pillow cannot read."""
     reason = "the format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
     return data_detail(key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
 
 
-def deep(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
+def deep_picture(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
     """Return the error of a picture with more than 8 bits per channel."""
     got = f"{named} of pillow's mode {mode}, with more than 8 bits per channel"
     fix = "Convert them, or use data=npy for their numbers as arrays"
     return data_detail(key, got=got, expected="pictures of 8 bits per channel", fix=fix)
 
 
-def mixed_modes(found: str) -> ErrorDetails:
+def mode_error(found: str) -> ErrorDetails:
     """Return the error of pictures whose modes need data.dataset.mode."""
     expected, fix = (
         "pictures that are all RGB or all gray (L), or a mode",

@@ -22,7 +22,7 @@ TARGETS = "targets"
 CHUNK = 4096
 
 
-def given_values(part: AnyDataset, given: Sequence[float] | str, *, key: str, inputs: Sequence[str]) -> Tensor:
+def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, inputs: Sequence[str]) -> Tensor:
     """Return a number for each sample, `[N]`.
 
     Args:

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from exp.data.data_errors import data_error, is_share
 from exp.data.in_memory import AnyDataset, samples_in
 from exp.data.labels import is_whole
-from exp.data.sample_values import given_values, targets_of
+from exp.data.sample_values import sample_numbers, targets_of
 from exp.data.splits import random_splits
 
 KEY = "sampler"
@@ -55,7 +55,7 @@ class WeightedSampler(Sampler[int]):
             got = "weights and class_weights" if weights is not None else "neither weights nor class_weights"
             raise data_error(KEY, got=got, expected="one of the two")
         if weights is not None:
-            self.weights = given_values(data_source, weights, key=f"{KEY}.weights", inputs=inputs).double()
+            self.weights = sample_numbers(data_source, weights, key=f"{KEY}.weights", inputs=inputs).double()
         else:
             self.weights = _weights_by_class(class_of_each(data_source, inputs=inputs), class_weights or ())
         self.num_samples = samples_in(data_source) if num_samples is None else num_samples

@@ -182,7 +182,7 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
     taken = inspect.signature(make).parameters
     values = {name: value for name, value in offers.items() if name in taken and given.get(name) is None}
 
-    def made() -> AnySampler:
+    def make_sampler() -> AnySampler:
         try:
             return make(**values)
         except ExpError:
@@ -194,4 +194,4 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
             got = f"{name} refused its values ({type(error).__name__}: {message_of(error)})"
             raise ConfigError([constructor_error(error, key=f"data.{key}", known=given, got=got)]) from error
 
-    return made
+    return make_sampler

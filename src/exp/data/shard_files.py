@@ -94,13 +94,13 @@ class ShardFile(ABC):
         """Return the columns of a record."""
         return tuple(self.values(record, None)) if self.names is None else self.names
 
-    def damaged(self, number: int, reason: object) -> SampleError:
+    def damage_error(self, number: int, reason: object) -> SampleError:
         """Return the error of a damaged file. number: The number of the first record that cannot be read."""
         line = next(iter(str(reason).splitlines()), type(reason).__name__)
         got = f"{self.file}, which cannot be read at sample {number}: {line}"
         return sample_error("dataset.files", got=got, expected="whole files", fix="Replace the file, or leave it out")
 
-    def refused(self, reason: object, expected: str) -> ConfigError:
+    def format_error(self, reason: object, expected: str) -> ConfigError:
         """Return the error of a file of another format, found before a record is read."""
         return file_error(self.file, reason, expected, key="dataset.files")
 
@@ -117,9 +117,9 @@ class CsvShard(ShardFile):
             try:
                 names = next(rows_of(text, delimiter=self.delimiter), None)
             except (csv.Error, UnicodeDecodeError) as error:
-                raise self.refused(error, "CSV in UTF-8") from error
+                raise self.format_error(error, "CSV in UTF-8") from error
         if names is None:
-            raise self.refused("without a line", "names of columns, and rows")
+            raise self.format_error("without a line", "names of columns, and rows")
         self.names = tuple(name.strip() for name in names)
 
     def records(self) -> Iterator[Record]:
@@ -131,13 +131,15 @@ class CsvShard(ShardFile):
                 for row in filter(None, rows):
                     yield Record(self, next(numbers), row, rows.line_num)
             except (csv.Error, UnicodeDecodeError) as error:
-                raise self.damaged(next(numbers), error) from error
+                raise self.damage_error(next(numbers), error) from error
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         row = cast(list[str], record.held)
         if len(row) != len(self.names):
-            raise self.damaged(record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line")
-        return _chosen(dict(zip(self.names, row, strict=True)), wanted)
+            raise self.damage_error(
+                record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line"
+            )
+        return _select(dict(zip(self.names, row, strict=True)), wanted)
 
 
 class JsonLines(ShardFile):
@@ -154,10 +156,10 @@ class JsonLines(ShardFile):
         try:
             held = json.loads(cast(bytes, record.held))
         except (ValueError, RecursionError) as error:
-            raise self.damaged(record.number, f"line {record.line}: {error}") from error
+            raise self.damage_error(record.number, f"line {record.line}: {error}") from error
         if not isinstance(held, dict):
-            raise self.damaged(record.number, f"line {record.line} holds a {type(held).__name__}, not a mapping")
-        return _chosen(held, wanted)
+            raise self.damage_error(record.number, f"line {record.line} holds a {type(held).__name__}, not a mapping")
+        return _select(held, wanted)
 
 
 class ChunkedFile(ShardFile):
@@ -191,7 +193,7 @@ class ChunkedFile(ShardFile):
                 name: arrow_value(read(name), row) for name in (names if wanted is None else wanted) if name in names
             }
         except self._errors as error:
-            raise self.damaged(record.number, error) from error
+            raise self.damage_error(record.number, error) from error
 
     @abstractmethod
     def read(self, chunk: int, name: str) -> np.ndarray | pyarrow.Array:
@@ -212,7 +214,7 @@ class ParquetShard(ChunkedFile):
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
         except errors as error:
-            raise self.refused(error, "a whole Parquet file") from error
+            raise self.format_error(error, "a whole Parquet file") from error
         chunks = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         super().__init__(file, names=metadata.schema.to_arrow_schema().names, chunks=chunks, errors=errors)
 
@@ -239,9 +241,9 @@ class NpzShard(ChunkedFile):
                     if name.endswith(NPY)
                 }
         except errors as error:
-            raise self.refused(error, "a whole .npz of NumPy's") from error
+            raise self.format_error(error, "a whole .npz of NumPy's") from error
         if not shapes:
-            raise self.refused("without an array", "arrays [N, ...]")
+            raise self.format_error("without an array", "arrays [N, ...]")
         lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
         require_equal_lengths(lengths, file, key="dataset.files")
         super().__init__(file, names=list(shapes), chunks=[next(iter(lengths.values())) or 0], errors=errors)
@@ -266,7 +268,7 @@ class TarShard(ShardFile):
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
                 # A truncated file may have lost records.
-                raise self.refused("without a block of zeros at its end", "a whole .tar that is not compressed")
+                raise self.format_error("without a block of zeros at its end", "a whole .tar that is not compressed")
 
     def records(self) -> Iterator[Record]:
         number, key, held = 0, None, dict[str, tuple[int, int]]()
@@ -278,10 +280,10 @@ class TarShard(ShardFile):
                     number, held = number + 1, {}
                 key = (folder, stem)
                 if column in held:
-                    raise self.damaged(number, f"{folder}/{stem}.{column} is there twice")
+                    raise self.damage_error(number, f"{folder}/{stem}.{column} is there twice")
                 held[column] = place
         except (tarfile.TarError, EOFError, OSError) as error:
-            raise self.damaged(number, error) from error
+            raise self.damage_error(number, error) from error
         if held:
             yield Record(self, number, (opened, held))
 
@@ -323,7 +325,7 @@ class TarShard(ShardFile):
         # pread has no file position, which forked workers would share.
         content = os.pread(opened.raw.fileno(), size, offset)
         if len(content) < size:
-            raise self.damaged(record.number, f"{name} is truncated")
+            raise self.damage_error(record.number, f"{name} is truncated")
         kind = name.rpartition(".")[2]
         if kind not in DECODERS:
             expected, fix = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
@@ -331,7 +333,7 @@ class TarShard(ShardFile):
         try:
             return DECODERS[kind](content)
         except (ValueError, EOFError) as error:
-            raise self.damaged(record.number, f"its {name}: {error}") from error
+            raise self.damage_error(record.number, f"its {name}: {error}") from error
 
 
 class OpenFile:
@@ -387,5 +389,5 @@ def arrow_value(column: np.ndarray | pyarrow.Array, row: int) -> object:
     return scalar.as_py()
 
 
-def _chosen(held: Mapping[str, object], wanted: Sequence[str] | None) -> dict[str, object]:
+def _select(held: Mapping[str, object], wanted: Sequence[str] | None) -> dict[str, object]:
     return dict(held) if wanted is None else {name: held[name] for name in wanted if name in held}

@@ -208,12 +208,12 @@ def fields_of(fields: Fields, files: Sequence[ShardFile]) -> Fields:
     """
     for file in files:
         if file.names is not None:
-            fields.wanted(file.names, where=str(file.file))
+            fields.columns_to_read(file.names, where=str(file.file))
     try:
         first = next((record for file in files for record in file.records()), None)
         require_sample(int(first is not None), files[0].file, key="dataset.files")
         assert first is not None
-        wanted = fields.wanted(first.file.names_of(first), where=str(first))
+        wanted = fields.columns_to_read(first.file.names_of(first), where=str(first))
         return fields.of_record(first.columns(wanted), where=str(first))
     except SampleError as error:
         raise ConfigError([error.error]) from error

@@ -122,7 +122,7 @@ class Source(ABC):
                 rows = np.flatnonzero(is_missing)
                 got = f"{len(rows)} missing values, the first" if len(rows) > 1 else "no value"
                 fix = f"{fixes[column]}. data.dataset.missing_values lists the texts that mean a missing value"
-                errors += self.bad(int(rows[0]), column, got, "a value in every row", fix).errors
+                errors += self.value_error(int(rows[0]), column, got, "a value in every row", fix).errors
         raise_errors(errors)
         return Columns(numbers=table, words=found)
 
@@ -130,7 +130,7 @@ class Source(ABC):
         """Return the words of a column; None for a missing one."""
         return self.read(words=[column]).words[column].texts()
 
-    def bad(self, row: int, column: int, got: str, expected: str, fix: str | None = None) -> ConfigError:
+    def value_error(self, row: int, column: int, got: str, expected: str, fix: str | None = None) -> ConfigError:
         """Return the error of one value."""
         name = self.names[column]
         got = f"{got} in {self.place(row)}, column {name or NO_NAME}"
@@ -183,9 +183,11 @@ class Source(ABC):
         """Return the error of a text that the reader of its column refuses."""
         name = self.names[column] or NO_NAME
         if column not in days:
-            return self.bad(row, column, repr(text), "a finite number", NO_NUMBER.format(name))
+            return self.value_error(row, column, repr(text), "a finite number", NO_NUMBER.format(name))
         expected = "a date in ISO 8601, such as 2024-01-31" if days[column] is None else f"a date like {days[column]}"
-        return self.bad(row, column, repr(text), expected, f"data.dataset.dates={{{name}: '%d.%m.%Y'}} states a format")
+        return self.value_error(
+            row, column, repr(text), expected, f"data.dataset.dates={{{name}: '%d.%m.%Y'}} states a format"
+        )
 
 
 def _append(held: np.ndarray, columns: Sequence[np.ndarray]) -> None:

@@ -87,10 +87,10 @@ class SplitRules:
 def chooser(split: Mapping[str, Any] | None, *, seed: int) -> Choose | None:
     """Return a function that chooses the samples of each split by the rules of `data.split`; None without a rule."""
     rules = SplitRules.of(split or {})
-    return None if rules == SplitRules() else partial(ruled_splits, rules=rules, seed=seed)
+    return None if rules == SplitRules() else partial(split_by_rules, rules=rules, seed=seed)
 
 
-def ruled_splits(
+def split_by_rules(
     dataset: AnyDataset, sizes: Mapping[Stage, int | float], *, rules: SplitRules, seed: int
 ) -> dict[Stage, Tensor]:
     """Return disjoint sorted indices of each split, int64, chosen by scikit-learn's splitters.

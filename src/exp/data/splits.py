@@ -118,7 +118,7 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     return {name: int(size) if size > 1 else size for name, size in wanted.items()}
 
 
-def contiguous(
+def contiguous_splits(
     sizes: Mapping[Name, int | float], length: int, *, block_size: int | None = None, unit: str = "samples"
 ) -> dict[Name, slice]:
     """Return the slice of each split in a text or a series. The splits follow each other.

@@ -211,11 +211,11 @@ class Table(Dataset[object]):
         fills = torch.full_like(statistics["fills"], torch.nan) if self.columns else None
         figures = [name for name in self.targets if name not in self.classes]
         return {
-            **part.encoded({FITTED: {**statistics, "fills": fills}}),
+            **part.encode({FITTED: {**statistics, "fills": fills}}),
             **{name: part.target_values(name, statistics) for name in figures},
         }
 
-    def encoded(self, fitted: Fitted) -> dict[str, Tensor]:
+    def encode(self, fitted: Fitted) -> dict[str, Tensor]:
         """Return the inputs in float64: `input` `[N, F]`, and with encoding="index" also `categories` `[N, C]`."""
         statistics = fitted_entry(fitted, FITTED, part=self)
         inputs: dict[str, Tensor] = {}
@@ -223,7 +223,7 @@ class Table(Dataset[object]):
             values = torch.from_numpy(self._of_rows(self.numbers))
             values = torch.where(values.isnan(), statistics["fills"], values)
             inputs["input"] = (values - statistics["means"]) / statistics["deviations"] if self.standardise else values
-        codes = {name: self._coded(name, column, statistics) for name, column in self.words.items()}
+        codes = {name: self._number_words(name, column, statistics) for name, column in self.words.items()}
         if codes and self.encoding == "index":
             inputs["categories"] = torch.stack(list(codes.values()), 1)
         elif codes:
@@ -248,7 +248,7 @@ class Table(Dataset[object]):
             stop = min(start + PIECE, len(self))
             part = self.select(torch.arange(start, stop))
             values = {
-                **part.encoded({FITTED: statistics}),
+                **part.encode({FITTED: statistics}),
                 **{name: part.target_values(name, statistics) for name in self.targets},
             }
             for name, value in values.items():
@@ -270,7 +270,7 @@ class Table(Dataset[object]):
             unknown={"categories": 0} if is_index else {},
         )
 
-    def _coded(self, name: str, column: Words, statistics: Statistics) -> Tensor:
+    def _number_words(self, name: str, column: Words, statistics: Statistics) -> Tensor:
         """Return the number of each row's word in the training split, int64 `[N]`, from 1; 0 for an unknown one."""
         place = {word_key(word): number for number, word in enumerate(statistics["words"][name], 1)}
         missing = statistics["most_frequent"][name] if self.impute == "most_frequent" else MISSING

@@ -18,7 +18,7 @@ from exp.data.dataset_files import find_files
 from exp.data.entries import TARGET
 from exp.data.in_memory import Fitted, Gathered
 from exp.data.randomness import seed_for
-from exp.data.splits import contiguous
+from exp.data.splits import contiguous_splits
 from exp.data.value_names import ValueNames
 from exp.shared_types import Stage
 
@@ -65,7 +65,7 @@ class Text(Dataset[object]):
             sizes: Fractions of the characters, or whole numbers of blocks.
         """
         parts = {name: copy.copy(self) for name in sizes}
-        for name, place in contiguous(sizes, len(self.codes), block_size=self.block_size).items():
+        for name, place in contiguous_splits(sizes, len(self.codes), block_size=self.block_size).items():
             parts[name].codes = self.codes[place]
         return parts
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from exp.data.arrays import map_file
 from exp.data.data_errors import data_error, require_extra
 from exp.data.dataset_files import data_file
-from exp.data.splits import contiguous
+from exp.data.splits import contiguous_splits
 from exp.data.text import Decoder, TextBlocks
 from exp.data.tokens import TokenVocabulary, read_tokenizer
 from exp.shared_types import Stage
@@ -68,7 +68,7 @@ class TokenFile(Dataset[object]):
         Args:
             sizes: Fractions of the tokens, or whole numbers of blocks.
         """
-        places = contiguous(sizes, self._count, block_size=self.block_size, unit="tokens")
+        places = contiguous_splits(sizes, self._count, block_size=self.block_size, unit="tokens")
         made = functools.partial(
             FileBlocks, file=self.file, dtype=self.dtype, block_size=self.block_size, vocabulary=self.vocabulary
         )

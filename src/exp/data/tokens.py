@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from exp.data.data_errors import data_error, file_error, fitted_entry, require_extra
 from exp.data.dataset_files import data_file, find_files
 from exp.data.in_memory import Fitted
-from exp.data.splits import contiguous
+from exp.data.splits import contiguous_splits
 from exp.data.text import TextBlocks, read_text
 from exp.shared_types import Stage
 
@@ -75,7 +75,9 @@ class Tokens(Dataset[object]):
                 expected = "a fraction: the number of blocks depends on the tokenizer"
                 raise data_error(f"parts.{name}", got=str(size), expected=expected)
         parts = {name: copy.copy(self) for name in sizes}
-        for name, place in contiguous({name: float(size) for name, size in sizes.items()}, len(self.text)).items():
+        for name, place in contiguous_splits(
+            {name: float(size) for name, size in sizes.items()}, len(self.text)
+        ).items():
             parts[name].text = self.text[place]
         return parts
 

@@ -35,7 +35,7 @@ from exp.data.fields import Fields, as_tuple
 from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import OPTIONS as PICTURE
-from exp.data.pictures import UNREADABLE, PictureForm, broken
+from exp.data.pictures import UNREADABLE, PictureForm, unreadable_picture
 from exp.data.shard_files import Record
 from exp.data.shards import open_shard
 from exp.data.source import Name, Source, Values
@@ -138,7 +138,7 @@ def trained_table(
     )
     if numbers:
         # Encoded in float64, because a number outside float32 may be standardized to one inside.
-        encoded = table.encoded({FITTED: statistics})[INPUT][:, : len(numbers)]
+        encoded = table.encode({FITTED: statistics})[INPUT][:, : len(numbers)]
         refuse_overflow(encoded, source, numbers, found.numbers)
     return table
 
@@ -201,7 +201,7 @@ class UnlabelledImages(Dataset[Tensor]):
                 with Image.open(file):
                     pass
             except UNREADABLE as error:
-                raise ConfigError([broken(str(file), error)]) from error
+                raise ConfigError([unreadable_picture(str(file), error)]) from error
 
     def __len__(self) -> int:
         return len(self.files)
@@ -236,7 +236,7 @@ class UnlabelledRecords(Dataset[object]):
             names = [name for name in self.file.names_of(first) if name not in answers]
             if inputs is None:
                 _require_header(self.file.file, names)
-            columns = first.columns(fields.wanted(names, where=path))
+            columns = first.columns(fields.columns_to_read(names, where=path))
             self.fields = fields.of_record(columns, where=str(first))
         except SampleError as error:
             raise ConfigError([error.error]) from error
@@ -305,7 +305,7 @@ def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], value
     wrong = (~encoded.float().isfinite()).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
-        raise source.bad(row, source.names.index(names[column]), f"{values[row, column]:g}", HELD)
+        raise source.value_error(row, source.names.index(names[column]), f"{values[row, column]:g}", HELD)
 
 
 def pictures_at(place: Path, options: Options) -> list[Path]:
@@ -350,7 +350,7 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
     is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
     dtype = getattr(torch, spec.dtype) if is_final else torch.float32 if is_scaled else torch.int64
     if is_final:
-        array = _shaped(array, tuple(spec.shape), named=named)
+        array = _reshape(array, tuple(spec.shape), named=named)
     given = torch.from_numpy(np.array(array.astype(np.int64) if array.dtype.kind == "u" else array, order="C"))
     tensor = given.to(dtype)
     tensor = tensor * scale if is_scaled and scale != 1.0 else tensor
@@ -365,7 +365,7 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
     return tensor
 
 
-def _shaped(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
+def _reshape(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
     """Return samples of a shape. Rows of as many numbers are reshaped."""
     known = [size for size in shape if size is not None]
     if len(known) == len(shape) and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(known):

@@ -20,7 +20,7 @@ from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
 from exp.data.in_memory import Fitted, Gathered
 from exp.data.source import NAMELESS, Days, Name, Source
-from exp.data.splits import contiguous
+from exp.data.splits import contiguous_splits
 from exp.data.tables import moments
 from exp.data.value_names import SCALES, ValueNames
 from exp.shared_types import Stage
@@ -104,7 +104,7 @@ class Windows(Dataset[object]):
         whole = self.length + self.horizon - self.stride
         rows = {name: size * self.stride + whole if isinstance(size, int) else size for name, size in sizes.items()}
         parts = {name: copy.copy(self) for name in sizes}
-        for name, place in contiguous(rows, len(self.values)).items():
+        for name, place in contiguous_splits(rows, len(self.values)).items():
             parts[name].values = self.values[place]
         return parts
 

@@ -20,7 +20,7 @@ from exp.data.entries import BatchForm, target_in
 from exp.data.in_memory import sample_name, samples_in
 from exp.data.joint_transforms import Transform, apply_transforms, plain_tensors
 from exp.data.labels import Labels
-from exp.data.loader import Loader, ShareSampler, set_epochs, wanting_epochs
+from exp.data.loader import Loader, ShareSampler, find_epoch_aware, set_epochs
 from exp.data.randomness import preserve_generators, reseed_sample
 from exp.errors import ConfigError, ExpError, Interrupted, UserCodeError, one_line
 from exp.shared_types import Batch, Stage
@@ -158,7 +158,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
         self.transforms = tuple(transforms)
         self.seed = seed
         self.stage = stage
-        self._epochs = wanting_epochs(dataset)
+        self._epochs = find_epoch_aware(dataset)
         self._length = len(self) if self._epochs else 0
 
     def __len__(self) -> int:

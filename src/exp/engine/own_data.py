@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
-from exp.data.loader import set_epochs, wanting_epochs
+from exp.data.loader import find_epoch_aware, set_epochs
 from exp.data.randomness import reseed_batch, reseed_sampler, seed_for
 from exp.engine.datamodule import NO_BATCH
 from exp.engine.progress import next_batch
@@ -126,7 +126,7 @@ class PositionedLoader:
     def _begin_epoch(self, epoch: int) -> None:
         """Set the epoch of samplers and data, and seed the loader's generators for it."""
         dataset = getattr(self.loader, "dataset", None)
-        if (wanting := wanting_epochs(dataset)) and getattr(self.loader, "persistent_workers", False):
+        if (wanting := find_epoch_aware(dataset)) and getattr(self.loader, "persistent_workers", False):
             raise RunError(
                 f"{type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; expected "
                 "false, because persistent workers keep the data set of their first epoch"

@@ -215,7 +215,7 @@ class HuggingFace(Dataset[object]):
         if not len(rows):
             raise data_error("dataset", got="a data set without a row", expected="at least one")
         first = _values(rows, 0)
-        wanted = self.fields.wanted(list(first), where="the data set")
+        wanted = self.fields.columns_to_read(list(first), where="the data set")
         for name in () if _is_transformed(rows) else wanted:
             _refuse_other_features(name, rows.features[name], key="target" if name in self.fields.targets else "inputs")
         try:

@@ -127,7 +127,7 @@ def test_a_wrong_command_is_refused(arguments, message, capsys):
 def test_overrides_that_an_evaluation_sets_itself_are_refused(digits):
     for override in ("train=true", "resume=x", "monitor=x", "weights.from=x", "sweep.jobs=2", "predict=true"):
         key = override.partition("=")[0].partition(".")[0]
-        with pytest.raises(ConfigError, match=f"{key}: .*expected what it is done with"):
+        with pytest.raises(ConfigError, match=f"{key}: .*expected another key"):
             digits.evaluate(overrides=[override])
     with pytest.raises(ConfigError, match=r"Did you mean data\.batch_size"):
         digits.evaluate(overrides=["data.batch_sise=3"])

@@ -99,7 +99,7 @@ def test_averaged_weights_can_be_left_out(digits, trained):
     for averaged, held in ((True, state["state_dict"]), (False, state["current_model_state"])):
         assert same(run.network("last", averaged=averaged).state_dict(), network_of(held))
     assert not same(run.network("last").state_dict(), run.network("last", averaged=False).state_dict())
-    with pytest.raises(RunError, match="has no average beside its weights"):
+    with pytest.raises(RunError, match="has only one set of weights"):
         digits.network(averaged=False)
 
 

@@ -136,16 +136,9 @@ def _description(
     readings = readings_at(run.settings, run.path_of(weights), classes=config_classes(run))
     return Description(
         run=str(run.directory or run.checkpoint),
-<<<<<<< HEAD
         columns={name: list(names) for name, names in columns.items() if name in network.inputs},
-        readings={name: one.plain() for name, one in readings.items() if name in outputs},
-        served_table=table_form(run),
-=======
-        units=units,
-        columns={name: list(names) for name, names in columns.items() if name in units},
         readings={name: vars(one) for name, one in readings.items() if name in outputs},
-        table=table_form(run, is_raw=is_raw),
->>>>>>> b565704e (Store the scales of answers as plain values)
+        served_table=table_form(run),
     )
 
 

@@ -238,10 +238,10 @@ def write_data(path: Path, words: Sequence[str]) -> None:
     from torch.utils.data import default_collate
 
     import exp
-    from exp.check.examination import validated
+    from exp.check.examination import checked_plan
     from exp.construct import build_data
 
-    data = build_data(validated(exp.compose(words)).settings)
+    data = build_data(checked_plan(exp.compose(words)).settings)
     parts = {stage: data.part(stage) for stage in data.stages}
     torch.save({stage: tuple(default_collate([*part])) for stage, part in parts.items()}, path)
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from exp.check.foreign import BOUNDS as FOREIGN_BOUNDS
 from exp.check.foreign import HIDDEN_NAMES
-from exp.check.kinds import fits, worded, words_of
+from exp.check.kinds import describe_type, fits, words_of
 from exp.check.parameters import node_errors
 from exp.check.signature import signature_of
 from exp.config.reading import UNKNOWN
@@ -86,7 +86,7 @@ json_like = st.recursive(
 @given(json_like, st.sampled_from([annotation for _, annotation in FITS + FITS_NOT]))
 def test_any_value_fits_or_not_and_every_kind_has_words(value, annotation):
     assert fits(value, annotation) in (True, False)
-    assert worded(annotation)
+    assert describe_type(annotation)
     assert all(isinstance(word, str) for word in words_of(annotation))
 
 
@@ -105,7 +105,7 @@ def test_any_value_fits_or_not_and_every_kind_has_words(value, annotation):
     ],
 )
 def test_kinds_are_told_in_plain_words(annotation, words):
-    assert worded(annotation) == words
+    assert describe_type(annotation) == words
 
 
 class Bounded:

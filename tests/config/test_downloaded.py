@@ -79,8 +79,8 @@ ARGUMENTS = {
     "a node as text": (STOPPING % POPEN, "callbacks.stop._args_.2"),
     "text as a number": (STOPPING % "three", "callbacks.stop._args_.2"),
     "too many": ("model: {_target_: torch.nn.Linear, _args_: [64, 10, true, null, null, 3]}\n", "model._args_.5"),
-    "given by name, too": ("model: {_target_: torch.nn.Linear, in_features: 64, _args_: [64, 10]}\n", "model._args_.0"),
-    "names alone": ("trainer: {_args_: [cpu]}\n", "trainer._args_.0"),
+    "also given by name": ("model: {_target_: torch.nn.Linear, in_features: 64, _args_: [64, 10]}\n", "model._args_.0"),
+    "keyword arguments only": ("trainer: {_args_: [cpu]}\n", "trainer._args_.0"),
     "given by exp": ("scheduler: {_args_: [null]}\n", "scheduler._args_.0"),
 }
 

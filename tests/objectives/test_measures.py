@@ -153,7 +153,7 @@ ERRORS = [
     (f"+metrics.x={FAIR}", "metrics.x", "a batch without a group is counted under other groups"),
     (f"+metrics.x={CURVE}", "metrics.x", "MulticlassPrecisionRecallCurve, which gives"),
     (f"+metrics.x={{_target_: {R}.KLDivergence, reduction: none, output: kinds, target: kinds}}", "metrics.x", "mean"),
-    ("+metrics.kind.sync_on_compute=false", "metrics.kind.sync_on_compute", "a value of its own"),
+    ("+metrics.kind.sync_on_compute=false", "metrics.kind.sync_on_compute", "each rank has another value"),
     ("monitor=recall/val/multiclassrecall_a;mode=min", "mode", "a higher recall/val/multiclassrecall_a is better"),
     ("metrics.recall.labels=[a,b]", "metrics.recall.labels", "2 labels; expected 3, one for each number"),
     ("monitor=both/val/f1;mode=max", "monitor", "both/val/f1/2"),

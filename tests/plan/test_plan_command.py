@@ -16,8 +16,8 @@ from exp.check.resolution import resolve
 from exp.cli.plan import main
 from exp.plan.device_peaks import listed_device
 from exp.plan.estimate import Estimator
-from exp.plan.fastest import Candidate, ranked
-from exp.plan.layer_table import layer_rows, repeated
+from exp.plan.fastest import Candidate, rank_candidates
+from exp.plan.layer_table import layer_rows, merge_repeated
 from exp.plan.step_time import step_time
 
 TEXT = ("data=text", "data.dataset.files=text.txt")
@@ -71,7 +71,7 @@ def test_each_layer_has_its_own_share() -> None:
     assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in estimate.network.parameters())
     assert sum(row.activations for row in rows.values()) == estimate.figures.activations
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
-    few = {row.path: row for row in repeated(list(rows.values()))}
+    few = {row.path: row for row in merge_repeated(list(rows.values()))}
     assert few["blocks.*.expand"].times == 3
     assert "blocks.1.expand" not in few
     assert rows["blocks.1.expand"].output.endswith("bfloat16")
@@ -240,17 +240,17 @@ def candidate(seconds: float, *overrides: str) -> Candidate:
 
 def test_the_simpler_of_similar_runs_comes_first() -> None:
     own = "precision=fp32"
-    found = ranked(
+    found = rank_candidates(
         [candidate(1.02, "ddp", own), candidate(1.0, "fsdp", own), candidate(2.0, "pipeline", own)], word="fp32"
     )
     assert [one.overrides[0] for one in found] == ["ddp", "fsdp", "pipeline"]
-    assert ranked([], word="fp32") == []
+    assert rank_candidates([], word="fp32") == []
 
 
 def test_another_precision_must_be_clearly_faster() -> None:
     for seconds, first in ((0.9, "precision=fp32"), (0.7, "precision=bf16")):
         ways = [candidate(1.0, "ddp", "precision=fp32"), candidate(seconds, "ddp", "precision=bf16")]
-        assert ranked(ways, word="fp32")[0].overrides[1] == first
+        assert rank_candidates(ways, word="fp32")[0].overrides[1] == first
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_only_what_changes_steps_is_noted(finished):
     assert "precision.word was fp32 and is bf16_true" in note
     assert "strategy.name was auto and is single" in note
     assert "seed was 0 and is 1" in note
-    assert "its losses may be others" in note
+    assert "its losses may differ" in note
     (note,) = notes(*same, "trainer.gradient_clip_val=1", "trainer.accumulate_grad_batches=2", "data.batch_size=32")
     assert "trainer.gradient_clip_val was None and is 1" in note
     # Evaluation takes no step.
@@ -104,7 +104,7 @@ EDITS = {
     "no_optimizer": (lambda held: held.update(optimizer_states=[]), "whose optimizer_states is []"),
     "fewer_weights": (
         lambda held: held["state_dict"].pop("network.head.bias"),
-        "where network.head.bias is not there",
+        "where network.head.bias is missing",
     ),
     "future": (
         lambda held: held["exp_manifest"].update(format=7),

@@ -90,6 +90,6 @@ def test_a_loss_with_parameters_is_an_error(node: str, monkeypatch: pytest.Monke
         exp.validate(exp.compose([f"+objective.centers={node}", "security.allow=[test_term_errors]"]))
     (error,) = raised.value.errors
     assert error.key == ("objective.centers" if "Term" not in node else "objective.centers.loss")
-    assert error.got == "Centers with parameters of its own (centers), which no optimizer would train"
+    assert error.got == "Centers with trainable parameters (centers), which no optimizer would update"
     frozen = node.replace("test_term_errors.Centers", "test_term_errors.Centers, frozen: true")
     exp.validate(exp.compose([f"+objective.centers={frozen}", "security.allow=[test_term_errors]"]))

@@ -74,15 +74,15 @@ def assert_equal_weights(one, other):
 
 def test_auto_resumes_the_newest_whole_checkpoint_of_its_name(caplog):
     first = fit("resume=auto", "trainer.max_epochs=1")
-    assert "nothing of train to go on from" in caplog.text
+    assert "no checkpoint of train below" in caplog.text
     fit("name=other", "trainer.max_epochs=2")
     second = fit("resume=auto", "trainer.max_epochs=3")
-    assert f"goes on from {first}/checkpoints/last.ckpt" in caplog.text
+    assert f"resumes from {first}/checkpoints/last.ckpt" in caplog.text
     assert read_report(second).steps == 9
     for path in (second / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
     third = fit("resume=auto")
-    assert f"passed over for the one before: {second}/checkpoints/last.ckpt is damaged" in caplog.text
+    assert f"skipped for the checkpoint before: {second}/checkpoints/last.ckpt is damaged" in caplog.text
     assert_equal_weights(third, fit("seed=0"))
 
 
@@ -102,8 +102,8 @@ def test_auto_does_not_resume_a_run_in_progress(caplog):
     first = fit("trainer.max_epochs=1")
     with hold_lock(first / "config.yaml"):
         fit("resume=auto", "trainer.max_epochs=1")
-    assert f"{first} is still going on" in caplog.text
-    assert "it begins from the start" in caplog.text
+    assert f"skipped {first}, which is still running" in caplog.text
+    assert "starts from the beginning" in caplog.text
 
 
 def test_auto_in_a_sweep_is_refused():
@@ -119,7 +119,7 @@ def test_the_same_command_resumes_its_unfinished_run(sends, caplog):
         fit(*command)
     assert "no run of this command is unfinished" in caplog.text
     second = fit(*command)
-    assert "runtime.autoresume: goes on from" in caplog.text
+    assert "runtime.autoresume: resumes from" in caplog.text
     third = fit(*command)
     assert caplog.text.count("no run of this command is unfinished") == 2
     assert_equal_weights(second, third)

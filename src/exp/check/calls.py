@@ -24,7 +24,7 @@ def call_error(
     Args:
         function: Its method that is called.
         name: Its class.
-        given: The values that it is called with by position; with `inputs`, those that it is given by name besides.
+        given: Values passed by position; with `inputs`, further values passed by name.
         key: Its key.
         node: The key of the node that may have `inputs`; None if it cannot have them.
         inputs: The parameters that the config names.

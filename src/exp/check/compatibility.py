@@ -1,4 +1,4 @@
-"""Say what goes with what: parts declare what they need, a run has traits, one table says which trait excludes a need.
+"""Find incompatible parts: parts declare needs, a run has traits, and a table states which trait excludes which need.
 
 A hook's needs are its class's and those of its methods (hooks/declarations.py), a strategy's traits its attributes
 (strategies/strategy.py), a callback or an optimizer is judged by its class. Nothing is judged by the text of a name.
@@ -25,7 +25,7 @@ from exp.strategies.strategy import Blueprint, averages_weights
 # Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
 COPYING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 REPLACING = (callbacks.ModelPruning, callbacks.BaseFinetuning, callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
-# Callbacks that no run can have: what they do that it cannot follow, and what to take instead.
+# Callbacks that no run supports: the reason, and what to use instead.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.LearningRateFinder: (
         "which trains within the run's own start, and puts back what it can of it",
@@ -38,7 +38,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.BackboneFinetuning: (
         "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",
         "freeze.parameters and freeze.unfreeze hold layers of any name until an epoch, and "
-        "optimizer.groups gives them a rate of their own",
+        "optimizer.groups sets their learning rate",
     ),
     callbacks.SpikeDetection: (
         "which keeps a state that lightning 2.6 cannot read back from a checkpoint",
@@ -49,7 +49,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "hooks=[samples] shows what the network gives in validation",
     ),
 }
-# What these do to a number depends on that number's own history alone, so that it may be done to parts of a weight.
+# Their update of a number depends only on the history of that number, so they can update parts of a weight.
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -70,7 +70,7 @@ WHOLE: Mapping[type[optim.Optimizer], str] = {
     optim.Muon: "it makes whole matrices orthogonal",
     optim.SparseAdam: "it takes sparse gradients",
 }
-UNKNOWN = "nothing says that it treats each number of a weight by itself"
+UNKNOWN = "it is not known to update each number of a weight separately"
 
 NEEDS: Mapping[str, str] = {
     **HOOK_NEEDS,
@@ -179,7 +179,7 @@ class Part(NamedTuple):
     key: Its config key.
     named: The beginning of a message.
     needs: Words of NEEDS.
-    fix: The fix, with `{switch}` for what excludes the need; None if there is none.
+    fix: The fix, with `{switch}` for what excludes the need. Default: none.
     more: What else a message expects.
     """
 
@@ -209,34 +209,26 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
-    """What a run has that may exclude a need: the word in EXCLUDED to how the config says it."""
-    settings = planned.settings
-    strategy = f"strategy={settings.strategy['name']}"
+    """Return what may exclude a need in this run: words of EXCLUDED, each with the override that causes it."""
+    settings, placement, word = planned.settings, planned.placement, WORDS[planned.precision]
+    strategy, precision = f"strategy={settings.strategy['name']}", f"precision={planned.precision}"
+    stages, count = settings.strategy.get("pipeline"), settings.trainer.accumulate_grad_batches
     found = dict.fromkeys(planned.traits, strategy)
-    placement, word = planned.placement, WORDS[planned.precision]
-    stages = settings.strategy.get("pipeline")
     if "splits_layers" in found and isinstance(stages, int):
         found["splits_layers"] = f"strategy.pipeline={stages}"
     if placement.world_size == 1 and placement.layers == 1:
         found.pop("steps_once", None)  # nothing is reduced
-    if word.compute in HALF:
-        found["half"] = f"precision={planned.precision}"
-    if word.float8:
-        found["float8"] = f"precision={planned.precision}"
-    if placement.world_size > 1:
-        found["ranks"] = strategy
-    if settings.runtime.compile:
-        found["compile"] = "runtime.compile=true"
-    if settings.phases:
-        found["phases"] = "phases"
-    if settings.module is not None:
-        found["module"] = "module"
-    if held_norms(planned.network):
-        found["frozen_statistics"] = "freeze.batch_norm=eval"
-    count = settings.trainer.accumulate_grad_batches
-    if count > 1:
-        found["accumulation"] = f"trainer.accumulate_grad_batches={count}"
-    return found
+    switches = {
+        "half": (word.compute in HALF, precision),
+        "float8": (word.float8, precision),
+        "ranks": (placement.world_size > 1, strategy),
+        "compile": (settings.runtime.compile, "runtime.compile=true"),
+        "phases": (settings.phases, "phases"),
+        "module": (settings.module, "module"),
+        "frozen_statistics": (held_norms(planned.network), "freeze.batch_norm=eval"),
+        "accumulation": (count > 1, f"trainer.accumulate_grad_batches={count}"),
+    }
+    return found | {name: override for name, (is_set, override) in switches.items() if is_set}
 
 
 def callback_errors(
@@ -277,7 +269,7 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
 
 
 def other_parts(planned: Blueprint) -> Iterator[Part]:
-    """Yield what has needs besides hooks: terms, phases, compilation, callbacks, optimizers."""
+    """Yield the parts with needs that are not hooks: terms, phases, compilation, callbacks, optimizers."""
     settings, ddp = planned.settings, "Write strategy=ddp"
     unmet, weighed = planned.needs - planned.meets, ", ".join(planned.weighed)
     if unmet:

@@ -27,8 +27,11 @@ from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import ErrorDetails, invalid_value, unsuitable
 from exp.spelling import among, show
 
-# Which of several kernels computes the same step is not part of the state.
-INCIDENTAL = ("fused", "foreach", "monitor")
+# Last parts of keys that change neither the state nor a step: kernels of an optimizer, and how batches are loaded.
+INCIDENTAL = (
+    "fused", "foreach", "monitor",
+    "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
+)  # fmt: skip
 SHOWN = 3
 # Parts of the optimizer that its state depends on.
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
@@ -54,34 +57,22 @@ NUMERIC = (
     "launch.devices",
     "launch.nodes",
     "objective",
-    "data.dataset",
-    "data.split",
-    "data.batch_size",
-    "data.drop_last",
-    "data.sampler",
-    "data.batch_sampler",
-    "data.collate",
-    "data.transforms",
-    "data.train_transforms",
-    "data.eval_transforms",
-    "data.batch_transforms",
-    "data.train_batch_transforms",
+    "data",
     "trainer.accumulate_grad_batches",
     "trainer.gradient_clip_val",
     "trainer.gradient_clip_algorithm",
     "trainer.limit_train_batches",
 )
-# Keys of how batches are loaded, and of which samples are in a batch.
-LOADING = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+# Keys that decide which samples are in a batch.
 BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
-# Nodes that say what an optimizer holds, with their values in a config that does not use them. They may not change.
+# Nodes that decide what an optimizer holds, with their values when they are not used. They must not change.
 NOTHING: Mapping[str, Any] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
     "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
-# Keys of these nodes on which no step depends, or that repeat another key.
+# Keys of these nodes that do not change a step, or that repeat another key.
 BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 
@@ -136,7 +127,7 @@ def examine_resume(
     if network is not None and not errors:
         errors += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
-    notes = (f"{path}: {told}. The run resumes from the same place; its losses may be others from there",)
+    notes = (f"{path}: {told}. The run resumes from the same position, but its losses may differ",)
     return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
 
 
@@ -187,7 +178,7 @@ def _other_weights(
         other = [name for name in other if name not in weights or fresh[name] == own[name].shape]
     if other:
         name = other[0]
-        has = f"{list(weights[name].shape)}" if name in weights else "not there"
+        has = f"{list(weights[name].shape)}" if name in weights else "missing"
         because = f"where {name} is {has}" + (f", and {len(other) - 1} more differ" if other[1:] else "")
         expected = f"weights of this network, which has {list(own[name].shape)} there"
         yield unsuitable("resume", path, because, expected, "The network's class or the file has changed since")
@@ -211,7 +202,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
     other = [key for key in keys if not are_same(saved.get(key), now.get(key))]
-    told = [f"{key} was {saved.get(key, 'not there')} and is {now.get(key, 'not there')}" for key in other[:SHOWN]]
+    told = [f"{key} was {saved.get(key, 'missing')} and is {now.get(key, 'missing')}" for key in other[:SHOWN]]
     return "; ".join(told) + (f", and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
 
 
@@ -228,8 +219,7 @@ def _other_positions(
         return
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
     # Any argument of the user's loaders may be the size of a batch.
-    own = [key for key in {**saved, **now} if key.rpartition(".")[2] not in LOADING]
-    told = _differences(saved, now, own if brings_data(config) else BATCHES)
+    told = _differences(saved, now, ("data",) if brings_data(config) else BATCHES)
     if told:
         because = f"a checkpoint within epoch {done}, with other batches: {told}"
         fix = "Only a checkpoint of an epoch's end resumes with other batches"
@@ -237,21 +227,21 @@ def _other_positions(
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the defaults of its classes and phases, so that one that is written out makes no difference."""
+    """Return a config with the defaults of its classes and phases, so that writing a default is not a difference."""
     phases = {name: whole_phase(phase) for name, phase in config["phases"].items()}
     allow = config["security"]["allow"] if "security" in config else []
     return dict(with_defaults({**config, "phases": phases}, allow=allow))
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Every dotted key of two configs whose value is another now: what it was, and what it is; None: not there."""
+    """Return the dotted keys whose values differ, with the value before and now. None stands for a missing key."""
     was, found = (_leaves(_whole(as_before(one)), "") for one in (before, now))
     keys = [key for key in {**was, **found} if not are_same(was.get(key), found.get(key))]
     return {key: (was.get(key), found.get(key)) for key in keys}
 
 
 def _leaves(node: object, key: str) -> dict[str, Any]:
-    """Every value of a node that holds no other, by its dotted key."""
+    """Return the values of a node that are not mappings, by dotted key."""
     if isinstance(node, Mapping) and node:
         below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]
         return {name: value for part in below for name, value in part.items()}

@@ -29,7 +29,7 @@ from exp.check.plan import Plan, Resolved
 from exp.check.resolution import resolve
 from exp.check.runtime_switches import switch_errors
 from exp.check.shapes import double_backward_errors, objectives_by_forward, shape_errors, term_errors
-from exp.check.stages import allowed, located, once, touched
+from exp.check.stages import allowed, concern_keys, locate_errors, unique_errors
 from exp.check.training_notes import training_notes
 from exp.config.frozen import COMPOSITION
 from exp.config.module_key import has_module
@@ -122,7 +122,7 @@ class Check:
 
     def knows(self, keys: Sequence[str]) -> bool:
         """Return whether these nodes have no error, and no value that an error hides."""
-        return not touched(self.hidden, keys) and not any(
+        return not concern_keys(self.hidden, keys) and not any(
             value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
             for value in (self.decided.plain[key] for key in keys)
         )
@@ -158,7 +158,7 @@ class Check:
     @functools.cached_property
     def errors(self) -> tuple[ErrorDetails, ...]:
         """All errors, each with the file that it came from. Read it after the stages."""
-        return tuple(located(self.decided.resolved.config, once(self.found)))
+        return tuple(locate_errors(self.decided.resolved.config, unique_errors(self.found)))
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -171,7 +171,7 @@ class Check:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """What was not checked, what trains badly without an error, and what changes after a resume."""
+        """Remarks on what was not checked, what trains badly without an error, and what a resume changes."""
         decided, settings = self.decided, self.decided.settings
         if decided.own is not None:
             return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
@@ -197,7 +197,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One step of the check.
+    """A step of the check.
 
     name: The word by which later stages need it.
     run: Returns the errors, or raises ConfigError; None if it has neither an error nor a result.
@@ -473,10 +473,10 @@ def validate(config: DictConfig) -> None:
     Raises:
         ConfigError: With all errors.
     """
-    validated(config)
+    checked_plan(config)
 
 
-def validated(config: DictConfig) -> Plan:
+def checked_plan(config: DictConfig) -> Plan:
     """Return the plan of a config that agrees with the first samples of its data.
 
     Raises:
@@ -515,7 +515,7 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
         if changed is not None and _changes_the_optimizer_alone(before, changed, raw):
             _refuse_changed(config, changed, checked=before.decided)
             return before
-    return Checked(raw=raw, decided=validated(config))
+    return Checked(raw=raw, decided=checked_plan(config))
 
 
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:

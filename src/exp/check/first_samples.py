@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from exp.check.input_errors import described
+from exp.check.input_errors import describe_value
 from exp.check.metric_errors import fit_errors, mode_errors, monitor_errors
-from exp.check.rules import monitors
+from exp.check.rules import monitored_tags
 from exp.check.shapes import objectives_by_forward
-from exp.check.stages import located, once
+from exp.check.stages import locate_errors, unique_errors
 from exp.data.data_errors import SampleError
 from exp.data.entries import inputs_in
 from exp.engine.forward import forward_by_name, named_values
@@ -84,17 +84,17 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         for stage in (stage for stage in data.stages if at_work[stage]):
             errors += _stage_errors(decided, stage, notes, entries)
     except ConfigError as error:
-        raise ConfigError(located(config, error.errors)) from error
+        raise ConfigError(locate_errors(config, error.errors)) from error
     except SampleError as error:
-        raise ConfigError(located(config, [error.error])) from error
+        raise ConfigError(locate_errors(config, [error.error])) from error
     except RunError:
         return ()  # an exception of the user's code, which the run reports with its place
-    tags = monitors(dict(decided.plain)) if settings.train else {}
+    tags = monitored_tags(dict(decided.plain)) if settings.train else {}
     errors += monitor_errors(tags, entries, settings.metric_stages)
     if "monitor" in tags and not any(error.key == "monitor" for error in errors):
         errors += mode_errors(tags["monitor"], settings.mode, decided.metrics)
     if errors:
-        raise ConfigError(located(config, once([*_once_per_name(errors)])))
+        raise ConfigError(locate_errors(config, unique_errors([*_once_per_name(errors)])))
     return (*data.notes, *notes)
 
 
@@ -274,11 +274,11 @@ def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
 def _described(values: Mapping[str, object], term: Term) -> tuple[str, str | None]:
     """Return the values that a loss refused in words, and the fix."""
     if term.inputs is not None:
-        return ", ".join(f"{one} {described(pick(values, name, one))}" for one, name in term.inputs.items()), None
+        return ", ".join(f"{one} {describe_value(pick(values, name, one))}" for one, name in term.inputs.items()), None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
     fix = "Give class numbers as int64" if target.dim() < output.dim() else None
     if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
         fix = "Drop the target's last axis of 1"
     elif target.shape == output.shape and not target.is_floating_point():
         fix = "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
-    return f"{described(target)} for outputs {described(output)}", fix
+    return f"{describe_value(target)} for outputs {describe_value(output)}", fix

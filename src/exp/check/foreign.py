@@ -1,7 +1,7 @@
-"""What signatures of torch, Lightning and torchmetrics leave open: names that classes pick out of **kwargs, and bounds.
+"""Parameters and bounds that the signatures of torch, Lightning and torchmetrics do not state.
 
-The bounds are those of values that a class accepts and that train wrongly or fail later. What a class refuses itself
-when it is made needs none. A test holds every name against the installed versions.
+The bounds exclude values that a class accepts but that train wrongly or fail later. A value for which the constructor
+raises an exception needs no bound. A test compares every name with the installed versions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from annotated_types import Ge, Gt, Interval, Predicate
 from exp.config.annotations import EMPTY
 from exp.errors import LIBRARIES, ErrorDetails, is_installed, unsuitable
 
-# Classes that take names in **kwargs and pick them out by hand.
+# Names that classes read from **kwargs.
 HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
-    # What it hands on to torch's DistributedDataParallel.
+    # Passed on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
         "broadcast_buffers": bool,
         "bucket_cap_mb": float,
@@ -29,7 +29,7 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
         "compute_on_cpu": bool,
         "compute_with_cache": bool,
         "dist_sync_on_step": bool,
-        # No config can say what these take.
+        # YAML cannot express their values.
         "distributed_available_fn": type(None),
         "dist_sync_fn": type(None),
         "process_group": type(None),
@@ -37,7 +37,7 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     },
 }
 
-# Classes that can be imported and not made without a package, and what to install.
+# Classes whose constructor needs a package: its module, and the argument of pip install.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml", "comet-ml"),
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow", "'exp-framework[mlflow]'"),
@@ -46,14 +46,14 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
 _DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
-# By the class that they are for and its subclasses of these libraries: what a parameter of this name must be.
+# Bounds by parameter name, for a class and its subclasses in these libraries.
 BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torch.optim.optimizer.Optimizer": {
         **dict.fromkeys(("lr", "eps", "weight_decay", "momentum_decay", "lr_decay", "lambd", "t0"), Ge(0)),
         **dict.fromkeys(("initial_accumulator_value", "tolerance_grad", "tolerance_change"), Ge(0)),
         **dict.fromkeys(("betas", "momentum", "alpha", "rho"), _BELOW_1),
         **dict.fromkeys(("history_size", "max_iter", "ns_steps"), Ge(1)),
-        "differentiable": Annotated[bool, "false: nothing differentiates through a step", Predicate(operator.not_)],
+        "differentiable": Annotated[bool, "false: no run differentiates through a step", Predicate(operator.not_)],
         "dampening": _SHARE,
     },
     "torch.optim.lr_scheduler.LRScheduler": {
@@ -69,7 +69,7 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torchmetrics.metric.Metric": {
         "average": Literal["micro", "macro", "weighted", "none"] | None,
         "multioutput": Literal["uniform_average", "variance_weighted", "raw_values"],
-        "sync_on_compute": Annotated[bool, "true: each rank would have a value of its own", Predicate(operator.truth)],
+        "sync_on_compute": Annotated[bool, "true: otherwise each rank has another value", Predicate(operator.truth)],
         "top_k": Ge(1),
     },
     "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(
@@ -95,7 +95,7 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
         "unfreeze_backbone_at_epoch": Ge(0),
         "annealing_epochs": Ge(0),
     },
-    # A loss's p is the power of a norm.
+    # In losses, p is the power of a norm.
     "torch.nn.modules.dropout._DropoutNd": {"p": _SHARE},
     "torch.nn.modules.module.Module": {
         **dict.fromkeys(("in_features", "out_features", "in1_features", "in2_features", "num_features"), Ge(1)),
@@ -114,19 +114,19 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def bounded(target: type, name: str, annotation: object, default: object) -> object:
-    """The annotation of a library's parameter with the bounds that it has here; the same where it has none."""
+def with_bounds(target: type, name: str, annotation: object, default: object) -> object:
+    """Return the annotation of a library's parameter with its bounds from BOUNDS, if it has any."""
     if target.__module__.partition(".")[0] not in LIBRARIES or hasattr(annotation, "__metadata__"):
         return annotation
     for base in target.__mro__:
         bound = BOUNDS.get(f"{base.__module__}.{base.__qualname__}", {}).get(name)
         if bound is not None:
-            return _with(bound, annotation, default)
+            return _annotated(bound, annotation, default)
     return annotation
 
 
 def missing_package(target: type, *, key: str) -> ErrorDetails | None:
-    """The error of a class whose package is not installed."""
+    """Return the error of a class whose package is not installed; None if it needs none or has it."""
     for base in target.__mro__:
         package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
         if package is not None and not is_installed(package):
@@ -135,7 +135,7 @@ def missing_package(target: type, *, key: str) -> ErrorDetails | None:
     return None
 
 
-def _with(bound: Any, annotation: object, default: object) -> object:
+def _annotated(bound: Any, annotation: object, default: object) -> object:
     if not isinstance(bound, Ge | Gt | Interval):
         return bound if default is not None else bound | None
     if annotation is EMPTY or annotation is Any:

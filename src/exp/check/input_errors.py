@@ -38,7 +38,7 @@ AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a layer class.
+    """An input of a layer class.
 
     text: the shape, with the names of the layer's attributes; `axes` and `time` are filled in from class and layout.
     size: the attribute that holds the size of one axis; None for layers that take any size.
@@ -100,7 +100,7 @@ class Demand:
     parameters: tuple[str, ...] = ()
 
 
-def described(value: object, *, batch: int | None = None) -> str:
+def describe_value(value: object, *, batch: int | None = None) -> str:
     """Return a value as its shape with B for the batch axis, `[B, 10] float32`. Containers are shown by their parts.
 
     Args:
@@ -113,11 +113,11 @@ def described(value: object, *, batch: int | None = None) -> str:
         sizes = ["B" if is_batch and not axis else str(size) for axis, size in enumerate(value.shape)]
         return f"[{', '.join(sizes)}] {_name(value.dtype)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {described(item, batch=batch)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {describe_value(item, batch=batch)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return f"({', '.join(described(item, batch=batch) for item in value)})"
+        return f"({', '.join(describe_value(item, batch=batch) for item in value)})"
     if is_dataclass_instance(value):
-        return described(named_parts(value), batch=batch)
+        return describe_value(named_parts(value), batch=batch)
     # The repr of another object may fill pages.
     is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
     return (
@@ -130,7 +130,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _given(values: object) -> str:
-    return described(values, batch=BATCH)
+    return describe_value(values, batch=BATCH)
 
 
 def layer_error(error: BaseException, key: str, call: Call, refused: Refused | None = None) -> ErrorDetails:
@@ -165,7 +165,7 @@ def _origins(key: str, module: nn.Module, parameters: Sequence[str]) -> tuple[st
     known = _parameters(module)
     named = [f"{key}.{one}" for one in parameters]
     placed = [f"{key}._args_.{known.index(one)}" for one in parameters if one in known]
-    # torch's encoder layers hold an attention of their own width.
+    # torch's encoder layers contain an attention, whose width is d_model.
     holder = [f"{key.rpartition('.')[0]}.d_model"] if "embed_dim" in parameters else []
     return (*named, *placed, *holder)
 
@@ -233,7 +233,7 @@ def _text(one: Input, module: nn.Module) -> str:
 
 
 def _axes_of(module: nn.Module) -> int:
-    """Return how many axes besides batch and channels the name of a layer's class states; 0 if it states none."""
+    """Return the number of spatial axes in the name of a layer's class, such as 2 for Conv2d; 0 if it has none."""
     found = re.search(r"([123])d$", _class_of(module).__name__)
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""Hold a plain value against an annotation, and tell the kind that it asks for in words, with its bounds."""
+"""Compare a plain value with an annotation, and describe the annotation in words."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SEQUENCES = (
 )
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-# What a parameter without an annotation takes, by the type of its default.
+# Types that a parameter without an annotation accepts, by the type of its default.
 LIKE = {bool: bool, int: float, float: float, str: str, list: list | float | bool, tuple: list | float | bool}
-# Of torch's own classes, what a config may say in their place.
+# Values in a config that stand for objects of torch, in words.
 TORCHS = {"torch.dtype": "a dtype, such as torch.float64", "torch.Tensor": "numbers, or lists of them"}
-# What annotated_types declares of a value, by its names there.
+# Conditions that annotated_types declares, by their attribute names there.
 BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
@@ -49,10 +49,10 @@ NUMERIC = ("gt", "ge", "lt", "le", "multiple_of")
 
 
 def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
-    """Whether a plain value (scalar, list or mapping of a config) may be given for a parameter.
+    """Return whether a plain value (scalar, list or mapping of a config) fits a parameter.
 
-    A parameter without an annotation is judged by its default's type, and takes anything where that says nothing. A
-    node with a `_target_` becomes an object later: only a plain scalar annotation refuses it.
+    Without an annotation, the type of the default decides; without either, any value fits. A node with a `_target_`
+    becomes an object later, so it fits any annotation except a scalar.
     """
     if value is UNKNOWN or (value is None and default is None):
         return True
@@ -61,8 +61,8 @@ def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
     return _is(value, annotation)
 
 
-def worded(annotation: object, default: object = EMPTY) -> str:
-    """The kind in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
+def describe_type(annotation: object, default: object = EMPTY) -> str:
+    """Return an annotation in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
     if annotation is EMPTY or annotation is Any or annotation is object:
         return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -72,14 +72,14 @@ def worded(annotation: object, default: object = EMPTY) -> str:
     if origin is typing.Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(str(word) for word in arguments)
     if _is_union(origin):
-        return _worded_union(arguments)
+        return _describe_union(arguments)
     if origin is typing.Annotated:
-        return _worded_bounds(arguments[0], arguments[1:])
+        return _describe_bounds(arguments[0], arguments[1:])
     if base in SEQUENCES:
-        return _worded_list(arguments)
+        return _describe_list(arguments)
     if base in MAPPINGS:
         named = len(arguments) == 2 and arguments[1] is not Any
-        return f"a mapping of names to {worded(arguments[1])}" if named else "a mapping"
+        return f"a mapping of names to {describe_type(arguments[1])}" if named else "a mapping"
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return "one of " + ", ".join(member.name for member in annotation)
     if inspect.isclass(annotation) and issubclass(annotation, os.PathLike):
@@ -91,10 +91,10 @@ def worded(annotation: object, default: object = EMPTY) -> str:
     return f"a node whose _target_ is a {base.__name__}" if inspect.isclass(base) else str(annotation)
 
 
-def _worded_union(arguments: tuple[Any, ...]) -> str:
+def _describe_union(arguments: tuple[Any, ...]) -> str:
     arguments = _without_tensors(arguments)
     plain = [kind for kind in arguments if not _is_object(kind)] or list(arguments)
-    kinds = [worded(kind) for kind in plain if kind is not type(None)]
+    kinds = [describe_type(kind) for kind in plain if kind is not type(None)]
     if WORDS[float] in kinds and WORDS[int] in kinds:
         kinds.remove(WORDS[int])
     if type(None) in arguments:
@@ -102,11 +102,11 @@ def _worded_union(arguments: tuple[Any, ...]) -> str:
     return (", or " if any("," in kind for kind in kinds) else " or ").join(dict.fromkeys(kinds))
 
 
-def _worded_bounds(annotation: object, metadata: Sequence[Any]) -> str:
-    """The kind, or the text among the metadata that stands for it, with its bounds: `a number, 0 or more`."""
+def _describe_bounds(annotation: object, metadata: Sequence[Any]) -> str:
+    """Return an Annotated in words: the text in its metadata, or else its type, with its bounds."""
     bounds = bounds_of(metadata)
     text = next((text for text in metadata if isinstance(text, str)), None)
-    words = text or worded(annotation)
+    words = text or describe_type(annotation)
     if "ge" in bounds and "le" in bounds:
         words += f" between {bounds['ge']} and {bounds['le']}"
     else:
@@ -123,13 +123,13 @@ def _worded_bounds(annotation: object, metadata: Sequence[Any]) -> str:
 
 
 def bounds_of(metadata: Sequence[Any]) -> dict[str, Any]:
-    """The bounds that an Annotated declares by annotated_types, Interval and Len among them, by their names there."""
+    """Return the bounds in the metadata of an Annotated, by their names in annotated_types."""
     declared = [(name, getattr(entry, name, None)) for entry in metadata for name in BOUNDS]
     return {name: bound for name, bound in declared if bound is not None}
 
 
 def _is_within(value: object, metadata: Sequence[Any]) -> bool:
-    """Whether a value, or each entry of a list, keeps its bounds; a number with bounds is finite."""
+    """Return whether a value, or each entry of a list, is within its bounds. A number with bounds must be finite."""
     bounds = bounds_of(metadata)
     if bounds and isinstance(value, float) and not math.isfinite(value):
         return False
@@ -145,8 +145,8 @@ def _keeps(value: object, name: str, bound: object) -> bool:
     return BOUNDS[name](value, bound) if is_number or name not in NUMERIC else True
 
 
-def _worded_list(arguments: tuple[Any, ...]) -> str:
-    kinds = [worded(kind) for kind in arguments if kind is not ...]
+def _describe_list(arguments: tuple[Any, ...]) -> str:
+    kinds = [describe_type(kind) for kind in arguments if kind is not ...]
     if not kinds:
         return "a list"
     if len(set(kinds)) > 1:
@@ -157,7 +157,7 @@ def _worded_list(arguments: tuple[Any, ...]) -> str:
 
 
 def words_of(annotation: object) -> list[str]:
-    """Every word that a Literal, an enum or a bool somewhere in the annotation lists."""
+    """Return the words of every Literal, enum or bool in an annotation."""
     if annotation is bool:
         return ["true", "false"]
     if typing.get_origin(annotation) is typing.Literal:
@@ -237,21 +237,21 @@ def _is_class(value: object, base: Any) -> bool:
         return isinstance(value, str) and _is_dtype(value)
     if named == "torch.Tensor" and is_array(value):
         return True
-    # A mapping or list may hold the nodes that the class is built from; a scalar can not become one.
+    # A mapping or list may hold nodes from which the class is built. A scalar cannot become an object.
     if base.__module__.partition(".")[0] in LIBRARIES and not issubclass(base, tuple | dict):
         return any(is_node(inner) for _, inner in leaves(value))
     return isinstance(value, list | dict)
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether a text names one of torch's dtypes, with or without `torch.`; torch is imported where it is asked."""
+    """Return whether a text names a dtype of torch, with or without `torch.`."""
     import torch
 
     return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
 def _is_object(annotation: object) -> bool:
-    """Whether only a node with a `_target_`, or nothing in a config, can be such a value."""
+    """Return whether only a node with a `_target_` can have this type, and no plain value."""
     base = typing.get_origin(annotation) or annotation
     if base is typing.Annotated or _is_union(base):
         return all(_is_object(kind) for kind in typing.get_args(annotation)[: 1 if base is typing.Annotated else None])
@@ -266,7 +266,7 @@ def _is_object(annotation: object) -> bool:
 
 
 def _without_tensors(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The kinds of a union; where a number is one of them, a tensor is one number that lies on a device."""
+    """Return the types of a union without Tensor if a number is one of them: it is then a number on a device."""
     if float not in kinds:
         return kinds
     return tuple(kind for kind in kinds if not (inspect.isclass(kind) and _name_of(kind) == "torch.Tensor"))

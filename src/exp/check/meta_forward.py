@@ -101,14 +101,14 @@ def run_on_meta(
     network = seen = None
     with Recorder(arithmetic=arithmetic) as recorder, torch.device("meta"):
         try:
-            network = seen = _begun(network_factory, prepare)
+            network = seen = _build(network_factory, prepare)
             named = [None, *dict.fromkeys(phase.forward for phase in phases if phase.forward in forward_names(network))]
             inputs, is_twice = example_inputs(spec, device="meta"), bool(objective and objective.differentiated_twice)
             for one in inputs.values():
                 one.requires_grad_(is_twice and one.is_floating_point())
             for name in named:
                 seen = network if name is None else with_forward(network, name)
-                traces[name] = _traced(recorder, seen, inputs)
+                traces[name] = _trace(recorder, seen, inputs)
             seen = network
             materialise(network, inputs)
             prepare(network)
@@ -124,7 +124,7 @@ def run_on_meta(
     return MetaForward(network=network, traces=traces)
 
 
-def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
+def _build(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
     """Return the network with frozen parameters, because hooks ask before its forward where gradients flow.
 
     Raises:
@@ -143,7 +143,7 @@ def _begun(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Modul
     return network
 
 
-def _traced(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
+def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
     """Trace the network; raise ConfigError if its forward needs an input that the data does not have."""
     parameters = inspect.signature(network.forward).parameters.values()
     needed = [

@@ -18,7 +18,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from exp.check.calls import call_error
-from exp.check.input_errors import described
+from exp.check.input_errors import describe_value
 from exp.data.randomness import preserve_generators
 from exp.errors import REFUSALS, ErrorDetails, RunError, one_line, unsuitable
 from exp.nested import named_parts
@@ -66,7 +66,7 @@ def fit_errors(
                 warnings.simplefilter("ignore")  # about few samples, and about outputs that no network made
                 called = measure.clone()
                 try:
-                    found = _computed(called, draw)
+                    found = _compute_twice(called, draw)
                     detail = _label_error(called) or _entry_error(measure, found)
                     if detail is None and found:
                         entries[measure.name] = tuple(name for name, _ in entries_of(found[-1]))
@@ -89,11 +89,11 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
         return None
     names = named_parts(value)
     fix = f"Write one of {among(names)}" if names else None
-    got = f"the network returns {described(value)}"
+    got = f"the network returns {describe_value(value)}"
     return ErrorDetails(f"{measure.key}.{place}", got, "one tensor to compare", fix)
 
 
-def _computed(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
+def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
     """Return the metric's values of these samples, and of twice as many. A metric may refuse to judge the fewer.
 
     Raises:
@@ -149,7 +149,7 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
                 width = output.shape[1]
                 because = f"and the network gives {width} for each sample"
                 return unsuitable(f"{measure.key}.{size}", held, because, f"{width}", f"Write {size}: {width}")
-    shown = ", ".join(f"{name} {described(value)}" for name, value in read.items())
+    shown = ", ".join(f"{name} {describe_value(value)}" for name, value in read.items())
     got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
     return ErrorDetails(measure.key, got, expected)
 

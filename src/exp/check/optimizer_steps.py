@@ -21,7 +21,7 @@ from exp.optim.optimizer import Optimization, sparse_parameters
 from exp.optim.schedules import build_schedule, changes_nothing, needs_total
 from exp.spelling import show
 
-# Steps that are looked at: of a longer run the first.
+# Largest number of steps that are simulated.
 MOST = 2_000
 EXPECTED = "a value with which the schedule lasts through the run and no rate is below 0"
 
@@ -47,7 +47,7 @@ def step_errors(
         yield unsuitable(place, kind.__name__, because, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
-        return  # which is given the closure that it evaluates again
+        return  # it evaluates the closure several times
     sparse = sparse_parameters(network)
     trained = [one for group in optimizer.param_groups for one in group["params"]]
     kinds = {id(one) in sparse for one in trained}
@@ -65,7 +65,7 @@ def step_errors(
 
 
 def _sparse(shape: list[int]) -> Tensor:
-    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns unless it is told
+    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns without it
         return torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(shape), shape)
 
 
@@ -73,20 +73,20 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
     """Return why an optimizer refuses a step by this gradient, or uses one of another step; None if it does neither."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own of sparse tensors, which the run will tell
+            warnings.simplefilter("ignore")  # the run shows the warnings of torch about sparse tensors
             if not has_closure:
-                _stepped(factory, gradient, before=gradient, has_closure=False)
+                _take_step(factory, gradient, before=gradient, has_closure=False)
                 return None
-            # The run's closure clears what the last step has left: the step may not depend on it.
-            one, other = (_stepped(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3))
+            # The closure of a run clears the last gradients, so the step must not depend on them.
+            one, other = (_take_step(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3))
     except REFUSALS as error:
         return f"{type(error).__name__}: {message_of(error)}"
     if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
         return None
-    return "it looks at gradients before it calls for them, which are those of the step before"
+    return "it reads gradients before it calls the closure, when they are those of the step before"
 
 
-def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
+def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
     """Return the weights after one step. before: the gradient that the last step left."""
     weight = nn.Parameter(torch.ones(gradient.shape))
     weight.grad = before.clone()
@@ -97,7 +97,7 @@ def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before:
 
     options = {**factory.keywords, "fused": None} if "fused" in factory.keywords else factory.keywords
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for those that add noise
+        torch.manual_seed(0)  # for optimizers that add noise
         optimizer = factory.func([weight], *factory.args, **options)
         if has_closure:
             optimizer.step(closure=closure)  # as Lightning calls it
@@ -109,14 +109,14 @@ def _stepped(factory: functools.partial[Optimizer], gradient: Tensor, *, before:
 def rate_errors(
     optimization: Optimization, optimizer: Optimizer, *, key: str, steps: Callable[[], int | None], epochs: int | None
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of a schedule that would fail in the run or make a rate negative, at the guilty parameter.
+    """Yield the error of a schedule that fails in the run or makes a rate negative, at the parameter that causes it.
 
     Args:
         optimization: Makes the schedule.
         optimizer: As it was made. Its rates are changed.
         key: The key of the schedule's node.
         steps: Returns the steps of the run; None if it has no known end. It is called for a schedule that counts steps
-            and that exp does not give their number.
+            and that does not receive their number from exp.
         epochs: Of the run; None if it has no known end.
     """
     factory = optimization.schedule_factory
@@ -146,7 +146,7 @@ def rate_errors(
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:
-    """What goes wrong in a run of so many steps; where that is not known, in the first few."""
+    """Return what goes wrong in the steps of a run, or in the first three if their number is unknown."""
     if isinstance(schedule, OneCycleLR) and length is not None and schedule.total_steps < length:
         return f"it ends after {schedule.total_steps} steps, and the run has {length}"
     with warnings.catch_warnings():

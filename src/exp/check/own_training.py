@@ -25,14 +25,13 @@ STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step"
 LOADERS: Mapping[Stage, str] = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
 # Methods that may add layers after the check.
 LATER = ("setup", "configure_model", "prepare_data")
-
-# The evaluations by the key that asks for them.
+# Evaluations by their config key.
 EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTraining:
-    """A run's LightningModule and its LightningDataModule, if there is one. settings: Of the run."""
+    """The user's LightningModule of a run, and its LightningDataModule if the run has one."""
 
     settings: Settings
 

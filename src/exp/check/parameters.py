@@ -1,4 +1,4 @@
-"""The second stage of the check: every `_target_` is resolved, and its values are held against its signature."""
+"""Second stage of the check: resolve every `_target_`, and compare its values with its signature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from exp.check.foreign import missing_package
-from exp.check.kinds import worded
+from exp.check.kinds import describe_type
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_errors, value_error
 from exp.config.annotations import EMPTY
@@ -32,7 +32,7 @@ from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
 from exp.spelling import among, find_nearest, show
 
-# What is wrong with a package, and not with one class of it.
+# Messages about a package as a whole, not about one of its classes.
 OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
 # A dotted name in a message, and its package.
 NAMED = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+)+)")
@@ -44,14 +44,17 @@ HYDRAS_OWN = {
 
 
 def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:
-    """The errors of every node with a `_target_`: the name itself, then its parameters.
+    """Return the errors of every node with a `_target_`: of the name, and then of its parameters.
 
-    has_module: whether a LightningModule of the user's own takes the batches.
+    Args:
+        plain: Values of the config.
+        allow: Packages that a target may name.
+        has_module: Whether a user's LightningModule is trained.
     """
     places: dict[str, str] = {}
     errors: list[ErrorDetails] = []
     for key, node in nodes_in(plain):
-        # Outermost first: a node within `_args_` has its place by the name that its argument has there.
+        # nodes_in yields outer nodes first. A node in `_args_` is placed by the name of its parameter.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
         errors += node_errors(key, node, place=place, allow=allow, has_module=has_module)
@@ -76,7 +79,7 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
         target = resolve(node["_target_"], returns=returned_classes(place), allow=allow)
         return signature_of(target).positional[: len(node["_args_"])]
     except (ConfigError, MissingExtraError):
-        return ()  # the node's own error
+        return ()  # node_errors reports it
 
 
 def node_errors(
@@ -105,8 +108,8 @@ def node_errors(
     elif place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
         yield own_loaders_error(name)
     elif _is_made_of_functions(target):
-        expected = "a class of plain values and an optimizer"
-        fix = "Derive a class of your own from it that makes it in its constructor: docs/training.md"
+        expected = "a class that takes plain values and an optimizer"
+        fix = "Derive a class from it that makes the function in its constructor: docs/training.md"
         yield unsuitable(f"{key}._target_", name, "which is made of a Python function", expected, fix)
     else:
         yield from _parameter_errors(key, node, target, slot, allow=allow)
@@ -116,24 +119,24 @@ def _parameter_errors(
     key: str, node: dict[str, Any], target: object, slot: Slot, *, allow: Sequence[str]
 ) -> Iterator[ErrorDetails]:
     """Yield the errors of the values that a target is given."""
-    yield from _reserved(key, node)
+    yield from _hydra_errors(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
-    signature = _sized_later(target, signature_of(target), given, node)
-    yield from _unknown(key, node, given, signature, slot)
-    yield from _absent(key, node, given, signature, slot, target)
-    yield from _arguments(key, node, given, signature, slot)
+    signature = _without_inferred_size(target, signature_of(target), given, node)
+    yield from _unknown_errors(key, node, given, signature, slot)
+    yield from _missing_errors(key, node, given, signature, slot, target)
+    yield from _positional_errors(key, node, given, signature, slot)
     if _takes_functions(target) and isinstance(node.get("functions"), dict):
-        yield from _functions(f"{key}.functions", node["functions"], allow=allow)
+        yield from _function_errors(f"{key}.functions", node["functions"], allow=allow)
         given.remove("functions")
     for name in given:
         # Keys with a rule of exp accept more than the class, such as trainer.max_time in seconds.
         is_judged = f"{key}.{name}" in VALUES
         if name in signature.parameters and not is_judged and name not in slot.reserved and name not in slot.refused:
-            yield from _kind(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
+            yield from _type_errors(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
 
 
 def _is_made_of_functions(target: object) -> bool:
-    """Whether it is a schedule of torch's that no YAML can say."""
+    """Return whether a target is a schedule of torch that needs a Python function, which YAML cannot express."""
     if not inspect.isclass(target) or not target.__module__.startswith("torch.optim"):
         return False
     from torch.optim import lr_scheduler
@@ -142,13 +145,13 @@ def _is_made_of_functions(target: object) -> bool:
 
 
 def _takes_functions(target: object) -> bool:
-    """Whether a target's `functions` are dotted names: those of a container with a forward program."""
+    """Return whether a target is a container with a forward program, whose `functions` are dotted names."""
     from exp.models.containers import ProgramModel
 
     return inspect.isclass(target) and issubclass(target, ProgramModel)
 
 
-def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
+def _function_errors(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
     for name, dotted in named.items():
         if dotted is UNKNOWN:
             continue
@@ -160,8 +163,11 @@ def _functions(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -> Iter
             yield from error.errors
 
 
-def _sized_later(target: object, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
-    """Without the input size of a layer that is left to the data. A lazy class's own annotations say less."""
+def _without_inferred_size(target: object, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
+    """Return the signature of a layer without its input size, if the data determines the size.
+
+    A lazy class has fewer annotations, so the signature of its sized class is taken.
+    """
     from exp.models.inference import LAZY_CLASSES, lazy_class
 
     values = node.get("_args_")
@@ -178,7 +184,7 @@ def _sized_later(target: object, signature: Signature, given: list[str], node: d
     return replace(signature, parameters=parameters, positional=tuple(parameters))
 
 
-def _reserved(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _hydra_errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
     for name, expected in HYDRAS_OWN.items():
         if name in node and not (name == "_args_" and isinstance(node[name], list)):
             yield ErrorDetails(f"{key}.{name}", "a key of Hydra's instantiate", expected, "Leave it out")
@@ -186,14 +192,14 @@ def _reserved(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
         yield value_error(f"{key}._partial_", node["_partial_"], expected="true or false")
 
 
-def _unknown(
+def _unknown_errors(
     key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot
 ) -> Iterator[ErrorDetails]:
     known = [name for name in signature.parameters if name not in slot.filled and name not in slot.refused]
     known += [name for name in slot.reserved if name not in known]
     for name in given:
         if name in slot.refused:
-            yield ErrorDetails(f"{key}.{name}", "decided elsewhere", slot.refused[name], f"Leave {key}.{name} out")
+            yield ErrorDetails(f"{key}.{name}", "set by another key", slot.refused[name], f"Leave {key}.{name} out")
         elif name not in known and name not in signature.parameters and not signature.open:
             near, refused = find_nearest(str(name), known), find_nearest(str(name), slot.refused)
             fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
@@ -208,7 +214,7 @@ def _unknown(
             yield ErrorDetails(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)
 
 
-def _absent(
+def _missing_errors(
     key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot, target: object
 ) -> Iterator[ErrorDetails]:
     if node.get("_partial_") is True or (slot.pattern == "**" and node.get("_partial_") is UNKNOWN):
@@ -221,16 +227,16 @@ def _absent(
         fix = None
         if not any(find_nearest(str(other), [name]) for other in given if other not in signature.parameters):
             fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
-        if _waits_for(target) == name:
+        if _inexpressible_parameter(target) == name:
             # Only a step of the user, such as configure_optimizers, has it.
             fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
         is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
-        words = "a value" if is_open else worded(parameter.annotation, parameter.default)
+        words = "a value" if is_open else describe_type(parameter.annotation, parameter.default)
         yield missing_value(f"{key}.{name}", f"{words}: {node['_target_']} needs it", fix, got="nothing")
 
 
-def _waits_for(target: object) -> str | None:
-    """What no config can say of a class: the parameters of an optimizer, the optimizer of a schedule."""
+def _inexpressible_parameter(target: object) -> str | None:
+    """Return the parameter that no config can express: `params` of an optimizer, `optimizer` of a schedule."""
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -239,7 +245,7 @@ def _waits_for(target: object) -> str | None:
     return "params" if issubclass(target, Optimizer) else "optimizer" if issubclass(target, LRScheduler) else None
 
 
-def _arguments(
+def _positional_errors(
     key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot
 ) -> Iterator[ErrorDetails]:
     """Yield the errors of `_args_`, whose values are judged by the names that they fill."""
@@ -247,34 +253,34 @@ def _arguments(
         where = f"{key}._args_.{index}"
         if index >= len(signature.positional):
             if not signature.rest:
-                names = among(signature.positional) if signature.positional else "none: it takes names alone"
+                names = among(signature.positional) if signature.positional else "none: it takes keyword arguments only"
                 yield ErrorDetails(where, "one argument too many", f"those of {node['_target_']}: {names}")
             continue
         name = signature.positional[index]
         if name in (*slot.filled, *slot.refused, *slot.reserved):
-            yield unsuitable(where, name, "which exp gives", "parameters by their names", "Name them")
+            yield unsuitable(where, name, "which exp gives", "parameters by name", "Name them")
         elif name in given:
-            yield unsuitable(where, name, "given by name, too", "one value", f"Leave {key}._args_ out")
+            yield unsuitable(where, name, "also given by name", "one value", f"Leave {key}._args_ out")
         elif name in signature.parameters:
-            yield from _kind(where, value, signature.parameters[name], filled=False)
+            yield from _type_errors(where, value, signature.parameters[name], filled=False)
 
 
-def _kind(key: str, value: object, parameter: Parameter, *, filled: bool) -> Iterator[ErrorDetails]:
+def _type_errors(key: str, value: object, parameter: Parameter, *, filled: bool) -> Iterator[ErrorDetails]:
     if not (filled and value is None):
         yield from kind_errors(key, value, parameter.annotation, parameter.default)
 
 
 def program_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
-    """The errors of every `forward` and every entry of `programs` that stands beside `layers`."""
-    return [error for key, node in nodes_in(plain.get("model"), "model") for error in _errors(key, node)]
+    """Return the errors of every `forward` and every entry of `programs` next to `layers`."""
+    return [error for key, node in nodes_in(plain.get("model"), "model") for error in _program_errors(key, node)]
 
 
 def program_error(key: str, error: Any) -> ErrorDetails:
-    """A ProgramError of the program at a key as an error of the config."""
+    """Return the ProgramError of the program at a key as an error of the config."""
     return ErrorDetails(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
 
 
-def _errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _program_errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
     layers, programs = node.get("layers"), node.get("programs")
     if not isinstance(layers, dict):
         return
@@ -292,12 +298,12 @@ def _errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
             offers[offer] = [str(name) for name in node[offer]]
     if isinstance(node.get("forward"), str):
         used = layers_used(texts.values(), names)
-        yield from _error(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
+        yield from _parse_errors(f"{key}.forward", node["forward"], names, {**offers, "used_elsewhere": used})
     for name, text in texts.items():
-        yield from _error(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
+        yield from _parse_errors(f"{key}.programs.{name}", text, names, {**offers, "used_elsewhere": names})
 
 
-def _error(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[ErrorDetails]:
+def _parse_errors(key: str, text: str, layers: list[str], offers: dict[str, Any]) -> Iterator[ErrorDetails]:
     from exp.models.program import parse
     from exp.models.syntax import ProgramError
 

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
-from exp.check.kinds import worded
+from exp.check.kinds import describe_type
 from exp.check.structure import kind_errors
 from exp.config.reading import UNKNOWN, Values
 from exp.config.settings import Count, Node, Positive, Repeats, Text
-from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
-from exp.spelling import among, did_you_mean, find_nearest, show
+from exp.errors import ErrorDetails, invalid_value, missing_value, unknown_key, unsuitable
+from exp.spelling import among, did_you_mean, show
 
-_NODE = Annotated[Node | None, "a node with a _target_, or null for the one at the top"]
+_NODE = Annotated[Node | None, "a node with a _target_, or null for the top-level node"]
 PHASE: dict[str, Any] = {
     "terms": Annotated[list[Text], "a list of names of the objective's terms, at least one", MinLen(1)],
     "parameters": Annotated[
@@ -32,7 +32,7 @@ PHASE: dict[str, Any] = {
     "forward": Text | None,
     "simultaneous": bool,
 }
-# What a phase that leaves them out has.
+# Values of keys that a phase leaves out.
 DEFAULTS: dict[str, Any] = {
     "optimizer": None,
     "scheduler": None,
@@ -43,12 +43,12 @@ DEFAULTS: dict[str, Any] = {
     "forward": None,
     "simultaneous": False,
 }
-# What phases that are simultaneous have in common.
+# Keys that must be equal in simultaneous phases.
 SHARED = ("every_n_steps", "repeats", "forward")
 
 
 def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
-    """Each phase is a mapping of the keys of PHASE."""
+    """Yield the errors of phases that are not mappings of the keys of PHASE."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
@@ -58,7 +58,7 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
     for name, phase in phases.items():
         key = f"phases.{name}"
         if isinstance(phase, dict):
-            yield from _keys(key, phase)
+            yield from _key_errors(key, phase)
             if any(letter in str(name) for letter in "/*?["):
                 yield ErrorDetails(key, "a name with one of / * ? [", "a name that can be a part of a tag")
         elif phase is not UNKNOWN:
@@ -66,21 +66,17 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
             yield invalid_value(key, phase, f"a mapping of {among(PHASE, count=10)}", fix)
 
 
-def _keys(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
-    for name in phase:
-        if name not in PHASE:
-            near = find_nearest(str(name), PHASE)
-            fix = f"Did you mean {key}.{near[0]}?" if near else None
-            yield ErrorDetails(f"{key}.{name}", "no key of a phase", f"one of {among(PHASE, count=10)}", fix)
+def _key_errors(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
+    yield from (unknown_key(f"{key}.{name}", PHASE, holder="a phase") for name in phase if name not in PHASE)
     for name, rule in PHASE.items():
         if name in phase:
             yield from kind_errors(f"{key}.{name}", phase[name], rule)
         elif name not in DEFAULTS:
-            yield missing_value(f"{key}.{name}", worded(rule), got="no such key")
+            yield missing_value(f"{key}.{name}", describe_type(rule), got="no such key")
 
 
 def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
-    """Each term is trained in a phase, and the terms of each phase exist."""
+    """Yield terms that no phase trains, and terms of phases that do not exist."""
     terms, phases = values["objective"], readable(values)
     if not isinstance(terms, dict) or not phases:
         return
@@ -100,7 +96,7 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
 
 
 def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
-    """Each phase clips its own gradients, and each step runs a phase."""
+    """Yield an error of the trainer's gradient clipping, and of steps in which no phase runs."""
     phases, clip = readable(values), values["trainer.gradient_clip_val"]
     if not phases:
         return
@@ -121,7 +117,7 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
 
 
 def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails]:
-    """A simultaneous phase shares the forward of the one before it."""
+    """Yield the errors of simultaneous phases that cannot share the forward of the phase before."""
     phases = readable(values)
     if not isinstance(values["phases"], dict) or len(phases) < len(values["phases"]):
         return
@@ -144,7 +140,7 @@ def readable(values: Values) -> dict[str, dict[str, Any]]:
     return {
         str(name): whole_phase(phase)
         for name, phase in phases.items()
-        if isinstance(phase, dict) and UNKNOWN not in phase.values() and not list(_keys("", phase))
+        if isinstance(phase, dict) and UNKNOWN not in phase.values() and not list(_key_errors("", phase))
     }
 
 

@@ -1,4 +1,4 @@
-"""Do the phases fit the network and the strategy? Each parameter is trained by one at least, each forward is there."""
+"""Compare phases with the network: parameters, forwards and optimizers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ SHOWN = 4
 def phase_errors(
     phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
 ) -> list[ErrorDetails]:
-    """The errors between phases and network: patterns, forwards, parameters that none trains, optimizers.
+    """Return the errors of patterns, forwards and optimizers, and of parameters that no phase trains.
 
-    network: on the meta device, every layer sized. steps, epochs: of the run, for schedules. made: takes the
-        optimizers that have no error here.
+    Args:
+        phases: Phases of the run.
+        network: On the meta device, with all sizes.
+        steps: Optimizer steps of the run, for schedules.
+        epochs: Epochs of the run, for schedules.
+        made: Receives the optimizers without an error.
     """
     errors = [error for phase in phases for error in forward_errors(phase, network)]
     patterns = [
@@ -38,13 +42,13 @@ def phase_errors(
 
 
 def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
-    """A forward that the network does not have."""
+    """Yield the error of a forward that the network does not have."""
     if phase.forward is None or phase.forward in forward_names(network):
         return
     names = forward_names(network)
     kind = "programs of model.programs" if isinstance(network, ProgramModel) else f"methods of {type(network).__name__}"
     expected = f"null, or one of the {kind}: "
-    fix = None if names else "Write the program below model.programs, or null for the network's own forward"
+    fix = None if names else "Write the program below model.programs, or write null for the forward of the network"
     fix = did_you_mean(phase.forward, names) or fix
     yield unsuitable(
         f"phases.{phase.name}.forward",
@@ -56,7 +60,7 @@ def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
 
 
 def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
-    """Parameters that learn nothing are a mistake, unless the model says that they are frozen."""
+    """Yield the error of parameters that no phase trains and that are not frozen."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
         fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
@@ -64,7 +68,7 @@ def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDet
 
 
 def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
-    """A parameter has one gradient at a time, which two simultaneous phases would add up."""
+    """Yield the error of a parameter that two simultaneous phases train: their gradients would add up."""
     for _, group in turns_of(phases):
         owners: dict[int, str] = {}
         for phase in group:

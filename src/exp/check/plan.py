@@ -103,7 +103,7 @@ class Plan:
 
     @functools.cached_property
     def own(self) -> OwnTraining | None:
-        """The LightningModule of the user that is trained instead of exp's; None if there is none.
+        """The user's LightningModule that is trained instead of a model of exp; None in other runs.
 
         Objective, phases and metrics are empty with it, and shapes are unknown.
         """

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
-from exp.check.stages import first_stage, second_stage, touched
+from exp.check.stages import concern_keys, first_stage, second_stage
 from exp.config.copying import copy_config
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
@@ -34,14 +34,14 @@ def resolve(config: DictConfig) -> Resolved:
     first = first_stage(reading)
     asked = _beginnings(config, first)
     errors: list[ErrorDetails] = []
-    start_errors, notes = _find_start(config) if not touched(first, START_KEYS) else ([], ())
-    if not touched(first, ("weights",)):
+    start_errors, notes = _find_start(config) if not concern_keys(first, START_KEYS) else ([], ())
+    if not concern_keys(first, ("weights",)):
         _find_weights(config)
-    held = not touched(first, ("data", "trainer")) and _hold_batches(config)
+    held = not concern_keys(first, ("data", "trainer")) and _hold_batches(config)
     if held or _beginnings(config, first) != asked:
         reading = read(config)
         first = first_stage(reading)
-    if not touched(first, DATA_KEYS):  # else told with the first stage
+    if not concern_keys(first, DATA_KEYS):  # otherwise the first stage reports it
         errors = second_stage(reading, only="data")
         if not errors:
             try:
@@ -64,9 +64,9 @@ def _allowed(config: DictConfig) -> list[str]:
 
 
 def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[object, object]:
-    """Return `resume` and `weights.from`, which `_find_start` and `_find_weights` may change; None for a faulty one."""
-    resume = None if touched(known, ("resume",)) else config.resume
-    return resume, None if touched(known, ("weights",)) else config.weights["from"]
+    """Return `resume` and `weights.from`, which may be filled in. None stands for a value with an error."""
+    resume = None if concern_keys(known, ("resume",)) else config.resume
+    return resume, None if concern_keys(known, ("weights",)) else config.weights["from"]
 
 
 def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]]:
@@ -94,7 +94,7 @@ def _find_weights(config: DictConfig) -> None:
 def _hold_batches(config: DictConfig) -> bool:
     """Set `data.shuffle` to false in a run that overfits a few batches, unless the config sets it.
 
-    Shuffled batches differ in each epoch. Lightning disables the shuffling of its own loaders for the same reason.
+    Shuffled batches differ in each epoch. Lightning disables shuffling for the same reason.
 
     Returns:
         Whether the config was changed.
@@ -137,5 +137,5 @@ def _fill_in(config: DictConfig) -> bool:
 
 
 def _raw(config: DictConfig) -> dict[str, Any]:
-    """Return the values as they are written, interpolations included."""
+    """Return the values with unresolved interpolations."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))

@@ -157,7 +157,7 @@ def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
 
 
 def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
-    """There is a term to train."""
+    """Yield the error of an objective without a term."""
     if values["objective"] == {}:
         overrides = values[f"{COMPOSITION}.overrides"]
         typed = () if overrides is UNKNOWN else map(str, overrides)
@@ -182,7 +182,7 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
                 ),
             }
             for got in [reason for reason, is_so in reasons.items() if is_so][:1]:
-                yield ErrorDetails(f"{group}.{name}", got, "a tag of its own", "Give it another name")
+                yield ErrorDetails(f"{group}.{name}", got, "a distinct tag", "Give it another name")
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
@@ -282,7 +282,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
     yield invalid_value(key, monitor, f"a tag of this run: {among(tags, word=monitor)}", fix)
 
 
-def monitors(plain: dict[str, object]) -> dict[str, str]:
+def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
     """Return the tags that a config monitors, by key."""
     return {key: tag for key, tag in _monitored(Values(plain)).items() if isinstance(tag, str)}
 
@@ -360,7 +360,7 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
 
 
 def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
-    """There is one data set to split, or one for each split; each is a node."""
+    """Yield errors of the data sets: one to split or one for each split is required, and each is a node."""
     data, target = values["data"], values["data._target_"]
     # A class that is not exp's may be a LightningDataModule, which is reported when it is imported.
     is_exps = isinstance(target, str) and target.startswith("exp.")
@@ -484,7 +484,7 @@ def better_mode(plain: Mapping[str, object], monitor: object, *, allow: Sequence
         return None  # reported as the target's error
     bases = [vars(base) for base in metric.__mro__ if "higher_is_better" in vars(base)]
     is_higher = bases[0]["higher_is_better"] if bases else None
-    # A property tells it of an instance alone.
+    # A property has no value on the class.
     better: dict[bool, Mode] = {True: "max", False: "min"}
     return better[is_higher] if isinstance(is_higher, bool) else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.check.calls import call_error
-from exp.check.input_errors import described, layer_error, operation_error
+from exp.check.input_errors import describe_value, layer_error, operation_error
 from exp.check.meta_forward import Failure, MetaForward
 from exp.check.parameters import program_error
 from exp.errors import ConfigError, ErrorDetails, not_supported_with, unsuitable
@@ -130,7 +130,7 @@ def output_errors(
         if wanted not in named:
             continue  # it may be an entry of the batch
         value = named[wanted]
-        got, origins = f"the network returns {described(value)}", _returning(network)
+        got, origins = f"the network returns {describe_value(value)}", _returning(network)
         is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
         if not isinstance(value, Tensor):
             fix = (
@@ -171,7 +171,7 @@ def _width_error(
     wanted, what = _wanted(spec, loss)
     if wanted is None or (value.dim() == 1 and wanted == 1 and spec.num_classes is None):
         return None
-    got, origins = f"the network returns {described(value)}", _returning(network)
+    got, origins = f"the network returns {describe_value(value)}", _returning(network)
     if value.dim() < 2:
         return ErrorDetails(config_key(network, ""), got, f"{what}: [B, ..., {wanted}]", origins=origins)
     width = value.shape[1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1]
@@ -223,7 +223,7 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
             parts = ", ".join(parameter.removeprefix("loss.") if of_loss else parameter for parameter in learning)
             fix = "Let the network hold them and return them, or what is made of them, by a name that inputs gives to "
             place = objective.loss_keys[name] if of_loss else key
-            other = f"parameters of its own ({parts}), which no optimizer would train"
+            other = f"trainable parameters ({parts}), which no optimizer would update"
             yield not_supported_with(place, kind, other, "a loss without parameters that learn", f"{fix}the loss")
         for part in (part for part in term.parts if part and part not in known):
             expected = f"one of {among(known, word=part)}, or '' for the whole"
@@ -271,7 +271,7 @@ def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
     ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
     if not ends or not sources:
         return False
-    # torch refuses where the gradient that comes in has one itself; behind a plain sum it is wrong in silence (2.13).
+    # torch raises only if the incoming gradient requires a gradient. Otherwise the result is silently wrong (2.13).
     given = [torch.ones_like(one, requires_grad=True) for one in ends]
     try:
         found = torch.autograd.grad(ends, sources, given, create_graph=True, allow_unused=True)

@@ -1,4 +1,4 @@
-"""What a target takes, read from its signature: names, which must be given, and the annotation of each."""
+"""Read the parameters of a target from its signature: names, annotations and defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exp.check.foreign import HIDDEN_NAMES, bounded
+from exp.check.foreign import HIDDEN_NAMES, with_bounds
 from exp.config.annotations import EMPTY, evaluate_annotation
 from exp.config.plain_tree import is_node
 from exp.config.targets import resolve
@@ -19,7 +19,7 @@ PLAIN = (type(None), bool, int, float, str, list, tuple)
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One named parameter of a target. annotation and default are EMPTY where there is none."""
+    """A named parameter of a target. Its annotation or default is EMPTY if the signature states none."""
 
     name: str
     annotation: object
@@ -32,9 +32,13 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """parameters by name; `open` where any other name is taken, too.
+    """The parameters of a target.
 
-    positional: the names that `_args_` fills, in order. rest: whether it may hold more than those.
+    Attributes:
+        parameters: Parameters by name.
+        open: Whether the target accepts any other name.
+        positional: Names that `_args_` fills, in order.
+        rest: Whether `_args_` may hold more values than these names.
     """
 
     parameters: dict[str, Parameter]
@@ -44,12 +48,12 @@ class Signature:
 
 
 def signature_of(target: Any) -> Signature:
-    """The signature of a class or function. A class that only passes `**kwargs` up is read on to its bases."""
+    """Return the signature of a class or function. If a class passes `**kwargs` up, its bases are read, too."""
     if not inspect.isclass(target):
         return _of_function(target, bound=False)
     found = _of_class(target)
     parameters = {
-        name: replace(one, annotation=bounded(target, name, one.annotation, one.default))
+        name: replace(one, annotation=with_bounds(target, name, one.annotation, one.default))
         for name, one in found.parameters.items()
     }
     return replace(found, parameters=parameters)
@@ -67,9 +71,9 @@ def _of_class(target: type) -> Signature:
 
 
 def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
-    """Plain values with what the class of each node within mappings takes where the node leaves a parameter out.
+    """Return plain values with the defaults of the class of each node, for parameters that the node leaves out.
 
-    A name that cannot be resolved is left as it is; so is a default that is no plain value.
+    Nodes in lists, targets that cannot be resolved, and defaults that are not plain values are skipped.
     """
     if not isinstance(node, Mapping):
         return node
@@ -86,7 +90,7 @@ def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _maker(target: type) -> Callable[..., Any] | None:
-    """The function whose parameters a call of the class takes: its `__new__` where it has one of its own."""
+    """Return the function that a call of the class calls: the class's own `__new__`, or else its `__init__`."""
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
         return new.__func__
@@ -100,7 +104,7 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 
 def _overloaded(target: type) -> Signature | None:
-    """The longest declared overload of `__init__`, where its body says only `*args, **kwargs`, as nn.LSTM's does."""
+    """Return the longest overload of an `__init__` that only takes `*args, **kwargs`, such as nn.LSTM's."""
     init = inspect.getattr_static(target, "__init__")
     if not inspect.isfunction(init) or not _takes_anything(init):
         return None
@@ -114,7 +118,7 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:
-        # Functions written in C may carry no signature.
+        # Functions written in C may have no signature.
         return Signature(parameters={}, open=True, positional=(), rest=True)
     if bound:
         parameters = parameters[1:]
@@ -133,9 +137,9 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
 
 
 def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
-    """Whether a wrapper of functools.wraps takes names that `__wrapped__`, which inspect reads, does not show.
+    """Return whether a wrapper made by functools.wraps takes names that the function in `__wrapped__` does not have.
 
-    What it does with them nobody can tell by reading. The libraries' own only pass on what the wrapped takes.
+    inspect reads only `__wrapped__`. Wrappers of the libraries pass on exactly what the wrapped function takes.
     """
     if not hasattr(function, "__wrapped__") or _is_library(function):
         return False
@@ -144,7 +148,7 @@ def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
-    """Adds what the bases take to an `__init__` that passes `**kwargs` up, until one of them takes no more."""
+    """Return a signature that also has the parameters of bases, up to the first base without `**kwargs`."""
     parameters = dict(found.parameters)
     holder = _holder(target, maker)
     if holder is not None and _hidden(holder):
@@ -155,7 +159,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             continue
         above = _of_function(vars(base)["__init__"], bound=True)
         for name, parameter in above.parameters.items():
-            # The subclass may fill it in itself, so only what the subclass asks for is required.
+            # The subclass may pass a value itself, so only its own parameters are required.
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open or _hidden(base):
@@ -175,7 +179,7 @@ def _hidden(base: type) -> dict[str, Parameter]:
 
 
 def _holder(target: type, maker: Callable[..., Any]) -> type | None:
-    """The class whose own function makes the target."""
+    """Return the class in which a constructor is defined."""
     return next((base for base in target.__mro__ if maker in vars(base).values()), None)
 
 
@@ -185,7 +189,7 @@ def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:
     for base in target.__mro__:
         if base is object:
             return
-        # nn.Module's own `*args, **kwargs` take nothing: a name that reached it would be refused there.
+        # nn.Module takes `*args, **kwargs` and raises an exception for any value.
         if above and f"{base.__module__}.{base.__qualname__}" != "torch.nn.modules.module.Module":
             yield base
         above = above or base is holder

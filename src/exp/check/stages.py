@@ -1,7 +1,7 @@
-"""The check of a composed config: every error at once, without building anything.
+"""Find the errors of a composed config without building anything.
 
-The first stage imports no torch: values and interpolations (reading), keys, kinds and bounds (structure), rules between
-keys (rules). The second imports what the targets name: signatures (parameters), forward programs (programs).
+The first stage does not import torch. It checks values and interpolations (reading), keys, types and bounds (structure)
+and rules between keys (rules). The second imports the targets and checks their parameters and forward programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exp.config.resolvers import resolver_errors
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
-NOTE = "What needs torch was not looked at yet: python -m exp.check looks at everything at once."
+NOTE = "Checks that need torch have not run yet: python -m exp.check runs all checks."
 
 
 def compose(
@@ -34,12 +34,18 @@ def compose(
     config_name: str = PRIMARY,
     may_sweep: bool = False,
 ) -> DictConfig:
-    """The config of one job, as `python -m exp.train OVERRIDES` composes it.
+    """Return the config of one job, as `python -m exp.train OVERRIDES` composes it.
 
-    config_dir: one more directory of configs, between ./conf and exp's own. config_name: the primary config.
-    The reserved node `_composition_` says where it came from: overrides, directory, layers.
-    may_sweep: as of exp.config.compose.composition_of.
-    Raises: ConfigError with every error of the overrides; where there are any, with those of the rest, too.
+    The reserved node `_composition_` holds its origin: overrides, directory, files.
+
+    Args:
+        overrides: Overrides of the command line.
+        config_dir: A further directory of configs, searched after ./conf and before exp's.
+        config_name: Primary config.
+        may_sweep: As in exp.config.compose.composition_of.
+
+    Raises:
+        ConfigError: An override has an error. Errors of the other keys are reported, too.
     """
     return job_config(
         composition_of(
@@ -49,17 +55,19 @@ def compose(
 
 
 def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[ErrorDetails]:
-    """The errors that are there whatever the data set says of itself, found without importing torch.
+    """Return the errors that do not depend on the data, without importing torch.
 
-    reading: of the config, where it is known already.
+    Args:
+        config: The composed config.
+        reading: Result of `read` for the config. By default the config is read.
     """
     found = first_stage(read(config) if reading is None else reading)
-    # A value that follows the data's is there when the data have said it.
-    return [error for error in located(config, found) if not _follows_the_data(config, error.key)]
+    # Values that refer to the data are known after the data is read.
+    return [error for error in locate_errors(config, found) if not _follows_the_data(config, error.key)]
 
 
 def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
-    """Raise ConfigError on errors that need no torch, so that a mistyped word is told within a second."""
+    """Raise ConfigError for errors that do not need torch, so that a typo is reported within a second."""
     errors = early_errors(config, reading=reading)
     raise_errors(errors, note=NOTE)
 
@@ -70,51 +78,50 @@ def _follows_the_data(config: DictConfig, key: str) -> bool:
 
 
 def _written(config: DictConfig, key: str) -> object:
-    """Return the value of a key as it is written, with interpolations."""
+    """Return the value of a key with unresolved interpolations."""
     return Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
 
 
 def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError where the keys, kinds or bounds of some nodes at the top are wrong, whatever the others hold.
-
-    Also where one of them has no value because a resolver of the user's own is refused.
-    """
+    """Raise ConfigError if top-level nodes have wrong keys, types or bounds, or depend on a refused resolver."""
     plain, unread = read(config)
     errors = [error for error in unread if error.key.partition(".")[0] in names]
     errors += [error for name in names for error in node_errors(name, plain)]
     if any(value is UNKNOWN for name in names for _, value in leaves({name: plain.get(name)})):
         errors += resolver_errors(plain, allow=allowed(plain))
-    if found := once(errors):
-        raise ConfigError(located(config, found))
+    if found := unique_errors(errors):
+        raise ConfigError(locate_errors(config, found))
 
 
 def first_stage(reading: Reading) -> list[ErrorDetails]:
-    """The errors that can be seen without importing torch."""
+    """Return the errors that need no import of torch."""
     plain, errors = reading
     resolvers = resolver_errors(plain, allow=allowed(plain))
-    return once([*errors, *structure_errors(plain), *rule_errors(plain), *resolvers])
+    return unique_errors([*errors, *structure_errors(plain), *rule_errors(plain), *resolvers])
 
 
 def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDetails]:
-    """The errors of targets, their parameters and forward programs.
+    """Return the errors of targets, their parameters and forward programs.
 
-    reading: Reading of the config. only: The key at the top to check, such as data; None checks all.
+    Args:
+        reading: Reading of the config.
+        only: The top-level key to check, such as data. None checks all.
     """
-    # A word that was mistyped need not wait for what reads signatures.
+    # Imported here, because it is slow and the first stage does not need it.
     from exp.check.parameters import program_errors, target_errors
 
     plain, _ = reading
     allow, is_own = allowed(plain), has_module(plain)
-    # Values of the user's own are looked at where something refers to them.
+    # Values in `vars` and in the user's groups are checked where a key refers to them.
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}
     errors = [*target_errors(plain, allow=allow, has_module=is_own), *program_errors(plain)]
-    return once([*errors, *direction_errors(plain, allow=allow)])
+    return unique_errors([*errors, *direction_errors(plain, allow=allow)])
 
 
 def allowed(plain: dict[str, Any]) -> list[str]:
-    """The packages that `security.allow` names; none where that is an error, so that no check imports them."""
+    """Return the packages in `security.allow`; none if the key has an error, so that no check imports them."""
     if list(allow_is_from_the_command_line(Values(plain))):
         return []
     security = plain.get("security")
@@ -122,7 +129,7 @@ def allowed(plain: dict[str, Any]) -> list[str]:
     return [package for package in allow if isinstance(package, str)] if isinstance(allow, list) else []
 
 
-def once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+def unique_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the first error of each key, or of each place in its text and each of its subjects.
 
     A later stage finds again what an earlier stage has named.
@@ -133,11 +140,11 @@ def once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     return list(first.values())
 
 
-def located(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+def locate_errors(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """Return the errors, each with the file and line that set its key, and with the interpolation that gave a null."""
     if not errors or COMPOSITION not in config:
         return list(errors)
-    return [error if error.source else _placed(config, _with_interpolation(config, error)) for error in errors]
+    return [error if error.source else _locate(config, _with_interpolation(config, error)) for error in errors]
 
 
 def _with_interpolation(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
@@ -147,7 +154,7 @@ def _with_interpolation(config: DictConfig, error: ErrorDetails) -> ErrorDetails
     return error
 
 
-def _placed(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
+def _locate(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
     position = None if error.at is None else position_of(config, error.key)
     if error.at is not None and position is not None:
         line, column = position.line + error.at[0] - 1, position.column + error.at[1] - 1
@@ -156,6 +163,6 @@ def _placed(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
     return replace(error, source=source_of(config, key))
 
 
-def touched(errors: Iterable[ErrorDetails], keys: Iterable[str]) -> bool:
+def concern_keys(errors: Iterable[ErrorDetails], keys: Iterable[str]) -> bool:
     """Return whether an error concerns one of these top-level nodes, or the config as a whole."""
     return any(error.key.partition(".")[0] in (*keys, "config") for error in errors)

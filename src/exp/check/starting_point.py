@@ -1,10 +1,10 @@
-"""Find the checkpoint that a run goes on from: the newest whole one of its name, or of the same command.
+"""Find the checkpoint from which a run resumes.
 
-    resume=auto                the newest of this `name`, whatever its run was started with
-    runtime.autoresume=true    that of the last run of the same command, where it is not completed: for schedulers that
-                               start a command again
+    resume=auto                the newest checkpoint of this `name`, from any command
+    runtime.autoresume=true    the checkpoint of the last run of the same command if that run is not completed, for
+                               schedulers that start a command again
 
-A damaged one is passed over for the one before. Runs that are still going on are left alone.
+A damaged checkpoint is skipped for the one before. Runs that are still running are skipped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from exp.errors import RunError, config_error
 from exp.files import is_locked, remove_partial_files
 
 AUTO = "auto"
-# Of a run directory, below outputs/<name>: what hydra.run.dir names, or <date>/<time>.
+# Paths of run directories below outputs/<name>: set by hydra.run.dir, or <date>/<time>.
 RUNS = ("*", "*/*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """path: None where there is nothing to go on from. notes: what was found, and what was passed over, and why."""
+    """The result of a search. path: None if there is no checkpoint. notes: What was found or skipped, and why."""
 
     path: Path | None
     notes: tuple[str, ...]
@@ -54,7 +54,7 @@ def find_start(config: DictConfig) -> Found:
     root = root_of(directory, str(config.name))
     if directory.is_relative_to(root / "sweeps"):
         got = "true, in a sweep" if is_again else "auto, in a sweep"
-        raise config_error(key, got=got, expected="of single runs alone: jobs would go on from each other")
+        raise config_error(key, got=got, expected="a single run: jobs would resume from each other")
     runs = _runs(root)
     notes: list[str] = []
     if is_again:
@@ -62,39 +62,39 @@ def find_start(config: DictConfig) -> Found:
         if found is not None:
             return Found(path=found, notes=tuple(notes))
         if config.resume != AUTO:
-            what = "from the start" if config.resume is None else f"from {config.resume}"
-            notes.append(f"runtime.autoresume: no run of this command is unfinished below {root}: it begins {what}")
+            what = "from the beginning" if config.resume is None else f"from {config.resume}"
+            notes.append(f"runtime.autoresume: no run of this command is unfinished below {root}: starts {what}")
             start = None if config.resume is None else Path(config.resume)
             return Found(path=start, notes=tuple(notes))
     alive = [run for run in runs if is_locked(run / "config.yaml")]
-    notes += [f"resume=auto: {run} is still going on, and left alone" for run in alive]
+    notes += [f"resume=auto: skipped {run}, which is still running" for run in alive]
     path = _newest([run for run in runs if run not in alive], notes, name=str(config.name))
     if path is None:
-        notes.append(f"resume=auto: nothing of {config.name} to go on from below {root}: it begins from the start")
+        notes.append(f"resume=auto: no checkpoint of {config.name} below {root}: starts from the beginning")
     else:
-        notes.append(f"resume=auto: goes on from {path}")
+        notes.append(f"resume=auto: resumes from {path}")
     return Found(path=path, notes=tuple(notes))
 
 
 def newest_of(run: Path) -> Found:
-    """The newest whole checkpoint of a run directory."""
+    """Return the newest whole checkpoint of a run directory."""
     notes: list[str] = []
     return Found(path=_newest([run], notes), notes=tuple(notes))
 
 
 def sweep_runs_beside(directory: Path, name: str) -> None:
-    """Remove what killed runs of this name left half written; directory: of a run of this name."""
+    """Remove partly written files of killed runs of this name. directory: Directory of a run of this name."""
     root = root_of(directory, name)
     for pattern in RUNS:
         for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
             sweep_run(path.parent.parent)
-        # Of one that was killed before it had checkpoints, too.
+        # Also of runs that were killed before their first checkpoint.
         for path in root.glob(f"{pattern}/.*.partial"):
             remove_partial_files(path.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:
-    """The whole checkpoints of a run directory from which a run can go on, the newest first."""
+    """Yield the checkpoints of a run directory from which a run can resume, the newest first."""
     for path in _newest_first([run]):
         state = _whole(path, [])
         if state is not None:
@@ -102,29 +102,33 @@ def states_of(run: Path) -> Iterator[tuple[Path, State]]:
 
 
 def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path | None:
-    """The newest checkpoint of the last runs that were started with these overrides and are not completed.
+    """Return the newest checkpoint of the last runs with these overrides that are not completed.
 
-    overrides: the text of their overrides.yaml.
-    Of several: one that was killed before it saved anything may have gone on from the one before.
+    There may be several such runs: a run that was killed before its first checkpoint may have resumed an earlier one.
+
+    Args:
+        runs: Run directories.
+        overrides: Text of their overrides.yaml.
+        notes: Receives what was found or skipped.
     """
     unfinished = []
     for run in sorted(runs, key=_begun, reverse=True):
         if not (run / "overrides.yaml").is_file() or (run / "overrides.yaml").read_bytes() != overrides.encode():
             continue
         if is_locked(run / "config.yaml"):
-            notes.append(f"runtime.autoresume: {run} is still going on, and left alone")
+            notes.append(f"runtime.autoresume: skipped {run}, which is still running")
             return None
         if _is_completed(run):
             break
         unfinished.append(run)
     path = _newest(unfinished, notes)
     if path is not None:
-        notes.append(f"runtime.autoresume: goes on from {path}")
+        notes.append(f"runtime.autoresume: resumes from {path}")
     return path
 
 
 def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) -> Path | None:
-    """name: that its config must have."""
+    """Return the newest checkpoint from which a run can resume. name: Name that its config must have."""
     for path in _newest_first(runs):
         state = _whole(path, notes)
         if state is not None and name in (None, _name(state[CONFIG])):
@@ -140,29 +144,29 @@ def _newest_first(runs: Sequence[Path]) -> list[Path]:
 
 
 def _whole(path: Path, notes: list[str]) -> State | None:
-    """The checkpoint, where a run can go on from it."""
+    """Return the content of a checkpoint if a run can resume from it."""
     try:
         state = read_checkpoint(path)
     except RunError as error:
-        notes.append(f"passed over for the one before: {error}")
+        notes.append(f"skipped for the checkpoint before: {error}")
         return None
     return state if isinstance(state.get(POSITION), dict) and isinstance(state.get(CONFIG), str) else None
 
 
 def root_of(directory: Path, name: str) -> Path:
-    """outputs/<name> of a run directory below it; else the directory that it is in."""
+    """Return outputs/<name> of a run directory below it, or else the parent directory."""
     parts = Path(name).parts
     above = [parent for parent in directory.parents if parent.parts[-len(parts) :] == parts]
     return above[0] if above else directory.parent
 
 
 def _runs(root: Path) -> list[Path]:
-    """The run directories of a name: <root>/<date>/<time>, and those that hydra.run.dir put beside each other."""
+    """Return the run directories of a name: <root>/<date>/<time>, and <root>/<directory> of hydra.run.dir."""
     return [path.parent for pattern in RUNS for path in root.glob(f"{pattern}/config.yaml")]
 
 
 def _name(config: str) -> str | None:
-    """The name in a checkpoint's config, which may come from anywhere."""
+    """Return the name in the config of a checkpoint; None if the text is not a config."""
     try:
         content = yaml.safe_load(config)
     except yaml.YAMLError:
@@ -180,5 +184,5 @@ def _is_completed(run: Path) -> bool:
         return False
     try:
         return bool(json.loads(report.read_text(encoding="utf-8"))["status"] == "completed")
-    except (ValueError, KeyError, TypeError):  # no report of exp's
+    except (ValueError, KeyError, TypeError):  # not a report of exp
         return False

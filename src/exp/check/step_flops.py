@@ -1,4 +1,4 @@
-"""The FLOPs of a step for one sample: network and objective on the meta device, forward and backward run."""
+"""Count the FLOPs of a step for one sample by a forward and a backward on the meta device."""
 
 from __future__ import annotations
 
@@ -31,26 +31,32 @@ def flops_of_a_sample(
     phases: Sequence[Phase] = (),
     inputs: Sequence[str] = INPUT,
 ) -> FlopCount:
-    """The mean over the samples of a batch; with phases over the steps in which each is due, with its repeats.
+    """Return the mean FLOPs of a sample of a batch. A phase counts with its repeats, for the steps in which it runs.
 
-    A batch of accumulation counts as one of its own, and computing activations again in the backward does not count:
-    these are the model's FLOPs, not the hardware's. Sequences of other lengths than this batch's cost something else.
+    These are FLOPs of the model: activations that the backward computes again do not count. A micro-batch counts as a
+    batch. Sequences of other lengths need other FLOPs.
 
-    data: a batch, as the data set gives it; only its shapes and dtypes are looked at.
-    network: on the meta device, every layer sized. inputs: the names of the data's inputs.
-    Raises: whatever the network or the objective raises for tensors that hold no numbers.
+    Args:
+        data: A batch of the data set. Only shapes and dtypes are read.
+        network: On the meta device, with all sizes.
+        objective: Objective of the run.
+        phases: Phases of the run.
+        inputs: Names of the inputs of the data.
+
+    Raises:
+        Exception: Any exception of the network or the objective for tensors without numbers.
     """
     with preserve_generators(), torch.device(META):
         network.train()
         fake = move_tensors(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
-        # Not whole numbers: a phase that is not due in every step counts by its share.
+        # Floats, because a phase that does not run at every step counts by its share.
         forward: defaultdict[str, float] = defaultdict(float)
         backward: defaultdict[str, float] = defaultdict(float)
         is_estimated = False
         for run, share in _passes(network, objective, phases, inputs):
-            there, back = _counted_pass(functools.partial(run, batch))
+            there, back = _count_pass(functools.partial(run, batch))
             is_estimated = is_estimated or back is None
             for operator, flops in there.items():
                 forward[operator] += flops * share / size
@@ -69,7 +75,7 @@ def flops_of_a_sample(
 def _passes(
     network: nn.Module, objective: Objective, phases: Sequence[Phase], inputs: Sequence[str]
 ) -> Iterator[tuple[Callable[[Batch], Tensor], float]]:
-    """Each forward with its objective, and how often it runs in a step."""
+    """Yield the loss of each forward, and how often it runs in a step."""
     if not phases:
         yield _loss_of(network, objective, inputs), 1.0
     for phase in phases:
@@ -99,8 +105,8 @@ def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) ->
     return loss_of
 
 
-def _counted_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
-    """FLOPs of a forward and of its backward; None for a backward that cannot run without numbers."""
+def _count_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
+    """Return the FLOPs of a forward and of its backward; None for a backward that cannot run without numbers."""
     loss, forward = count_flops(loss_of)
     if not loss.requires_grad:
         return forward, Counter()

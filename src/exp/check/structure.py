@@ -1,4 +1,4 @@
-"""The first stage of the check: keys, kinds and bounds, of plain values alone. Nothing is imported."""
+"""First stage of the check: keys, types and bounds of plain values. No target is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from exp.check.kinds import fits, worded, words_of
+from exp.check.kinds import describe_type, fits, words_of
 from exp.config.annotations import EMPTY
 from exp.config.frozen import COMPOSITION, OWN_GROUPS
 from exp.config.habits import fix_of_key, fix_of_value
@@ -23,49 +23,49 @@ from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
 from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
 
-# A value that stands in a list without quotes.
+# Values that need no quotes in a list.
 PLAIN_WORD = re.compile(r"[\w./-]+")
 KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
-# Of one repeat it is keys.Repeats, whose layers may be blocks of several.
+# Repeats limits a single repeat; repeats in repeats multiply.
 MAX_LAYERS = 100_000
-# So many keys nobody forgets one by one.
+# More missing keys are reported as one error.
 FORGOTTEN = 8
 # Keys of train.yaml that the classes of nodes read, with a default of the class.
 OPTIONAL = ("num_workers", "drop_last")
-# No library counts further.
+# Libraries use integers of 64 bits.
 MAX_INTEGER = 2**63
 
 
 def structure_errors(plain: dict[str, object]) -> list[ErrorDetails]:
-    """Unknown and absent keys, wrong kinds, words and bounds of the keys that exp reads."""
+    """Return the errors of unknown and missing keys, and of wrong types, words and bounds."""
     absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
-        fix = "A conf/train.yaml of your own stands for exp's whole: copy that, or call yours conf/experiment/NAME.yaml"
+        fix = "A conf/train.yaml replaces the whole train.yaml of exp: copy it, or name yours conf/experiment/NAME.yaml"
         got = f"none of {among(absent)}"
         return [ErrorDetails("config", got, "every key of exp's own train.yaml", fix)]
     return [
-        *_fixed("", plain, SCHEMA),
-        *_nodes(plain),
-        *_present(plain),
-        *_bounded(plain),
-        *_layers(plain),
+        *_mapping_errors("", plain, SCHEMA),
+        *_group_errors(plain),
+        *_missing_errors(plain),
+        *_bound_errors(plain),
+        *_layers_errors(plain),
     ]
 
 
 def node_errors(name: str, plain: dict[str, object]) -> list[ErrorDetails]:
-    """What is wrong with the keys, kinds and bounds of one node at the top, of those that exp declares whole."""
-    return list(_fixed("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
+    """Return the errors of the keys, types and bounds of a top-level node whose keys exp declares."""
+    return list(_mapping_errors("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
 def kind_errors(key: str, value: object, annotation: object, default: object = EMPTY) -> Iterator[ErrorDetails]:
-    """What is wrong with a value that an annotation, or else the type of a default, does not allow."""
+    """Yield the error of a value that does not fit an annotation, or the type of a default without one."""
     if not fits(value, annotation, default):
         fix = _list_fix(key, value, annotation, default)
-        yield value_error(key, value, expected=worded(annotation, default), words=words_of(annotation), fix=fix)
+        yield value_error(key, value, expected=describe_type(annotation, default), words=words_of(annotation), fix=fix)
 
 
 def _list_fix(key: str, value: object, annotation: object, default: object) -> str | None:
-    """The fix of one value where a list of such is asked for; None where a list is not it, either."""
+    """Return the fix of a single value where a list of such values fits; None if a list does not fit, either."""
     if isinstance(value, list | dict) or value is None or value is UNKNOWN:
         return None
     text = value if isinstance(value, str) else show(value)
@@ -80,11 +80,11 @@ def _list_fix(key: str, value: object, annotation: object, default: object) -> s
 
 
 def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDetails]:
-    """The same of a key that exp reads itself, which holds a node only where a node is asked for."""
+    """Yield the error of a key that exp reads, which may hold a node only if the annotation names Node."""
     if is_node(value) and Node not in typing.get_args(annotation):
-        yield value_error(key, value, expected=worded(annotation))
+        yield value_error(key, value, expected=describe_type(annotation))
     elif key == MODULE_KEY and isinstance(value, str):
-        error = value_error(key, value, expected=worded(annotation))
+        error = value_error(key, value, expected=describe_type(annotation))
         yield replace(error, fix=_module_fix(value))
     else:
         yield from kind_errors(key, value, annotation)
@@ -93,7 +93,7 @@ def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDe
 def _module_fix(name: str) -> str:
     if "." in name:
         return f"Write 'module={{_target_: {name}}}'"
-    return f"Write conf/module/{name}.yaml with its _target_, beside your code; or 'module={{_target_: mine.LitNet}}'"
+    return f"Write conf/module/{name}.yaml with its _target_, or write 'module={{_target_: mine.LitNet}}'"
 
 
 def value_error(
@@ -123,7 +123,7 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
 
 
 def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
-    """A key that its holder does not have, with the nearest of those it has."""
+    """Return the error of a key that its holder does not have, with the closest key as the fix."""
     parent, _, name = key.rpartition(".")
     near = find_nearest(name, known)
     fix = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
@@ -134,12 +134,12 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
 
 
 def own_groups(plain: dict[str, object]) -> list[str]:
-    """The keys at the top that are groups of the user's own, folders of ./conf of which an option was chosen."""
+    """Return the top-level keys that are the user's groups: folders of ./conf with a selected option."""
     found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
     return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
 
-def _fixed(key: str, node: dict[str, object], schema: dict[str, object]) -> Iterator[ErrorDetails]:
+def _mapping_errors(key: str, node: dict[str, object], schema: dict[str, object]) -> Iterator[ErrorDetails]:
     known = list(schema) + ([*NODES, *COLLECTIONS, PHASES, *own_groups(node)] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
@@ -147,16 +147,16 @@ def _fixed(key: str, node: dict[str, object], schema: dict[str, object]) -> Iter
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
-            yield missing_value(path, "a mapping" if isinstance(rule, dict) else worded(rule), got="no such key")
+            yield missing_value(path, "a mapping" if isinstance(rule, dict) else describe_type(rule), got="no such key")
         elif not isinstance(rule, dict):
             yield from _key_errors(path, node[name], rule)
         elif isinstance(inner := node[name], dict):
-            yield from _fixed(path, inner, rule)
+            yield from _mapping_errors(path, inner, rule)
         elif inner is not UNKNOWN:
             yield invalid_value(path, inner, f"a mapping of {among(rule)}")
 
 
-def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
+def _group_errors(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     is_own = has_module(plain)
     if not is_own and "monitor" in plain and plain["monitor"] is None:
         yield missing_value("monitor", "a tag of this run, such as loss/val")
@@ -164,7 +164,7 @@ def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
         if name not in plain:
             yield missing_value(name, "a node with a _target_", f"Choose one: {name}=NAME", got="no such key")
         elif not (is_own and name in REPLACED and plain[name] is None):
-            yield from _node(name, plain[name])
+            yield from _node_errors(name, plain[name])
     for name in (*COLLECTIONS, PHASES):
         if name not in plain:
             yield missing_value(name, "named entries", f"For none, write {name}: {{}}", got="no such key")
@@ -175,13 +175,13 @@ def _nodes(plain: dict[str, object]) -> Iterator[ErrorDetails]:
             yield ErrorDetails(name, "a node itself", "a mapping of named entries", below)
         elif isinstance(entries, dict):
             for entry, node in entries.items():
-                yield from _node(f"{name}.{entry}", node)
+                yield from _node_errors(f"{name}.{entry}", node)
         elif entries is not UNKNOWN:
             fix = f"An empty one is {name}=[]" if entries is None else None
             yield invalid_value(name, entries, "a mapping of named entries", fix)
 
 
-def _node(key: str, node: object) -> Iterator[ErrorDetails]:
+def _node_errors(key: str, node: object) -> Iterator[ErrorDetails]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
@@ -195,8 +195,8 @@ def _node(key: str, node: object) -> Iterator[ErrorDetails]:
         yield invalid_value(key, node, "a node with a _target_", fix if isinstance(node, str) else None)
 
 
-def _present(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
-    """The keys that train.yaml declares below nodes whose other keys are their target's, and that exp reads."""
+def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
+    """Yield keys that train.yaml declares in nodes of targets, that exp reads, and that are missing."""
     declared = {**read_yaml(OWN_CONF / "train.yaml"), "strategy": {"name": "ddp"}}
     owned = ("data",) if brings_data(plain) else ()
     for node in (name for name in NODES if name in declared and name not in owned and is_node(plain.get(name))):
@@ -206,14 +206,14 @@ def _present(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
                 yield missing_value(f"{node}.{name}", "a value, because exp reads this key", fix, got="no such key")
 
 
-# By their first word the keys with a star among those whose values are bounded: a config has hundreds of the others.
+# Patterns of VALUES by their first word, because a config has hundreds of keys that match none.
 PATTERNS = {
     word: [(pattern, rule) for pattern, rule in VALUES.items() if "*" in pattern and pattern.startswith(f"{word}.")]
     for word in {pattern.partition(".")[0] for pattern in VALUES if "*" in pattern}
 }
 
 
-def _bounded(plain: dict[str, object]) -> Iterator[ErrorDetails]:
+def _bound_errors(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     for key, value in leaves(plain):
         if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
             yield invalid_value(key, value, "an integer of 64 bits")
@@ -224,58 +224,58 @@ def _bounded(plain: dict[str, object]) -> Iterator[ErrorDetails]:
                 yield from _key_errors(key, value, rule)
 
 
-def _layers(plain: dict[str, object]) -> Iterator[ErrorDetails]:
-    """Entries of `layers`: each a node, `{repeat: n, layer: node}`, or a list or mapping of these."""
+def _layers_errors(plain: dict[str, object]) -> Iterator[ErrorDetails]:
+    """Yield the errors of entries of `layers`: nodes, `{repeat: n, layer: node}`, and lists or mappings of these."""
     model = plain.get("model")
-    yield from _too_many(model)
+    yield from _count_errors(model)
     for key, value in leaves(model, "model"):
         if key.rpartition(".")[2] == "layers" and isinstance(value, dict) and not is_node(value):
             for name, layer in value.items():
-                yield from _layer(f"{key}.{name}", layer)
+                yield from _layer_errors(f"{key}.{name}", layer)
 
 
-def _layer(key: str, value: object) -> Iterator[ErrorDetails]:
+def _layer_errors(key: str, value: object) -> Iterator[ErrorDetails]:
     if value is UNKNOWN or is_node(value):
         return
     if isinstance(value, list):
         for index, layer in enumerate(value):
-            yield from _layer(f"{key}.{index}", layer)
+            yield from _layer_errors(f"{key}.{index}", layer)
     elif not isinstance(value, dict):
         fix = f"To leave it out, write '~{key}'" if value is None else None
         yield invalid_value(key, value, "a layer: a node with a _target_", fix)
     elif value.keys() & {"repeat", "layer"}:
-        yield from _repeat(key, value)
-        yield from _layer(f"{key}.layer", value.get("layer", UNKNOWN))
+        yield from _repeat_errors(key, value)
+        yield from _layer_errors(f"{key}.layer", value.get("layer", UNKNOWN))
     elif not value or not all(isinstance(layer, dict | list) for layer in value.values()):
-        yield from _node(key, value)
+        yield from _node_errors(key, value)
     else:
         for name, layer in value.items():
-            yield from _layer(f"{key}.{name}", layer)
+            yield from _layer_errors(f"{key}.{name}", layer)
 
 
-def _repeat(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]:
+def _repeat_errors(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]:
     for name in value:
         if name not in ("repeat", "layer"):
             yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
-    for name, expected in (("repeat", "how many layers, 1 or more"), ("layer", "a node with a _target_")):
+    for name, expected in (("repeat", "the number of layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
             yield missing_value(f"{key}.{name}", expected, got="no such key")
     yield from kind_errors(f"{key}.repeat", value.get("repeat", 1), Repeats)
 
 
-def _too_many(model: object) -> Iterator[ErrorDetails]:
-    """Repeats within repeats, whose product nobody meant; each of them has its own bound."""
+def _count_errors(model: object) -> Iterator[ErrorDetails]:
+    """Yield the error of repeats in repeats that make too many layers together."""
     if _count(model) <= MAX_LAYERS:
         return
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
-    # The innermost that has them all: what is around it counts each of them, too.
+    # The innermost repeat that alone makes too many layers.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
-    because = f"which makes {_count(model):,} layers with those around and in it"
+    because = f"which makes {_count(model):,} layers together with other repeats"
     yield unsuitable(f"{key}.repeat", value["repeat"], because, f"{MAX_LAYERS:,} layers at most in all")
 
 
 def _count(value: object) -> int:
-    """Nodes with a `_target_` that a part of a model becomes."""
+    """Return the number of nodes with a `_target_` in a part of a model, with all repeats."""
     if isinstance(value, list):
         return sum(map(_count, value))
     if not isinstance(value, dict):

@@ -79,8 +79,8 @@ def _probabilities(
         for name, term in by_forward[forward].terms.items() if forward in by_forward else ():
             if not isinstance(term, Term) or term.inputs is not None:
                 continue
-            takes, value = _taken_by(term.loss), outputs.get(term.output)
-            function, module = _made_by(trace, value) if takes and isinstance(value, Tensor) else (None, None)
+            takes, value = _expected_input(term.loss), outputs.get(term.output)
+            function, module = _find_maker(trace, value) if takes and isinstance(value, Tensor) else (None, None)
             is_log = function == "log_softmax"
             if function is None or (is_log and not _has_softmax(term.loss)):
                 continue
@@ -90,7 +90,7 @@ def _probabilities(
             yield Note(key=key, text=f"{text}: {harm}. Remove {function} from the model")
 
 
-def _taken_by(loss: nn.Module) -> str | None:
+def _expected_input(loss: nn.Module) -> str | None:
     """Return what a loss takes in words, if probabilities are wrong for it."""
     if isinstance(loss, NLL | nn.NLLLoss):
         return "log probabilities (LogSoftmax)"
@@ -104,7 +104,7 @@ def _has_softmax(loss: nn.Module) -> bool:
     return isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1) and not isinstance(loss, NLL | nn.NLLLoss)
 
 
-def _made_by(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module | None]:
+def _find_maker(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module | None]:
     """Return the function that made probabilities of scores, and the module that called it; None if none did."""
     for operation in reversed(trace.operations):
         if not any(result is value for result in operation.results):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from exp.errors import shorten
-from exp.plan.layer_table import layer_rows, repeated
+from exp.plan.layer_table import layer_rows, merge_repeated
 from exp.plan.rank_memory import PlaceMemory
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def ways(found: Findings) -> str:
 
 def _layers(estimate: Estimate) -> list[list[str]]:
     rows = [[*COLUMNS]]
-    for row in repeated(layer_rows(estimate)):
+    for row in merge_repeated(layer_rows(estimate)):
         times = f" x{row.times}" if row.times > 1 else ""
         rows.append([
             f"{row.path or '(network)'}{times}",

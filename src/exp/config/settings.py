@@ -322,16 +322,16 @@ class Settings:
 
 def settings_of(plain: Mapping[str, Any]) -> Settings:
     """Return the settings in the plain values of a config."""
-    made: Settings = _made(Settings, plain)
+    made: Settings = _make(Settings, plain)
     return made
 
 
-def _made(kind: Any, node: object) -> Any:
+def _make(kind: Any, node: object) -> Any:
     found = {}
     for field in dataclasses.fields(kind):
         key = field.name.rstrip("_")
         value = node[key] if isinstance(node, Mapping) and key in node else UNKNOWN
-        found[field.name] = _made(field.type, value) if dataclasses.is_dataclass(field.type) else value
+        found[field.name] = _make(field.type, value) if dataclasses.is_dataclass(field.type) else value
     return kind(**found)
 
 

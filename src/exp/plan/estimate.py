@@ -75,10 +75,10 @@ class Estimator:
         """Of the run, or with another data.batch_size, or other trainer.accumulate_grad_batches."""
         key = (batch or self.batch, micro_batches or self.micro_batches)
         if key not in self._known:
-            self._known[key] = self._made(*key)
+            self._known[key] = self._estimate(*key)
         return self._known[key]
 
-    def _made(self, batch: int, micro_batches: int) -> Estimate:
+    def _estimate(self, batch: int, micro_batches: int) -> Estimate:
         plan, network = self.plan, self.plan.network
         assert network is not None
         recomputed = plan.strategy.activation_checkpointing if isinstance(plan.strategy, Strategy) else ()
@@ -126,7 +126,7 @@ class Estimator:
         other = own // 2 if own > 1 else 2
         seen[other] = self._total(other, ranks)
         for _ in range(GUESSES):
-            guess = guessed(seen, limit)
+            guess = guess_batch(seen, limit)
             if guess is None or guess in seen:
                 break
             seen[guess] = self._total(guess, ranks)
@@ -137,7 +137,7 @@ class Estimator:
         return self.estimate(batch=samples * ranks).total
 
 
-def guessed(seen: Mapping[int, int], limit: int) -> int | None:
+def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
     """Where a line through the sizes around the limit, or the last two below it, meets it; None where it does not.
 
     seen: bytes by samples.

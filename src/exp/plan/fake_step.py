@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.check.input_errors import described
+from exp.check.input_errors import describe_value
 from exp.config.settings import Settings, Word
 from exp.construct import build_network, build_objective, build_phases, build_run_precision
 from exp.data.randomness import preserve_generators
@@ -295,13 +295,13 @@ class _Step:
         for parameter in others:
             parameter.requires_grad_(False)
         try:
-            self._measured(network, objectives, context, times=times)
+            self._measure(network, objectives, context, times=times)
         finally:
             for parameter in others:
                 parameter.requires_grad_(True)
             self.network.zero_grad()
 
-    def _measured(
+    def _measure(
         self, network: nn.Module, objectives: Sequence[Objective], context: Callable[[], Any], *, times: float
     ) -> None:
         figures, log = self.figures, OperatorLog(self._layer, times=times)
@@ -312,7 +312,7 @@ class _Step:
             with context():
                 losses.extend(losses_of(network, objectives, self.batch, inputs=tuple(self.plan.spec.inputs)))
 
-        handle = register_module_forward_hook(self._returned)
+        handle = register_module_forward_hook(self._record_output)
         try:
             with log, log.owners:
                 kept = kept_by(forward, network=self.network, data=self.data)
@@ -352,9 +352,9 @@ class _Step:
     def _layer(self) -> str:
         return self._path(innermost_call())
 
-    def _returned(self, module: nn.Module, inputs: object, output: object) -> None:
+    def _record_output(self, module: nn.Module, inputs: object, output: object) -> None:
         if module in self.paths:
-            self.figures.outputs[self.paths[module]] = described(output)
+            self.figures.outputs[self.paths[module]] = describe_value(output)
             self.figures.output_bytes[self.paths[module]] = sum(tensor.nbytes for tensor in tensors_in(output))
 
 
@@ -473,9 +473,9 @@ class OperatorLog(TorchDispatchMode):
                 self._known.add(id(storage))
                 self._live += size
                 self.peak = max(self.peak, self._live)
-                weakref.finalize(storage, self._freed, id(storage), size).atexit = False
+                weakref.finalize(storage, self._forget, id(storage), size).atexit = False
 
-    def _freed(self, at: int, size: int) -> None:
+    def _forget(self, at: int, size: int) -> None:
         self._known.discard(at)
         self._live -= size
 

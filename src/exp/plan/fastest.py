@@ -104,10 +104,12 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
                 bound=estimate.time.bound,
             )
         )
-    return Findings(fitting=ranked(fitting, word=plan.settings.precision.word), too_large=too_large, refused=refused)
+    return Findings(
+        fitting=rank_candidates(fitting, word=plan.settings.precision.word), too_large=too_large, refused=refused
+    )
 
 
-def ranked(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:
+def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:
     """The fastest first; where estimates cannot tell which is, the one that comes first in `ways`, then the others.
 
     word: of the run's own precision. Another one has to be clearly faster: it is other numbers, and small products are

@@ -79,7 +79,7 @@ def _modules(network: nn.Module, figures: StepFigures) -> list[tuple[str, nn.Mod
     return [(path, module, counts[path]) for path, module in network.named_modules()]
 
 
-def repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
+def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
     """The same rows, layers alike of three and more repeated blocks as one: `blocks.*.query`, so many times."""
     groups: defaultdict[tuple[object, ...], list[LayerRow]] = defaultdict(list)
     for row in rows:
@@ -90,17 +90,17 @@ def repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
         if len(group) < 3:
             found.append(row)
         elif group[0] is row:
-            share, pattern = sum(one.share for one in group), starred(row.path)
+            share, pattern = sum(one.share for one in group), to_pattern(row.path)
             found.append(replace(row, path=pattern, times=len(group), share=share))
     return found
 
 
-def starred(path: str) -> str:
+def to_pattern(path: str) -> str:
     """A path with its places in lists as stars."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _likeness(row: LayerRow) -> tuple[object, ...]:
-    path = starred(row.path)
+    path = to_pattern(row.path)
     # The recomputed part and activations of first and last blocks may differ by a tensor or two: then they stand alone.
     return (path, row.kind, row.output, row.parameters, row.flops, row.activations) if "*" in path else (row.path,)

@@ -87,14 +87,14 @@ class OptimizerState:
         """Of a rank that holds these parts; None where the optimizer cannot step without numbers."""
         key = tuple((name, one.shape) for name, one in held.items() if one.steps)
         if key not in self._known:
-            self._known[key] = self._stepped(held)
+            self._known[key] = self._state_bytes(held)
         return self._known[key]
 
-    def _stepped(self, held: Mapping[str, Held]) -> int | None:
+    def _state_bytes(self, held: Mapping[str, Held]) -> int | None:
         with preserve_generators(), self._mode:
             try:
-                optimizers = list(self._made())
-                self._cut(held)
+                optimizers = list(self._make_optimizers())
+                self._keep_part(held)
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         group["params"] = [one for one in group["params"] if one.grad is not None]
@@ -107,14 +107,14 @@ class OptimizerState:
                 return None
             return sum(storages(tensors_in([list(one.state.values()) for one in optimizers])).values())
 
-    def _made(self) -> Iterable[Optimizer]:
+    def _make_optimizers(self) -> Iterable[Optimizer]:
         phases = build_phases(self._settings)
         for phase in phases:
             yield phase.make(self._network, total_steps=LONG, total_epochs=LONG)[0]
         if not phases:
             yield build_optimization(self._settings).make(self._network, total_steps=LONG, total_epochs=LONG)[0]
 
-    def _cut(self, held: Mapping[str, Held]) -> None:
+    def _keep_part(self, held: Mapping[str, Held]) -> None:
         for name, parameter in self._network.named_parameters():
             one, parameter.grad = held.get(name), None
             if one is not None and one.steps and name in self._trained:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exp.plan.layer_table import starred
+from exp.plan.layer_table import to_pattern
 from exp.precision.words import WORDS
 from exp.strategies.strategy import Strategy, traits_of
 from exp.strategies.units import AUTO, choose_units
@@ -58,7 +58,7 @@ def repeated_blocks(plan: Plan) -> list[str]:
     if plan.network is None:
         return []
     found = choose_units(plan.network, AUTO, key="strategy.shard")
-    return list(dict.fromkeys(starred(name) for name in found))
+    return list(dict.fromkeys(to_pattern(name) for name in found))
 
 
 def savings(estimate: Estimate, plan: Plan, other: Callable[[Sequence[str]], Estimator | None]) -> list[Saving]:

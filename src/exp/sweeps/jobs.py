@@ -13,7 +13,7 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from exp.check.stages import early_errors, once, refuse_early
+from exp.check.stages import early_errors, refuse_early, unique_errors
 from exp.config.compose import Composition, composition_of, job_config, job_overrides
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
@@ -212,7 +212,7 @@ class Jobs:
         for job in jobs:
             both = [one for one in (job.error, errors.get(job.number)) if one is not None]
             if both:
-                error = ConfigError(once([*both[0].errors, *both[-1].errors]))
+                error = ConfigError(unique_errors([*both[0].errors, *both[-1].errors]))
                 job = replace(job, packed=None, directory=None, error=error)
             found.append(job)
         return found

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from exp.check.stages import located, refuse_nodes
+from exp.check.stages import locate_errors, refuse_nodes
 from exp.config.compose import Composition, shared_config
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import hydra_config, recorded_overrides
@@ -180,7 +180,7 @@ def refuse_settings(master: Composition) -> None:
     if config.sweep.retry_failed and config.sweep.resume is None:
         got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
         error = ErrorDetails(key="sweep.retry_failed", got=got, expected=expected, fix="Add sweep.resume=auto")
-        raise ConfigError(located(config, [error]))
+        raise ConfigError(locate_errors(config, [error]))
 
 
 def refuse_size(master: Composition) -> None:

@@ -87,7 +87,7 @@ OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error",
 
 def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of hydra.launcher, of which `_target_` is SLURM or RAY."""
-    from exp.check.kinds import fits, worded
+    from exp.check.kinds import describe_type, fits
 
     target = settings["_target_"]
     word, package, known = CLUSTERS[target].word, PACKAGES[target], SETTINGS[target]
@@ -102,7 +102,7 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     for name, (_, kind) in known.items():
         if not fits(settings[name], kind):
             wrong.add(name)
-            yield ErrorDetails(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=worded(kind))
+            yield ErrorDetails(key=f"hydra.launcher.{name}", got=show(settings[name]), expected=describe_type(kind))
     if target == SLURM:
         yield from (error for name, error in _slurm_errors(settings, wrong) if name not in wrong)
 

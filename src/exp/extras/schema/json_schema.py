@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from exp.check.kinds import MAPPINGS, SEQUENCES, bounds_of, worded
+from exp.check.kinds import MAPPINGS, SEQUENCES, bounds_of, describe_type
 from exp.check.phase_rules import PHASE
 from exp.check.signature import PLAIN, Parameter, signature_of
 from exp.config.annotations import EMPTY
@@ -163,7 +163,7 @@ class Schemas:
 
     def _parameter(self, one: Parameter, slot: Slot) -> Schema:
         kind = annotation_schema(one.annotation, one.default)
-        words = [] if one.annotation is EMPTY and one.default is EMPTY else [worded(one.annotation, one.default)]
+        words = [] if one.annotation is EMPTY and one.default is EMPTY else [describe_type(one.annotation, one.default)]
         if not one.required and isinstance(one.default, PLAIN):
             words.append(f"by default {one.default!r}")
         about: Schema = {"description": ", ".join(words)} if words else {}
@@ -206,7 +206,7 @@ def fixed(keys: Mapping[str, Any]) -> Schema:
     properties = {
         name: _or(fixed(rule))
         if isinstance(rule, dict)
-        else {"description": worded(rule), **_or(annotation_schema(rule))}
+        else {"description": describe_type(rule), **_or(annotation_schema(rule))}
         for name, rule in keys.items()
     }
     return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -78,25 +78,25 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
     refuse_early(config)
     with announce_torch_import():
         from exp.check.resolution import resolve
-        from exp.check.stages import located, once
+        from exp.check.stages import locate_errors, unique_errors
 
     resolved = resolve(config)
     if resolved.errors:
-        raise ConfigError(located(resolved.config, once(resolved.errors)))
+        raise ConfigError(locate_errors(resolved.config, unique_errors(resolved.errors)))
     for note in resolved.notes:
         print(note, file=sys.stderr)
     return resolved
 
 
 def _built(resolved: Resolved) -> Data:
-    from exp.check.stages import located
+    from exp.check.stages import locate_errors
     from exp.construct import build_data
     from exp.data.data import Data
 
     try:
         data: object = build_data(resolved.settings, keeps_raw=True)
     except ConfigError as error:
-        raise ConfigError(located(resolved.config, error.errors)) from error
+        raise ConfigError(locate_errors(resolved.config, error.errors)) from error
     if isinstance(data, Data):
         return data
     detail = ErrorDetails(
@@ -105,7 +105,7 @@ def _built(resolved: Resolved) -> Data:
         expected="exp.data.data.Data, which gives each sample of a part",
         fix="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
     )
-    raise ConfigError(located(resolved.config, [detail]))
+    raise ConfigError(locate_errors(resolved.config, [detail]))
 
 
 def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:

@@ -26,14 +26,15 @@ HEAD = """# Gallery
 *Reference*: the experiments that come with exp, one page with a picture for each. Made from conf/experiment and
 tests/gallery by docs/make_gallery.py.
 
-    python -m exp.gallery                 all of them, with their pictures
-    python -m exp.gallery lenet           the YAML of one
+    python -m exp.gallery                 list all, with their pictures
+    python -m exp.gallery lenet           print the YAML of one
     python -m exp.train experiment=lenet
     python -m exp.train experiment=lenet debug=few_batches
 
-Each is one YAML, which says model, wiring, data, losses, hooks and strategy itself or by an option, and needs no Python
-and no download; `tokenized_text` needs the extra `tokenizers`. A test of each in tests/gallery holds a number against a reference: a loop in plain PyTorch, NumPy,
-another library, a count or a formula. Copy a YAML into your own `conf/experiment/` and change it.
+Each experiment is one YAML file with model, wiring, data, losses, hooks and strategy. It needs no Python and no
+download; `tokenized_text` needs the extra `tokenizers`. A test in tests/gallery compares each with a reference: a loop
+in plain PyTorch, NumPy, another library, a count or a formula. To change one, copy it to your
+`conf/experiment/`.
 """
 FAMILIES = {
     "Containers": "sequential sequential_ordered_dict module_list module_dict parameter_list parameter_dict",
@@ -48,8 +49,8 @@ FAMILIES = {
     "vmap_ensembles",
     "Parts of a run": "initialisation finetune_frozen checkpoint_components memory_four_parts",
 }
-# What a picture shows beside the losses: a tag of metrics.csv.
-BESIDE = {
+# The tag of metrics.csv in the second plot of a picture.
+SECOND_CURVES = {
     "amp_fp16": "precision/loss_scale",
     "two_models_two_losses": "precision/loss_scale",
     "gradient_penalty_inputs": "loss/train/r1",
@@ -81,7 +82,7 @@ def pages() -> dict[str, str]:
 
 
 def _numbers() -> Iterator[tuple[str, str]]:
-    """The docstring of each test that is called by an experiment."""
+    """Yield the name and the docstring of each test of an experiment."""
     for path in sorted(TESTS.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
@@ -101,12 +102,12 @@ def _page(name: str, title: str, number: str) -> Iterator[str]:
     yield f"# {name}\n\n*Reference*: {title}."
     yield f"One of the [gallery](../gallery.md).\n\n![{name}]({name}.png)\n"
     yield f"    python -m exp.train experiment={name}\n"
-    yield f"**The number that its test holds.** {number}\n"
+    yield f"**Tested.** {number}\n"
     yield f"```yaml\n{(EXPERIMENTS / f'{name}.yaml').read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def draw(name: str, place: Path) -> None:
-    """Runs an experiment, for SECONDS at most, and draws its picture."""
+    """Run an experiment for at most SECONDS, and draw its picture."""
     directory = place / name
     words = [f"experiment={name}", f"hydra.run.dir={directory.name}", "logger=[csv]"]
     words += [
@@ -114,7 +115,7 @@ def draw(name: str, place: Path) -> None:
         f"trainer.max_time='00:00:00:{SECONDS - 1}'",
         "launch.accelerator=cpu",
     ]
-    if BESIDE.get(name, "").startswith("gradients/norm/"):
+    if SECOND_CURVES.get(name, "").startswith("gradients/norm/"):
         words.append("hooks.gradients.each_parameter=true")
     done = subprocess.run(
         [sys.executable, "-m", "exp.train", *words], cwd=place, capture_output=True, text=True, check=False
@@ -128,11 +129,11 @@ def draw(name: str, place: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    beside = _beside(name)
-    figure, axes = pyplot.subplots(1, 2 if beside else 1, figsize=(7.5 if beside else 4.5, 2.8), squeeze=False)
+    second = _second_plot(name)
+    figure, axes = pyplot.subplots(1, 2 if second else 1, figsize=(7.5 if second else 4.5, 2.8), squeeze=False)
     curve(axes[0][0], rows, ["loss/train", "loss/val"])
-    if beside:
-        beside(axes[0][1], rows, directory)
+    if second:
+        second(axes[0][1], rows, directory)
     figure.tight_layout()
     PICTURES.mkdir(exist_ok=True)
     figure.savefig(PICTURES / f"{name}.png", dpi=72, metadata={"Software": None})
@@ -140,7 +141,7 @@ def draw(name: str, place: Path) -> None:
 
 
 def curve(axes: Any, rows: list[dict[str, str]], tags: list[str]) -> None:
-    """Tags over steps, on a logarithmic axis where all of a tag is above 0 and it spans a factor of ten."""
+    """Plot tags over steps, on a logarithmic axis if all values are above 0 and span a factor of ten."""
     least, most = [], []
     for tag in tags:
         points = [(int(row["step"]), float(row[tag])) for row in rows if row.get(tag)]
@@ -156,18 +157,18 @@ def curve(axes: Any, rows: list[dict[str, str]], tags: list[str]) -> None:
     axes.legend(fontsize=7)
 
 
-def _beside(name: str) -> Callable[..., None] | None:
+def _second_plot(name: str) -> Callable[..., None] | None:
     if name in MEMORY:
         return _memory
     if name in OUTPUTS:
         return lambda axes, rows, directory: _shown(axes, OUTPUTS[name](directory))
-    if name in BESIDE:
-        return lambda axes, rows, directory: curve(axes, rows, [BESIDE[name]])
+    if name in SECOND_CURVES:
+        return lambda axes, rows, directory: curve(axes, rows, [SECOND_CURVES[name]])
     return None
 
 
 def _memory(axes: Any, rows: list[dict[str, str]], directory: Path) -> None:
-    """The last measured bytes of each part, as bars."""
+    """Plot the last measured bytes of each part as bars."""
     tags = [f"memory/{part}_mib" for part in PARTS]
     axes.barh(PARTS, [[float(row[tag]) for row in rows if row.get(tag)][-1] for tag in tags])
     axes.set_xlabel("MiB", fontsize=8)

@@ -36,7 +36,7 @@ SHORT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a run left behind."""
+    """The results of a run."""
 
     directory: Path
 
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """By the network's own names."""
+        """Weights by the names in the network."""
         return {name.removeprefix("network."): value for name, value in self.checkpoint["state_dict"].items()}
 
     @property
@@ -64,7 +64,7 @@ class Ran:
 
 
 class Gallery:
-    """Experiments of the gallery, each in a run directory of its own below `place`."""
+    """Experiments of the gallery, each in a new run directory below `place`."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -89,9 +89,11 @@ class Gallery:
         return [doubled(batch.data) for batch in itertools.islice(loader, count)]
 
     def descend(self, name: str, network: nn.Module, *overrides: str, loss: Loss | None = None) -> Ran:
-        """Runs three steps from a network's weights, makes them by hand, too, and holds one against the other.
+        """Run three steps from a network's weights, make them by hand, too, and compare the weights.
 
-        network: in float64 behind this; its names are those of the run's network. loss: of it and a batch.
+        Args:
+            network: The network, with the names of the run's network. It is float64 afterwards.
+            loss: Returns the loss of the network on a batch. None: cross entropy.
         """
         network.double()
         torch.save(network.state_dict(), self.place / START)
@@ -143,7 +145,7 @@ def gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gallery:
 
 @pytest.fixture(scope="session")
 def hand() -> Any:
-    """This module, whose functions the tests beside it call; their folder is not on the path."""
+    """Return this module, whose functions the tests call; their folder is not on the path."""
     import sys
 
     return sys.modules[__name__]

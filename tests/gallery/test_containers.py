@@ -1,4 +1,4 @@
-"""The containers of torch.nn, said in YAML, against the same networks in Python. A docstring is the page's number."""
+"""Containers of torch.nn in YAML, compared with the same networks in Python. The docstrings are on the pages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def layers() -> list[nn.Module]:
 
 
 def test_sequential(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of `nn.Sequential(...)` in a loop by hand, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of `nn.Sequential(...)` in a loop by hand to 1e-9."""
     gallery.descend("sequential", nn.Sequential(*layers()))
 
 
 def test_sequential_ordered_dict(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of `nn.Sequential(OrderedDict(...))`, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of `nn.Sequential(OrderedDict(...))` to 1e-9."""
     names = ("conv1", "relu1", "conv2", "relu2", "flatten", "head")
     gallery.descend("sequential_ordered_dict", nn.Sequential(OrderedDict(zip(names, layers(), strict=True))))
 
@@ -44,7 +44,7 @@ class Linears(nn.Module):
 
 
 def test_module_list(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of the ModuleList of torch's page, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of the ModuleList of torch's page to 1e-9."""
     gallery.descend("module_list", Linears())
 
 
@@ -63,7 +63,7 @@ class Choices(nn.Module):
 
 @pytest.mark.parametrize(("choice", "activation"), [("conv", "prelu"), ("pool", "lrelu")])
 def test_module_dict(gallery: Any, choice: str, activation: str) -> None:
-    """For two choices the weights after three steps in float64 are those of the ModuleDict in Python, to 1e-9."""
+    """After three steps in float64, the weights equal those of the ModuleDict in Python to 1e-9, for two choices."""
     chosen = (f"model.constants.choice={choice}", f"model.constants.activation={activation}")
     network = Choices(choice, activation)
     unused = network.choices["conv"].weight.clone()
@@ -85,7 +85,7 @@ class Params(nn.Module):
 
 
 def test_parameter_list(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of the ParameterList of torch's page, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of the ParameterList of torch's page to 1e-9."""
     gallery.descend("parameter_list", Params())
 
 
@@ -103,8 +103,8 @@ class Sides(nn.Module):
 
 @pytest.mark.parametrize("choice", ["left", "right"])
 def test_parameter_dict(gallery: Any, choice: str) -> None:
-    """After three steps of SGD in float64 the chosen matrix is that of the loop by hand, to 1e-9; the other is as it
-    was.
+    """After three SGD steps in float64, the chosen matrix equals that of a loop by hand to 1e-9. The other one is
+    unchanged.
     """
     network = Sides(choice)
     other = network.params["right" if choice == "left" else "left"]

@@ -1,4 +1,4 @@
-"""The list of the gallery: complete, light, and each experiment with a test that says its number."""
+"""The list of the gallery is complete and imports little, and each experiment has a test."""
 
 from __future__ import annotations
 

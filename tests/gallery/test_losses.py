@@ -1,4 +1,4 @@
-"""Losses, penalties and adversaries of the gallery against loops by hand. A docstring is the page's number."""
+"""Losses and penalties of the gallery, compared with loops by hand. The docstrings are on the pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Perceptron(nn.Module):
 
 
 def test_gradient_penalty_inputs(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop with `torch.autograd.grad` by the input, to
+    """After three SGD steps in float64, the weights equal those of a loop with `torch.autograd.grad` by the input to
     1e-9.
     """
 
@@ -54,14 +54,14 @@ def of_the_notes(network: nn.Module, batch: Any, *, weight: float = 0.01) -> Ten
 
 @pytest.mark.slow
 def test_gradient_penalty_parameters(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of the loop of PyTorch's AMP notes, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of the loop of PyTorch's AMP notes to 1e-9."""
     gallery.descend("gradient_penalty_parameters", Perceptron(), loss=of_the_notes)
 
 
 @pytest.mark.slow
 def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
-    """In float16 under a loss scale of 1024 what three steps change is what they change in float64 without one, to 1
-    per cent; without the penalty it is another by more than 5.
+    """Three steps in float16 with a loss scale of 1024 change the weights as in float64 without a scale, to 1 percent.
+    Without the penalty the change differs by more than 5 percent.
     """
     network = Perceptron()
     start = {name: value.double() for name, value in network.state_dict().items()}
@@ -76,7 +76,7 @@ def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
     assert ran.metrics["precision/skipped_steps"] == 0
 
     def away(weight: float) -> float:
-        """How far the run is from a loop by hand, as a share of what the loop changes."""
+        """Return the distance of the run from a loop by hand, as a share of the change by the loop."""
         network.load_state_dict(start)
         batches = gallery.batches("gradient_penalty_scaled", *DOUBLE)
         hand.by_hand(network.double(), batches, loss=lambda *given: of_the_notes(*given, weight=weight))
@@ -109,8 +109,8 @@ def test_amp_fp16_and_bf16_are_autocast(gallery: Any, hand: Any, build_model: An
 
 @pytest.mark.slow
 def test_amp_fp16(gallery: Any) -> None:
-    """After three steps the weights are those of a loop with `torch.autocast` and `GradScaler`, to 1e-6; of the scale
-    65536 a step that overflows takes half.
+    """After three steps, the weights equal those of a loop with `torch.autocast` and `GradScaler` to 1e-6. A step that
+    overflows halves the scale of 65536.
     """
     ran = gallery.run("amp_fp16", "debug=few_batches", "test=false", "logger=[csv]")
     scales = ran.column("precision/loss_scale")
@@ -120,9 +120,7 @@ def test_amp_fp16(gallery: Any) -> None:
 
 @pytest.mark.slow
 def test_amp_bf16(gallery: Any) -> None:
-    """After three steps the weights are those of a loop with `torch.autocast` in bfloat16, to 1e-6; they are float32
-    themselves.
-    """
+    """After three steps, the float32 weights equal those of a loop with `torch.autocast` in bfloat16 to 1e-6."""
     ran = gallery.run("amp_bf16", "debug=one_batch", "test=false")
     assert {value.dtype for value in ran.weights.values()} == {torch.float32, torch.int64}
     assert ran.report["precision"] == "bf16"
@@ -136,7 +134,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("word", ["fp64", "fp16"])
 def test_two_models_two_losses(gallery: Any, hand: Any, word: str) -> None:
-    """After three steps the weights are those of the loop of PyTorch's AMP notes with two optimizers and one scaler:
+    """After three steps, the weights equal those of the loop of PyTorch's AMP notes with two optimizers and one scaler:
     to 1e-9 in float64, to 1e-4 in float16.
     """
     network, dtype = Two(), torch.float64 if word == "fp64" else torch.float32
@@ -173,7 +171,7 @@ def test_two_models_two_losses(gallery: Any, hand: Any, word: str) -> None:
 def phases_by_hand(
     network: nn.Module, batches: list[Any], *, critic_rounds: int, penalty: float, wasserstein: bool
 ) -> None:
-    """A step of the discriminator as often as it is repeated, then one of the generator; plain gradient descent."""
+    """Make the repeated steps of the discriminator, then one of the generator, with plain gradient descent."""
     parts = {name: list(getattr(network, name).parameters()) for name in ("discriminator", "generator")}
     for index, (x, *_) in enumerate(batches):
         for turn in [(0, repeat) for repeat in range(critic_rounds)] + [(1, 0)]:
@@ -215,8 +213,8 @@ def adversaries(gallery: Any, hand: Any, build_model: Any, name: str, *more: str
 
 
 def test_gan(gallery: Any, hand: Any, build_model: Any) -> None:
-    """After three steps of SGD in float64 the weights of both networks are those of the two updates written by hand,
-    to 1e-9.
+    """After three SGD steps in float64, the weights of both networks equal those of the two updates written by hand to
+    1e-9.
     """
     unclipped = "phases.discriminator.gradient_clip_val=null"
     adversaries(gallery, hand, build_model, "gan", unclipped, critic_rounds=1, penalty=0, wasserstein=False)
@@ -224,14 +222,16 @@ def test_gan(gallery: Any, hand: Any, build_model: Any) -> None:
 
 @pytest.mark.slow
 def test_wgan_gp(gallery: Any, hand: Any, build_model: Any) -> None:
-    """After three steps, each of five updates of the critic and one of the generator, the weights are those of
-    Gulrajani's algorithm 1 by hand in float64, to 1e-9.
+    """After three steps, each with five updates of the critic and one of the generator, the weights equal those of
+    Gulrajani's algorithm 1 by hand in float64 to 1e-9.
     """
     adversaries(gallery, hand, build_model, "wgan_gp", critic_rounds=5, penalty=10, wasserstein=True)
 
 
 def opposed(network: nn.Module, batches: list[Any], weight: float) -> None:
-    """The features go up the domain's loss, times the weight, and all others down their own: no reversal at all."""
+    """Make steps without a reversal: the features ascend the weighted loss of the domain, the others descend their
+    losses.
+    """
     parameters = dict(network.named_parameters())
     for batch in batches:
         h = network.features(batch["input"])
@@ -261,8 +261,8 @@ def test_domain_adversarial_and_dann_are_one(gallery: Any, hand: Any, build_mode
 
 @pytest.mark.parametrize("epochs", [2])
 def test_dann(gallery: Any, epochs: int) -> None:
-    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; with the
-    paper's schedule the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), p the share of steps done.
+    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9; with the
+    paper's schedule the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), where p is the share of finished steps.
     """
     short = (
         f"trainer.max_epochs={epochs}",
@@ -277,8 +277,8 @@ def test_dann(gallery: Any, epochs: int) -> None:
 
 @pytest.mark.slow
 def test_domain_adversarial(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of two gradients added by hand, to 1e-9; trained 8
-    epochs it tells more of the other light's digits than without the reversal.
+    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9; after 8 epochs
+    it recognizes more digits of the other domain than without the reversal.
     """
     short = ("trainer.max_epochs=8", "hooks=[]")
     found = gallery.run("domain_adversarial", *short).metrics["accuracy/test"]
@@ -288,7 +288,7 @@ def test_domain_adversarial(gallery: Any) -> None:
 
 @pytest.mark.slow
 def test_jacobian(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop with `torch.func.jacrev` of each sample, to
+    """After three SGD steps in float64, the weights equal those of a loop with `torch.func.jacrev` of each sample to
     1e-9.
     """
 
@@ -300,8 +300,8 @@ def test_jacobian(gallery: Any) -> None:
 
 
 def test_label_out_of_range(gallery: Any, hand: Any) -> None:
-    """Without the fix the run ends with exit status 2 and the label -100, which is no class of 10; with it three
-    steps are those of a loop over the samples that have a class, to 1e-9.
+    """The run ends with exit status 2 and reports the label -100. With the fix, three steps equal those of a
+    loop over the labeled samples to 1e-9.
     """
     import exp
     from exp.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Networks of the gallery against the same ones in Python. A docstring is the page's number."""
+"""Networks of the gallery, compared with the same networks in Python. The docstrings are on the pages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class LeNet(nn.Module):
 
 
 def test_lenet(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of LeNet in Python, to 1e-9; trained whole, its
-    accuracy on test is above that of logistic regression on the same samples.
+    """After three SGD steps in float64, the weights equal those of LeNet in Python to 1e-9; after the whole training
+    its test accuracy is above that of logistic regression.
     """
     gallery.descend("lenet", LeNet())
     pixels, digits = load_digits(return_X_y=True)
@@ -68,7 +68,7 @@ class HandLSTM(nn.Module):
 
 @pytest.mark.slow
 def test_lstm(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of an LSTM written out in its equations, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of an LSTM written out in its equations to 1e-9."""
     gallery.descend("lstm", HandLSTM())
 
 
@@ -95,8 +95,8 @@ class FusedGRU(nn.Module):
 
 @pytest.mark.slow
 def test_gru(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights of the GRU written out in the program are those of
-    `torch.nn.GRU`, to 1e-9.
+    """After three SGD steps in float64, the weights of the GRU written out in the program equal those of `torch.nn.GRU`
+    to 1e-9.
     """
     gallery.descend("gru", FusedGRU())
 
@@ -125,7 +125,7 @@ def encoder_layer(weights: dict[str, Tensor], prefix: str, *, heads: int, width:
 
 @pytest.mark.slow
 def test_transformer(gallery: Any) -> None:
-    """The validation loss of a run in float64 is that of two `torch.nn.TransformerEncoderLayer` with its weights, to
+    """The validation loss of a run in float64 equals that of two `torch.nn.TransformerEncoderLayer` with its weights to
     1e-9.
     """
     ran = gallery.run("transformer", "precision=fp64", "debug=few_batches", "test=false")
@@ -144,8 +144,8 @@ def test_transformer(gallery: Any) -> None:
 
 @pytest.mark.slow
 def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
-    """The bits per character of a run in float64 are those of two causal `torch.nn.TransformerEncoderLayer` with its
-    weights, to 1e-6.
+    """The bits per character of a run in float64 equal those of two causal `torch.nn.TransformerEncoderLayer` with its
+    weights to 1e-6.
     """
     words = (text[1], "precision=fp64")
     ran = gallery.run("gpt", *words, "debug=few_batches", "test=false")
@@ -169,8 +169,8 @@ def causal_loss(weights: dict[str, Tensor], batches: list[Any]) -> float:
 
 @pytest.mark.slow
 def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
-    """The training part's tokens give its text back; the perplexity of a run in float64 is that of two causal
-    `torch.nn.TransformerEncoderLayer` with its weights, to 1e-6.
+    """The tokens of the training split decode to its text. The perplexity of a run in float64 equals that of two causal
+    `torch.nn.TransformerEncoderLayer` with its weights to 1e-6.
     """
     tokenizers = pytest.importorskip("tokenizers", reason="the extra `tokenizers` is not installed")
     words = (text[1], "data.dataset.vocabulary_size=300", "precision=fp64", "data.batch_size=16")
@@ -204,8 +204,8 @@ def correlated(x: Tensor, layer: nn.Conv1d, *, stride: int) -> Tensor:
 
 @pytest.mark.slow
 def test_conv1d(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of correlations written as sums over shifted pieces,
-    to 1e-9.
+    """After three SGD steps in float64, the weights equal those of correlations written as sums over shifted pieces to
+    1e-9.
     """
     gallery.descend("conv1d", Conv1d())
 
@@ -238,8 +238,8 @@ def interpolation(size: int) -> Tensor:
 
 @pytest.mark.slow
 def test_upsample(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop whose upsampling is a product with a matrix
-    of weights, to 1e-9.
+    """After three SGD steps in float64, the weights equal those of a loop whose upsampling is a product with a matrix
+    of weights to 1e-9.
     """
     gallery.descend("upsample", Autoencoder(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0]))
 
@@ -269,8 +269,8 @@ def halves(size: int) -> tuple[slice, slice]:
 
 @pytest.mark.slow
 def test_roi_pool(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop that looks for the largest number of each
-    cell, to 1e-9.
+    """After three SGD steps in float64, the weights equal those of a loop that looks for the largest number of each
+    cell to 1e-9.
     """
     gallery.descend("roi_pool", Regions())
 
@@ -294,9 +294,9 @@ class SuperResolution(nn.Module):
 
 @pytest.mark.slow
 def test_super_resolution(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of a loop that shuffles by indices, to 1e-9; trained
-    whole, its squared error on test is less than half of bicubic interpolation's. Exported by
-    `python -m exp.export run=DIR`, ONNX Runtime gives that error to 1e-5, and the network's pictures to 1e-4.
+    """After three SGD steps in float64, the weights equal those of a loop that shuffles by indices to 1e-9; after the
+    whole training its squared error on test is less than half of that of bicubic interpolation. Exported by `python -m
+    exp.export run=DIR`, it has that error in ONNX Runtime to 1e-5, and the same pictures to 1e-4.
     """
     gallery.descend(
         "super_resolution", SuperResolution(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0])
@@ -314,7 +314,7 @@ def test_super_resolution(gallery: Any) -> None:
 
 
 class Backwards(nn.Module):
-    """Bahdanau's scheme with products for scores, a step of the decoder at a time."""
+    """Bahdanau's attention with dot products as scores, one step of the decoder at a time."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -337,8 +337,8 @@ class Backwards(nn.Module):
 
 @pytest.mark.slow
 def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
-    """After three steps of SGD in float64 the weights are those of a decoder that goes step by step, to 1e-9; after
-    200 steps it writes more than 90 of 100 characters right, of which the most frequent one is less than 20.
+    """After three SGD steps in float64, the weights equal those of a decoder written step by step to 1e-9; after 200
+    steps more than 90 of 100 characters are right; the most frequent character has a share of less than 20.
     """
     words = (text[1],)
     characters = int(gallery.data("seq2seq_attention", *words).spec.num_classes)
@@ -362,5 +362,5 @@ def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
 
 
 def test_example(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of LeNet in Python, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of LeNet in Python to 1e-9."""
     gallery.descend("example", LeNet())

@@ -1,4 +1,4 @@
-"""Strategies of the gallery against one process. A docstring is the page's number."""
+"""Strategies of the gallery, compared with one process. The docstrings are on the pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plain(hand: Any) -> list[str]:
 def as_one_process(
     ranks: Any, hand: Any, name: str, *more: str, processes: int = 2, alone: tuple[str, ...] = SINGLE
 ) -> Any:
-    """Holds the weights after three steps in float64 against those of one process."""
+    """Compare the weights after three steps in float64 with those of one process."""
     several = ranks.train(f"experiment={name}", *plain(hand), *more, ranks=processes)
     given = {key.partition("=")[0] for key in alone}
     one = ranks.train(
@@ -34,7 +34,7 @@ def as_one_process(
 
 
 def _of(name: str) -> tuple[str, ...]:
-    """The same network and data without the experiment, whose node `strategy` another strategy does not take."""
+    """Return the overrides of the same network and data without the experiment, which sets `strategy`."""
     return {"resnet_in_two_parts": ("model=resnet",), "sync_batchnorm": ("model=resnet",)}.get(
         name,
         ("model=transformer",) if name in ("pipeline", "fsdp", "tensor_parallel", "activation_checkpointing") else (),
@@ -53,58 +53,58 @@ class Toy(nn.Module):
 
 
 def test_toy_model_parallel(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of the ToyModel on one device, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of the ToyModel on one device to 1e-9."""
     gallery.descend("toy_model_parallel", Toy(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[1]))
 
 
 @pytest.mark.slow
 def test_resnet_in_two_parts(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of the network on one device, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of the network on one device to 1e-9."""
     as_one_process(ranks, hand, "resnet_in_two_parts", processes=1)
 
 
 @pytest.mark.slow
 def test_pipeline(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks with four micro-batches are those of one process,
-    to 1e-9.
+    """After three SGD steps in float64, the weights of two ranks with four micro-batches equal those of one process to
+    1e-9.
     """
     as_one_process(ranks, hand, "pipeline")
 
 
 @pytest.mark.slow
 def test_data_parallel(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of one device, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of one device to 1e-9."""
     as_one_process(ranks, hand, "data_parallel", processes=1)
 
 
 @pytest.mark.slow
 def test_ddp(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9."""
+    """After three SGD steps in float64, the weights of two ranks equal those of one process to 1e-9."""
     as_one_process(ranks, hand, "ddp")
 
 
 @pytest.mark.slow
 def test_ddp_with_layer_split(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks of two devices are those of one process, to 1e-9."""
+    """After three SGD steps in float64, the weights of two ranks of two devices equal those of one process to 1e-9."""
     as_one_process(ranks, hand, "ddp_with_layer_split")
 
 
 @pytest.mark.slow
 def test_fsdp(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks, put together, are those of one process, to 1e-9."""
+    """After three SGD steps in float64, the gathered weights of two ranks equal those of one process to 1e-9."""
     as_one_process(ranks, hand, "fsdp")
 
 
 @pytest.mark.slow
 def test_tensor_parallel(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks, put together, are those of one process, to 1e-9."""
+    """After three SGD steps in float64, the gathered weights of two ranks equal those of one process to 1e-9."""
     as_one_process(ranks, hand, "tensor_parallel")
 
 
 @pytest.mark.slow
 def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 weights and running statistics of two ranks are those of one process, to
-    1e-9; without the shared statistics they are off by more than 1e-4.
+    """After three SGD steps in float64, weights and running statistics of two ranks equal those of one process to 1e-9.
+    Without shared statistics they differ by more than 1e-4.
     """
     as_one_process(ranks, hand, "sync_batchnorm")
     apart = ranks.train("experiment=sync_batchnorm", "strategy.sync_batchnorm=false", *plain(hand), ranks=2)
@@ -114,8 +114,8 @@ def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
 
 
 def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 the weights of two ranks are those of one process, to 1e-9; each rank sends
-    2 (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them.
+    """After three SGD steps in float64, the weights of two ranks equal those of one process to 1e-9; each rank sends 2
+    (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them.
     """
     ran = as_one_process(ranks, hand, "ring_all_reduce")
     log = (ran.directory / "train.log").read_text()
@@ -125,7 +125,7 @@ def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
 
 @pytest.mark.slow
 def test_activation_checkpointing(commands: Any, hand: Any, tmp_path: Path) -> None:
-    """After three steps of SGD in float64 the weights are those of a run that keeps all activations, to 1e-9; it keeps
+    """After three SGD steps in float64, the weights equal those of a run that keeps all activations to 1e-9; it keeps
     less than half of their bytes.
     """
     short = [*hand.DESCENT, *hand.SHORT, "launch.accelerator=cpu", "hooks.memory.every_n_steps=1", "logger=[csv]"]

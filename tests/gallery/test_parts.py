@@ -1,6 +1,4 @@
-"""Parts of a run in the gallery, what they count and keep, against counts and loops by hand. A docstring is the page's
-number.
-"""
+"""Parts of a run in the gallery, compared with counts and loops by hand. The docstrings are on the pages."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ class Perceptron(nn.Module):
 
 @pytest.mark.slow
 def test_checkpoint_components(gallery: Any, hand: Any) -> None:
-    """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three steps more with momentum in
-    float64 and are where a run of six steps is, to 1e-9.
+    """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three more steps with momentum in
+    float64. They equal those of a run of six steps to 1e-9.
     """
     words = [*hand.DESCENT, *hand.SHORT, "optimizer.momentum=0.9"]
     short, long = (
@@ -65,9 +63,8 @@ def test_checkpoint_components(gallery: Any, hand: Any) -> None:
 
 
 def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
-    """Of a body unfrozen at the second epoch the weights after two epochs in float64 are those of a loop whose
-    optimizer is given the head, then the linear layers, too, to 1e-9; the convolutions are as they were, bit for
-    bit.
+    """The weights after two epochs in float64, with a body unfrozen at the second, equal those of a loop to 1e-9.
+    The loop's optimizer has the head first, then also the linear layers. The convolutions do not change by a bit.
     """
     network = build_model("lenet").double()
     torch.save(network.state_dict(), hand.START)
@@ -96,7 +93,7 @@ def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
 
 @pytest.mark.slow
 def test_initialisation(gallery: Any) -> None:
-    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 per cent, linear1's weights fill Glorot's bound
+    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 percent, linear1's weights fill Glorot's bound
     sqrt(2) sqrt(6 / 184), linear2's rows are orthonormal to 1e-5, the head is 0, and biases are 0.01.
     """
     still = ("optimizer=sgd", "optimizer.lr=1e-20", "optimizer.momentum=0.0")
@@ -112,7 +109,7 @@ def test_initialisation(gallery: Any) -> None:
 
 def test_memory_four_parts(gallery: Any) -> None:
     """Parameters, gradients and Adam's state have the bytes of a count by hand: 4 of each number, twice for the two
-    moments and 4 for each of six counts of steps; activations are what layers and loss keep.
+    moments and 4 for each of six counts of steps; activations are the tensors kept by layers and loss.
     """
     ran = gallery.run("memory_four_parts", "debug=one_batch", "test=false", "logger=[csv]")
     parts = ("parameters", "gradients", "optimizer", "activations")
@@ -135,8 +132,8 @@ class Logged(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_logging_tensor(gallery: Any) -> None:
-    """The operators of the first step, forward and backward, and how often each was called, are those that a
-    TorchDispatchMode counts around the same step by hand.
+    """The operators of the first step, forward and backward, and their numbers of calls equal those that a
+    TorchDispatchMode counts in the same step by hand.
     """
     ran = gallery.run("logging_tensor", "debug=one_batch", "test=false")
     text = (ran.directory / "operators" / "step-1.md").read_text()
@@ -174,7 +171,7 @@ class Dense(nn.Module):
 
 
 def test_scalar_tensor(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of products with the whole matrices, to 1e-9."""
+    """After three SGD steps in float64, the weights equal those of products with the whole matrices to 1e-9."""
     gallery.descend("scalar_tensor", Dense())
 
 
@@ -193,8 +190,8 @@ def test_a_scalar_tensor_is_its_matrix_to_torch() -> None:
 
 @pytest.mark.slow
 def test_per_sample_gradients(gallery: Any, hand: Any) -> None:
-    """Mean and largest norm of the first step's 64 gradients are those of a loop of one backward a sample in float64,
-    to 1e-9.
+    """Mean and largest norm of the first step's 64 gradients equal those of a loop with one backward per sample in
+    float64 to 1e-9.
     """
     network = Perceptron().double()
     torch.save(network.state_dict(), hand.START)
@@ -210,7 +207,7 @@ def test_per_sample_gradients(gallery: Any, hand: Any) -> None:
 
 
 def test_vmap_ensembles(gallery: Any, hand: Any) -> None:
-    """After three steps of SGD in float64 row e of the stacked weights is what member e is in a loop of its own, to
+    """After three SGD steps in float64, row e of the stacked weights equals member e trained in a separate loop to
     1e-9, and the members differ.
     """
     member = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -251,7 +248,7 @@ class Functions(nn.Module):
 
 
 def test_custom_functions(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of torch's own operators and autograd's backwards, to
+    """After three SGD steps in float64, the weights equal those of torch's own operators and autograd's backwards to
     1e-9.
     """
     gallery.descend("custom_functions", Functions())
@@ -311,7 +308,7 @@ def einsum_and_friends(a: np.ndarray, mix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 def test_einsum_and_friends(gallery: Any) -> None:
-    """The validation loss of a run in float64 is that of the same 35 values in NumPy, loops and all, to 1e-9."""
+    """The validation loss of a run in float64 equals that of the same 35 values computed in NumPy to 1e-9."""
     ran = gallery.run("einsum_and_friends", "precision=fp64", "debug=few_batches", "test=false")
     losses = []
     for x, target in gallery.batches("einsum_and_friends", "precision=fp64", part="val", count=2):
@@ -338,8 +335,8 @@ class Reader(nn.Module):
 
 
 def test_names_rnn(gallery: Any) -> None:
-    """After three steps of SGD in float64 the weights are those of `torch.nn.RNN`, to 1e-9; trained whole, its
-    accuracy on test is 0.1 above naive Bayes on counts of letters.
+    """After three SGD steps in float64, the weights equal those of `torch.nn.RNN` to 1e-9; after the whole training its
+    test accuracy is 0.1 above naive Bayes on counts of letters.
     """
     gallery.descend("names_rnn", Reader(), "trainer.gradient_clip_val=null")
     data = gallery.data("names_rnn")

@@ -30,7 +30,7 @@ CONTAINER = "exp.models.containers.ModuleDictModel"
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -63,7 +63,7 @@ def as_config_has_them(value: Any) -> Any:
 
 
 def nodes(kind: type[nn.Module], call: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each way to write a layer: its name for the table, and the node."""
+    """Yield each way to write a layer: its name for the table, and the node."""
     target = {"_target_": f"torch.nn.{kind.__name__}"}
     args, named = plain(call.args), {name: plain(value) for name, value in call.kwargs.items()}
     yield "by position", {**target, **({"_args_": args} if args else {}), **named}
@@ -143,7 +143,7 @@ def _sized(network: nn.Module, by_hand: nn.Module, given: Sequence[torch.Tensor]
             network.eval()(*given)
         network.module.load_state_dict(by_hand.state_dict())
     except RuntimeError as error:
-        # InstanceNorm alone: torch's lazy one takes the axis behind the batch, whether there is one or not.
+        # Only InstanceNorm: torch's lazy class takes axis 1 even without a batch axis.
         raise operators.NotText("an input without a batch axis, which data never give") from error
     network.train(training)
 

@@ -43,7 +43,7 @@ ARGUMENTS: Mapping[str, dict[str, Any]] = {
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -73,7 +73,7 @@ class Alone(LightningModule):
 
 
 def by_lightning(name: str, arguments: Mapping[str, Any], start: Mapping[str, Tensor]) -> Any:
-    """The weights of the last checkpoint of Lightning's loop, beside the callback."""
+    """Return the weights of the last checkpoint of Lightning's loop with the callback."""
     module = Alone(start)
     saving = lightnings.ModelCheckpoint(dirpath="alone", save_last=True, monitor="loss/train")
     trainer = Trainer(

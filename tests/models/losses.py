@@ -34,7 +34,7 @@ CLOSE = 1e-13
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -46,7 +46,7 @@ operators = layers.operators
 
 
 def nodes(kind: type[nn.Module], built: Any, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    """Each way to write a loss: its name for the table, the node, and the names of its values."""
+    """Yield each way to write a loss: its name for the table, the node, and the names of its values."""
     args = layers.plain(built.args)
     named = {name: layers.plain(value) for name, value in built.kwargs.items() if name not in ("device", "dtype")}
     loss = {"_target_": f"torch.nn.{kind.__name__}", **({"_args_": args} if args else {}), **named}

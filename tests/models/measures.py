@@ -1,9 +1,9 @@
 """Drives every metric of torchmetrics.classification and .regression through a config, for test_against_torch.py.
 
-Each class is written below `metrics` with the parameters that it needs, and once more for each other word of a
-parameter that changes what it gives. The node passes the check that every config passes, on first samples too, and is
-built as a run builds it. Over uneven batches it must give what the class gives by hand, by one call on all outputs: of
-one process, of one that went on from a checkpoint in the middle, and of as many ranks as there are.
+Each class is written below `metrics` with its required parameters, and again for each other word of a parameter that
+changes its value. The node passes the check of a config, including the first samples, and is built as in a run. Over
+uneven batches it must equal one call of the class on all outputs: in one process, after a resume from a checkpoint in
+the middle, and over all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SCORES = {"Binary": nn.BCEWithLogitsLoss, "Multiclass": CrossEntropy, "Multilabe
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -89,7 +89,7 @@ operators = load("operators")
 
 
 def nodes(kind: type, name: str) -> Iterator[dict[str, Any]]:
-    """Each way to write a metric."""
+    """Yield each way to write a metric."""
     parameters = signature_of(kind).parameters
     tasks = ("binary", "multiclass", "multilabel") if "task" in parameters and parameters["task"].required else (None,)
     if name in ("CohenKappa", "ExactMatch", "HingeLoss", "CalibrationError"):
@@ -111,7 +111,7 @@ def nodes(kind: type, name: str) -> Iterator[dict[str, Any]]:
 
 
 def family(name: str, node: Mapping[str, Any]) -> str:
-    """What its outputs and targets are."""
+    """Return the kind of outputs and targets of a metric."""
     task = node.get("task")
     if task is not None:
         return str(task).capitalize()
@@ -169,7 +169,7 @@ def _try(row: Any, kind: type, node: dict[str, Any], values: Mapping[str, Tensor
         got = error.errors[0].got
         said = [reason for words, reason in REASONS.items() if words in got]
         if isinstance(by_hand, Exception):
-            row.by_torch[f"{type(by_hand).__name__}, told before the run"] += 1
+            row.by_torch[f"{type(by_hand).__name__}, reported before the run"] += 1
         else:
             row.refused[said[0] if said else got] += 1
         return
@@ -236,7 +236,7 @@ def _flat(value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _measured(measure: Any, values: Mapping[str, Tensor], objective: Objective, *, way: str) -> dict[str, float]:
-    """What a stage gives of uneven batches, each shared over the ranks as evenly as it goes, or all on the first."""
+    """Return the values of a stage with uneven batches, divided over the ranks evenly or all on rank 0."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     epoch = EpochValues(stage="val", terms=objective.terms, measures=[measure.clone()])
     starts = [sum(SIZES[:place]) for place in range(len(SIZES))]

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,7 +39,7 @@ class NotText(Exception):
 
 @dataclass(kw_only=True)
 class Row:
-    """What was seen of one spelling of an operator."""
+    """The results of one spelling of an operator."""
 
     name: str
     form: str
@@ -120,7 +120,7 @@ def _attribute(name: str, owner: torch.Tensor) -> Any:
 
 
 def drive(operator: Any, *, most: int) -> Iterator[Row]:
-    """What each spelling of an operator does."""
+    """Return the results of each spelling of an operator."""
     samples = operator.samples(most)
     for name, form, function in spellings(operator):
         row = Row(name=name, form=form)
@@ -177,7 +177,7 @@ def _try(row: Row, function: Any, sample: Any) -> None:
 
 
 def _wavers(call: Any, given: Sequence[torch.Tensor]) -> bool:
-    """Whether torch itself gives other bits for equal numbers, as LAPACK does by where in memory they lie."""
+    """Return whether torch gives different bits for equal numbers, as LAPACK does depending on memory addresses."""
     first = run(call, given)
     return any(not same(run(call, given)[:2], first[:2]) for _ in range(1000))
 
@@ -232,7 +232,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether outputs are the same bits, of the same kinds."""
+    """Return whether outputs have the same types and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
             return False

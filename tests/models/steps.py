@@ -60,7 +60,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def load(name: str) -> Any:
-    """A module that stands beside this one."""
+    """Return the module of a file next to this one."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -109,7 +109,7 @@ def kind_of_network(optimizer: str) -> dict[str, bool]:
 
 
 def text(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value in the syntax of the command line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {text(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):
@@ -177,7 +177,7 @@ def by_hand(
 
 
 def torchs_own(name: str, arguments: Mapping[str, Any], stepper: torch.optim.Optimizer) -> Any:
-    """The schedule as it is written in Python."""
+    """Return the schedule made in Python."""
     given = {key: value for key, value in arguments.items() if key not in ("monitor", "_target_")}
     if "schedulers" in given:
         given["schedulers"] = [torchs_own(one["_target_"].rpartition(".")[2], one, stepper) for one in PARTS]

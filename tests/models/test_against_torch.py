@@ -29,7 +29,7 @@ def load(name: str, here: str) -> Any:
 
 
 def share_of_torch(rank: int, *, here: str, seed: int, part: float) -> dict[str, Any]:
-    """Compare in a process of its own: importing the databases freezes switches of torch."""
+    """Compare in a separate process: importing the databases freezes switches of torch."""
     steps = load("steps", here)
     layers = steps.layers
     losses, databases = layers.load("losses"), layers.operators.load("torch_databases")

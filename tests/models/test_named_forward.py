@@ -1,4 +1,4 @@
-"""Further programs of a model: methods by name, of the same layers, seen as a module of their own."""
+"""Further programs of a model: methods by name with the same layers, and views of the network."""
 
 from __future__ import annotations
 

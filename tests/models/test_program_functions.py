@@ -53,7 +53,7 @@ def swapped(x: Tensor, *, sign: float = 1.0) -> Tensor:
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module beside the user's own ./conf; each test has its own name, for Python keeps what it has imported."""
+    """A module next to a user's ./conf, with a new name for each test because Python caches imports."""
     name = f"functions_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(CODE))

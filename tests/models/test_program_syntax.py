@@ -1,4 +1,4 @@
-"""What a forward program may say: parsed without torch, refused with line, column and the nearest spelling."""
+"""The syntax of forward programs: parsed without torch; errors have line, column and the nearest spelling."""
 
 from __future__ import annotations
 

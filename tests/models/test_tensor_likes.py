@@ -1,4 +1,4 @@
-"""What a layer returns that is a tensor to torch's functions: a class derived from Tensor, and one that is none."""
+"""Layers that return a subclass of Tensor, or a class with __torch_function__."""
 
 from __future__ import annotations
 

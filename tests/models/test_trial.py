@@ -1,4 +1,4 @@
-"""What a program does once it is traced: constants fold, loops unroll, and what cannot be known is refused."""
+"""Programs on constants and tensors: loops, branches, functions, and errors for values that only a run knows."""
 
 from __future__ import annotations
 

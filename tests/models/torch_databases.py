@@ -1,10 +1,10 @@
-"""The one adapter to torch's own databases of operators and modules, torch.testing._internal, which are private.
+"""The adapter to torch's private databases of operators and modules, torch.testing._internal.
 
 Written against torch 2.13; tests/models/test_against_torch.py relies on `op_db` (name, aliases, sample_inputs,
 supports_dtype, supports_autograd), `module_db` (module_cls, module_inputs_func) and `optim_db` (optim_cls,
 optim_inputs_func).
 
-Importing them freezes torch.backends' flags in the process, so a test does it in a process of its own.
+Importing them freezes torch.backends' flags in the process, so a test does it in a separate process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One entry of op_db. names: its own and its aliases'; variant: a word where a name has several entries."""
+    """An entry of op_db. names: its name and aliases; variant: a word if a name has several entries."""
 
     names: tuple[str, ...]
     variant: str
@@ -70,7 +70,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One entry of module_db: a class of torch.nn, and how torch's own tests build and call it."""
+    """An entry of module_db: a class of torch.nn, and its construction and calls in torch's tests."""
 
     kind: type[torch.nn.Module]
     entry: Any

@@ -1,4 +1,4 @@
-"""A data set of entries by name, a network with outputs by name and a loss of one's own, for test_losses_by_name.py."""
+"""A data set with named entries, a network with named outputs and a user's loss, for test_losses_by_name.py."""
 
 from __future__ import annotations
 

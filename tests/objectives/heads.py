@@ -62,7 +62,7 @@ class Fails(Callback):
 
 
 class Own(Metric):
-    """A metric of one's own, which the check does not call: it would fail on the stand-ins of a network's output."""
+    """A user's metric, which the check does not call: it would fail on the stand-ins of a network's output."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 
-# Nothing beside the training, and few steps of few samples: half precision is slow on a CPU.
+# Training only, with few steps of few samples, because half precision is slow on a CPU.
 SHORT = (
     "hooks=[]", "metrics=[]", "logger=[]", "launch.accelerator=cpu", "strategy=single", "test=false",
     "trainer.enable_progress_bar=false", "trainer.num_sanity_val_steps=0", "trainer.limit_val_batches=1",

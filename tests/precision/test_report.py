@@ -77,7 +77,7 @@ def test_the_reference_never_runs_in_tensor_float_32(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # torch's default
     seen: list[tuple[str, bool]] = []
     compared(word, Switch(seen))
-    # The reference, and the chosen network with each layer once more by itself.
+    # The reference, and the chosen network with a separate call of each layer.
     exact = ("highest", False)
     assert seen[0] == exact
     assert sorted(seen[1:]) == sorted([own, exact])

@@ -132,7 +132,7 @@ def two_networks() -> list[nn.Module]:
 
 
 def two_losses(networks: list[nn.Module], inputs: Tensor) -> list[Tensor]:
-    """As in the notes: both losses depend on both networks."""
+    """Return two losses that depend on both networks, as in PyTorch's AMP notes."""
     with torch.autocast("cpu", dtype=torch.float16):
         first, second = networks[0](inputs), networks[1](inputs)
     return [(2 * first + 3 * second).float().pow(2).mean(), (3 * first - 5 * second).float().pow(2).mean()]
@@ -168,7 +168,7 @@ def test_two_networks_equal_the_amp_notes(fused: bool) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         with plugin.forward_context():
-            # As a training step is: backward leaves autocast by itself.
+            # A training step runs under autocast, its backward does not.
             losses = two_losses(own, inputs)
             with plugin.without_autocast():
                 plugin.scale(losses[0]).backward(retain_graph=True)

@@ -1,4 +1,4 @@
-"""Each word of precision: the dtypes of its tensors, its arithmetic, and what it leaves as it was."""
+"""Words of precision: the dtypes of tensors, the arithmetic, and the tensors that stay unchanged."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_true_word_converts_buffers_and_inputs(word: str) -> None:
 
 
 def test_running_statistics_converge_under_bfloat16() -> None:
-    """In bfloat16 the mean of 100 batches would stop 1 % away."""
+    """The mean of 100 batches would stay 1 % away in bfloat16."""
     true, plain = nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))
     build_precision("bf16_true", device_type="cpu").convert_module(true)
     generator = torch.Generator().manual_seed(0)

@@ -107,7 +107,7 @@ def test_auto_does_not_resume_a_run_in_progress(caplog):
 
 
 def test_auto_in_a_sweep_is_refused():
-    with pytest.raises(exp.ConfigError, match="auto, in a sweep; expected of single runs alone"):
+    with pytest.raises(exp.ConfigError, match="auto, in a sweep; expected a single run"):
         exp.validate(exp.compose(["resume=auto", "hydra.run.dir=outputs/train/sweeps/2026-01-01/10-00-00/0"]))
 
 

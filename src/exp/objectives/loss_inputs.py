@@ -90,6 +90,8 @@ def _elementwise_fix(output: Tensor, target: Tensor) -> str:
 
 
 def _classes_fix(output: Tensor, target: Tensor) -> str:
+    if target.shape == (*output.shape[:-1], 1):
+        return "Drop the target's last axis of 1"
     if target.shape == output.shape and not target.is_floating_point():
         return "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
     if output.dim() > 2 and output.shape[2:] == target.shape[1:]:

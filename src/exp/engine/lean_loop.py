@@ -587,17 +587,17 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
         found = [name for name in hooks if find_override(owner, base, name) is not None]
         if found:
             yield f"{title} acts {often}, in {', '.join(found)}"
-    if not isinstance(module, TrainingModule):
-        yield f"{type(module).__name__} is not a module of exp"
-    strategy = trainer.strategy
-    if not is_own(strategy) and type(strategy) is not SingleDeviceStrategy:
-        yield f"the strategy {type(strategy).__name__} is not exp's"
-    if type(trainer.precision_plugin) not in (RunPrecision, ScaledPrecision):
-        yield f"the precision {type(trainer.precision_plugin).__name__} is not exp's"
-    if type(trainer.profiler) is not PassThroughProfiler:
-        yield f"the profiler {type(trainer.profiler).__name__} measures Lightning's loop"
-    if not isinstance(trainer.datamodule, RunData):
-        yield "the data is not exp's"
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    parts = {
+        "module": (module, isinstance(module, TrainingModule)),
+        "strategy": (strategy, is_own(strategy) or type(strategy) is SingleDeviceStrategy),
+        "precision": (precision, type(precision) in (RunPrecision, ScaledPrecision)),
+        "profiler": (trainer.profiler, type(trainer.profiler) is PassThroughProfiler),
+        "data module": (trainer.datamodule, isinstance(trainer.datamodule, RunData)),
+    }
+    for word, (part, is_known) in parts.items():
+        if not is_known:
+            yield f"the {word} {type(part).__name__} is not exp's"
 
 
 def is_own(part: object) -> bool:

@@ -3,8 +3,8 @@
 Lightning restores its counters as they were inside the hook that saved them, and continues wrongly from most hooks
 (docs/resume.md). An exp checkpoint has a position, and the counters are made from it.
 
-Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`; how a loop with such a state continues; the private
-name `_restarting` of the fit loop.
+Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues.
+Private name of Lightning (2.6.6): `_restarting` of the fit loop.
 """
 
 from __future__ import annotations

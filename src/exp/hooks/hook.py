@@ -383,27 +383,25 @@ class Attached:
         _remove(self._backward)
 
     def _forward_handles(self) -> list[RemovableHandle]:
-        hook, handles = self._hook, []
-        for name, module in self._modules.items():
-            if hook.overrides("forward_pre"):
-                handles.append(module.register_forward_pre_hook(partial(self._called("forward_pre"), name)))
-            if hook.overrides("forward"):
-                handles.append(module.register_forward_hook(partial(self._called("forward"), name)))
-            if hook.overrides("tensor_gradient"):
-                handles.append(module.register_forward_hook(self._on_outputs(name)))
+        handles = self._handles("forward_pre", nn.Module.register_forward_pre_hook)
+        handles += self._handles("forward", nn.Module.register_forward_hook)
+        if self._hook.overrides("tensor_gradient"):
+            handles += [one.register_forward_hook(self._on_outputs(name)) for name, one in self._modules.items()]
         return handles
 
     def _backward_handles(self) -> list[RemovableHandle]:
-        hook, handles = self._hook, []
-        if hook.overrides("full_backward"):
-            for name, module in self._modules.items():
-                handles.append(module.register_full_backward_hook(partial(self._called("full_backward"), name)))
-        if hook.overrides("post_accumulate_grad"):
+        handles = self._handles("full_backward", nn.Module.register_full_backward_hook)
+        if self._hook.overrides("post_accumulate_grad"):
             for name, parameter in self._parameters.items():
                 if parameter.requires_grad:
-                    accumulated = partial(hook.post_accumulate_grad, name)
+                    accumulated = partial(self._hook.post_accumulate_grad, name)
                     handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
         return handles
+
+    def _handles(self, method: str, register: Callable[..., RemovableHandle]) -> list[RemovableHandle]:
+        if not self._hook.overrides(method):
+            return []
+        return [register(module, partial(self._called(method), name)) for name, module in self._modules.items()]
 
     def _on_outputs(self, name: str) -> Callable[..., None]:
         call = self._called("tensor_gradient")

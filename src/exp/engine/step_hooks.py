@@ -132,7 +132,7 @@ class StepHooks(StepObserver):
         self._owners: Owners = {}
 
     def __deepcopy__(self, memo: object) -> StepObserver:
-        """Leave a copy of a module without an observer: callbacks that average weights make one."""
+        """Return an observer that does nothing, for copies of the module by callbacks that average weights."""
         return UNOBSERVED
 
     # --- the run ---

@@ -148,7 +148,7 @@ class Hook:
 
     @property
     def leave_out(self) -> str:
-        """The last resort of a fix, as the end of a sentence."""
+        """Advice to remove the hook, as the end of a sentence."""
         return f"leave the hook out with ~hooks.{self.name}"
 
     @property

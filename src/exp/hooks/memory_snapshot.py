@@ -32,7 +32,7 @@ Rows = Mapping[str, Mapping[Part, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The memory at the moment when it ran out. The fields are the keys of the file.
+    """The use of memory when an allocation failed. The fields are the keys of the file.
 
     Args:
         step: Optimizer step, counted from 1. None outside a step.

@@ -228,7 +228,13 @@ class PrecisionRecallCurve(Panel):
 
     @classmethod
     def of(cls, scores: Tensor, targets: Tensor, *, thresholds: int = THRESHOLDS) -> Self:
-        """scores: `[B]`, from 0 to 1. targets: `[B]`, bool or 0 and 1. A score at a threshold counts as positive."""
+        """Return the curve of a batch.
+
+        Args:
+            scores: `[B]`, from 0 to 1. A score at a threshold counts as positive.
+            targets: `[B]`, bool or 0 and 1.
+            thresholds: Number of thresholds, T.
+        """
         limits = torch.linspace(0, 1, thresholds, device=scores.device)
         predicted = scores.detach().reshape(1, -1).to(torch.float32) >= limits[:, None]
         positive = targets.detach().reshape(1, -1).to(torch.bool)

@@ -110,7 +110,7 @@ class Throughput(Hook):
         self._split = None
 
     def _count(self, step: Step, now: float) -> None:
-        """Count the steps since the last one that was looked at."""
+        """Count the steps since the last due one."""
         last, paused_at, self._paused_at = self._last, self._paused_at, None
         if last is None:
             return
@@ -171,7 +171,7 @@ TOGETHER = "forward_backward"
 
 
 class StepTimer:
-    """The moments of one step, from the end of the step before to its own end.
+    """The times of the parts of one step, from the end of the previous step to its end.
 
     The time before a mark called forward, backward or optimizer is that part's. Other time is the wait for the batch,
     and the rest: callbacks, hooks, loggers, and the copy of the batch to the device. On CUDA a moment is an event in

@@ -81,7 +81,6 @@ class Hook:
         transforms: Whether the methods at modules change values.
         keeps_batches: Whether the hook reads `step.batches`. Then all micro-batches stay in memory until the step.
         needs: Words of `exp.hooks.declarations.NEEDS`. Needs that follow from the methods are added.
-        least: The smallest value of each numeric setting. null is allowed.
         longest: The longest period of each setting that may be `auto`.
         fewest: The least number of points in a run for each such setting, if it is not FEWEST_POINTS.
         name: The name in the config. Files of a hook are in a folder of that name.
@@ -91,7 +90,6 @@ class Hook:
     transforms: ClassVar[bool] = False
     keeps_batches: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
-    least: ClassVar[Mapping[str, int]] = {}
     longest: ClassVar[Mapping[str, int]] = {}
     fewest: ClassVar[Mapping[str, int]] = {}
 
@@ -128,10 +126,6 @@ class Hook:
         """Yield the errors of this hook in a run, other than needs that the run does not meet."""
         kind = type(self)
         yield from class_errors(kind, Hook, key=f"hooks.{self.name}")
-        for setting, least in self.least.items():
-            value = getattr(self, setting)
-            if value is not None and value < least:
-                yield self.error(setting, got=value, expected=f"{least} or more")
         if not self.modules:
             yield self.error("modules", got="[]", expected="one pattern or more; ['*'] is every module")
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, probabilities
@@ -30,14 +32,13 @@ class PRCurve(ClassCounts):
     """
 
     most_classes = 1_000_000
-    least = {"max_classes": 1}
 
     def __init__(
         self,
         *,
         num_classes: int | None,
         stages: Sequence[str] = EVALUATIONS,
-        max_classes: int = 10,
+        max_classes: Annotated[int, Ge(1)] = 10,
         probabilities: bool = False,
         output: str = "output",
         target: str = "target",

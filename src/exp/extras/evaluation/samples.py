@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -51,14 +52,12 @@ class Samples(Hook):
         target: Name of the targets.
     """
 
-    least = {"count": 1}
-
     def __init__(
         self,
         *,
         every_n_steps: int = 500,
         stages: Sequence[str] = ("val",),
-        count: int = 16,
+        count: Annotated[int, Ge(1)] = 16,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         threshold: float = 0.0,

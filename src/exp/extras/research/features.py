@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from exp.errors import ErrorDetails, RunError
@@ -34,9 +35,10 @@ class Features(Hook):
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
-    least = {"maps": 1}
 
-    def __init__(self, *, every_n_steps: int = 500, modules: Sequence[str] = ("Conv2d",), maps: int = 16) -> None:
+    def __init__(
+        self, *, every_n_steps: int = 500, modules: Sequence[str] = ("Conv2d",), maps: Annotated[int, Ge(1)] = 16
+    ) -> None:
         super().__init__(every_n_steps=every_n_steps, modules=modules)
         self.maps = maps
         self._images: dict[str, Image] = {}

@@ -23,7 +23,7 @@ from exp.data.data_errors import (
     require_sample,
 )
 from exp.data.shard_files import JsonLines
-from exp.data.source import Source, Values
+from exp.data.source import Readers, Source, Values
 from exp.errors import raise_errors
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ColumnSource(Source):
         values = self._values[column]
         return isinstance(values, np.ndarray) and values.dtype.kind == "M"
 
-    def chunks(self, columns: Sequence[int]) -> Iterator[Sequence[Values]]:
+    def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values]]:
         yield [self._values[column] for column in columns]
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
 
 from exp.data.cells import DecimalSign, Missing
 from exp.data.data_errors import data_error, require_sample
-from exp.data.source import Source
+from exp.data.source import Readers, Source, Values
 
 if TYPE_CHECKING:
     from _csv import Reader
 
-# Rows that are parsed together: enough that the calls for each column cost little.
-ROWS = 2**14
+# Characters of the lines that are parsed together.
+CHARACTERS = 2**20
 MISSING_VALUES = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 
@@ -43,6 +45,9 @@ class Dialect:
 
 class CsvSource(Source):
     """The columns of a CSV file, which is read again for each request. Empty lines are left out.
+
+    NumPy parses the lines, eight times as fast as the csv module and Python's float. The csv module reads lines with
+    quotation marks, and lines that NumPy cannot read.
 
     Args:
         file: The file.
@@ -88,14 +93,53 @@ class CsvSource(Source):
                 raise data_error("dataset.path", got=got, expected=f"{len(self.names)}, as in its first line", fix=fix)
             yield line, row
 
-    def chunks(self, columns: Sequence[int]) -> Iterator[Sequence[Sequence[str]]]:
-        rows = (row for _, row in self.rows())
-        while chunk := list(islice(rows, ROWS)):
-            yield [[row[column] for row in chunk] for column in columns]
+    def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:
+        with self._open() as text:
+            try:
+                if self.dialect.header:
+                    next(filter(None, rows_of(text, delimiter=self.dialect.delimiter)))
+                while lines := text.readlines(CHARACTERS):
+                    found = self._parse(lines, readers, [column for column in columns if column not in readers])
+                    yield self._split(lines, text, columns) if found is None else found[:, list(columns)]
+            except (csv.Error, ValueError):
+                for _ in self.rows():
+                    pass  # raises the error of the first invalid row, with its line
+                raise
+
+    def _parse(self, lines: Sequence[str], readers: Readers, plain: Sequence[int]) -> np.ndarray | None:
+        """Return the numbers of whole lines, float64 `[n, columns of the file]`.
+
+        Returns None for lines that NumPy cannot read, or reads differently than the csv module, and if a number in
+        `plain` is missing.
+        """
+        if self.dialect.delimiter == " " or not lines[0].strip() or '"' in "".join(lines):
+            return None
+        others = [column for column in range(len(self.names)) if column not in plain]
+        converters: dict[int | str, Callable[[str], float]] = {column: readers.get(column, _zero) for column in others}
+        sign = self.dialect.delimiter
+        try:
+            found: np.ndarray = np.loadtxt(
+                lines, np.float64, delimiter=sign, comments=None, converters=converters, encoding=None, ndmin=2
+            )
+        except (ValueError, TypeError, OverflowError):
+            return None
+        return found if found.shape[1] == len(self.names) and np.isfinite(found[:, [*plain]]).all() else None
+
+    def _split(self, lines: Sequence[str], after: TextIO, columns: Sequence[int]) -> Sequence[Values]:
+        """Return the texts of columns. The last row of the lines may end in a line of `after`."""
+        reader, rows = rows_of(chain(lines, after), delimiter=self.dialect.delimiter), list[list[str]]()
+        while reader.line_num < len(lines) and (row := next(reader, None)) is not None:
+            rows += [row] if row else []
+        if any(len(row) != len(self.names) for row in rows):
+            raise ValueError("rows of another length")
+        return [[row[column] for row in rows] for column in columns]
+
+    def _open(self) -> TextIO:
+        return self.file.open(newline="", encoding="utf-8-sig")
 
     def _all_rows(self) -> Iterator[tuple[int, list[str]]]:
         line = 0
-        with self.file.open(newline="", encoding="utf-8-sig") as text:
+        with self._open() as text:
             reader = rows_of(text, delimiter=self.dialect.delimiter)
             try:
                 for row in filter(None, reader):
@@ -109,3 +153,7 @@ class CsvSource(Source):
 def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
     """Return the csv module's reader of lines, the same for every CSV file."""
     return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
+
+
+def _zero(text: str) -> float:
+    return 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exp.data.randomness import permutation, seed_for
 
-# The most samples whose order is a list, a tensor of 32 MiB. A longer order is computed as it is read.
+# The most samples whose order is a list, a tensor of 32 MiB. A longer order is computed when it is read.
 LISTED = 2**22
 # Positions that are computed together, 512 KiB of indices: enough that Python's overhead does not matter.
 PAGE = 2**16

@@ -31,6 +31,7 @@ from exp.shared_types import Stage
 
 # An item is the number of a sample, or a batch of them, if the user's sampler is correct.
 AnySampler = Sampler[Any]
+Items = list[Any]
 # Makes a sampler: its class, or a partial of the class.
 MakeSampler = Callable[..., AnySampler]
 # Packages whose samplers depend only on the generators, not on earlier epochs.
@@ -59,11 +60,11 @@ class Passes:
     def __init__(self, make: Callable[[], AnySampler], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
         self._make, self._key, self._stage, self._seed, self._judge = make, key, stage, seed, judge
         self._sampler, self._done = self._make_seeded(), 0
-        self._last: tuple[int, list[Any]] | None = None
+        self._last: tuple[int, Items] | None = None
         self.length = 0
         self.length = len(self(0))
 
-    def __call__(self, epoch: int) -> list[Any]:
+    def __call__(self, epoch: int) -> Items:
         """Return all items of an epoch.
 
         Raises:
@@ -85,7 +86,7 @@ class Passes:
         self._last = (epoch, found)
         return found
 
-    def _items(self, epoch: int) -> list[Any]:
+    def _items(self, epoch: int) -> Items:
         if type(self._sampler).__module__.partition(".")[0] in STATELESS or isinstance(self._sampler, Epochs):
             return self._one(epoch)
         if epoch < self._done:
@@ -95,7 +96,7 @@ class Passes:
         self._done = epoch + 1
         return self._one(epoch)
 
-    def _one(self, epoch: int) -> list[Any]:
+    def _one(self, epoch: int) -> Items:
         sampler = self._sampler
         reseed_sampler(seed=self._seed, stage=self._stage, epoch=epoch)
         try:

@@ -30,6 +30,8 @@ Days: TypeAlias = Mapping[int, str | None]
 Fixes: TypeAlias = Mapping[int, str]
 # By the number of a column with an error: the first row with one, and its text.
 Unread: TypeAlias = dict[int, tuple[int, str]]
+# By the number of a column: returns a number or a code from a text.
+Readers: TypeAlias = Mapping[int, Callable[[str], float]]
 NOTHING: Mapping[int, str] = MappingProxyType({})
 # More labels with fractions than this are numbers to predict.
 MANY_LABELS = 20
@@ -75,8 +77,13 @@ class Source(ABC):
         """Return the name of a row for messages."""
 
     @abstractmethod
-    def chunks(self, columns: Sequence[int]) -> Iterator[Sequence[Values]]:
-        """Yield the values of columns, some rows at a time."""
+    def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:
+        """Yield the values of columns, some rows at a time, or their numbers and codes, float64 `[n, columns]`.
+
+        Args:
+            columns: The columns.
+            readers: The functions that return a number or a code from a text, for columns without plain numbers.
+        """
 
     def is_date(self, column: int) -> bool:
         """Return whether the file stores a column as dates."""
@@ -105,12 +112,21 @@ class Source(ABC):
         codes = {column: WordCodes(self.missing) for column in words}
         table, coded = np.empty((0, len(numbers))), np.empty((0, len(codes)), dtype=np.int32)
         unread: Unread = {}
-        for chunk in self.chunks([*numbers, *words]):
-            held = zip(numbers, chunk, strict=False)
-            _append(table, [self._numbers(values, column, days, unread, first=len(table)) for column, values in held])
-            _append(
-                coded, [_codes(values, codes[one]) for one, values in zip(words, chunk[len(numbers) :], strict=True)]
-            )
+        dates = [column for column in numbers if column in days or self.missing.decimal != "."]
+        readers: Readers = {column: self._reader(column, days) for column in dates}
+        readers = {**readers, **{column: code.__getitem__ for column, code in codes.items()}}
+        for chunk in self.chunks([*numbers, *words], readers):
+            if not isinstance(chunk, np.ndarray):
+                pairs, first = list(zip([*numbers, *words], chunk, strict=True)), len(table)
+                parsed = [
+                    self._numbers(values, one, days, unread, first=first) for one, values in pairs[: len(numbers)]
+                ]
+                parsed += [_codes(values, codes[one]) for one, values in pairs[len(numbers) :]]
+                chunk = np.stack(parsed, 1)
+            _append(table, chunk[:, : len(numbers)])
+            _append(coded, chunk[:, len(numbers) :])
+        if self.missing.numbers:
+            table[np.isin(table, list(self.missing.numbers))] = np.nan
         found = {column: words_in_order(coded[:, place], codes[column].words) for place, column in enumerate(words)}
         missing = {column: np.isnan(table[:, place]) for place, column in enumerate(numbers)}
         missing |= {column: found[column].codes < 0 for column in words}
@@ -148,9 +164,11 @@ class Source(ABC):
         """
         if isinstance(values, np.ndarray) and values.dtype.kind == "M":
             return np.asarray((values - np.datetime64(0, "us")) / np.timedelta64(1, "D"))
-        found = None if column in days else _plain_numbers(values, decimal=self.missing.decimal)
-        if found is None:
-            read, found = self._reader(column, days), np.full(len(values), np.nan)
+        found = np.full(len(values), np.nan)
+        if isinstance(values, np.ndarray) and values.dtype.kind in "fiub" and column not in days:
+            found[:] = values
+        else:
+            read = self._reader(column, days)
             for row, value in enumerate(values):
                 is_number = isinstance(value, int | float | Decimal) and column not in days
                 try:
@@ -159,7 +177,6 @@ class Source(ABC):
                     unread.setdefault(column, (first + row, str(value).strip()))
         if (infinite := np.flatnonzero(np.isinf(found))).size:
             unread.setdefault(column, (first + int(infinite[0]), str(found[infinite[0]])))
-        found[np.isin(found, list(self.missing.numbers))] = np.nan
         return found
 
     def _reader(self, column: int, days: Days) -> Callable[[str], float]:
@@ -170,6 +187,7 @@ class Source(ABC):
         missing, is_day, form = self.missing, column in days, days.get(column)
 
         def read(text: str) -> float:
+            text = text.strip()
             if text in missing.texts or (is_day and text in missing):
                 return math.nan
             value = days_since_1970(text, form) if is_day else number_in(text, decimal=missing.decimal)
@@ -190,34 +208,17 @@ class Source(ABC):
         )
 
 
-def _append(held: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+def _append(held: np.ndarray, rows: np.ndarray) -> None:
     """Append rows to an array in place, so that a large array is not copied."""
-    if columns:
-        count = len(held)
-        held.resize((count + len(columns[0]), held.shape[1]), refcheck=False)
-        held[count:] = np.stack(columns, 1)
+    count = len(held)
+    held.resize((count + len(rows), held.shape[1]), refcheck=False)
+    held[count:] = rows
 
 
 def _codes(values: Values, codes: WordCodes) -> np.ndarray:
     # Python's dates have the texts that a CSV file has.
     held = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "M" else values
-    texts = (value if isinstance(value, str) else text_of(value) or "" for value in held)
-    return np.array([codes[text] for text in texts], dtype=np.int32)
-
-
-def _plain_numbers(values: Values, *, decimal: str) -> np.ndarray | None:
-    """Return numbers of an array, or of texts that are all finite numbers; None for other values."""
-    if isinstance(values, np.ndarray):
-        return values.astype(np.float64) if values.dtype.kind in "fiub" else None
-    texts = [value for value in values if isinstance(value, str)]
-    joined = "".join(texts)
-    if len(texts) < len(values) or decimal != "." or not joined.isascii() or "_" in joined:
-        return None
-    try:
-        found = np.fromiter(map(float, texts), np.float64, len(texts))
-    except ValueError:
-        return None
-    return found if np.isfinite(found).all() else None
+    return np.array([codes[value if isinstance(value, str) else text_of(value) or ""] for value in held], np.float64)
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:

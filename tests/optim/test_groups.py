@@ -243,7 +243,7 @@ def test_unknown_and_wrong_options_are_errors() -> None:
             network
         )
     assert str(unknown.value.errors[0]).startswith(
-        "optimizer.groups.a.momentun: an option that AdamW does not have; expected one of lr, betas"
+        "optimizer.groups.a.momentun: no key of AdamW; expected one of lr, betas"
     )
     rprop = functools.partial(torch.optim.Rprop)
     with pytest.raises(ConfigError, match="Rprop has no weight_decay"):

@@ -29,14 +29,14 @@ def test_a_cpu_is_refused() -> None:
         exp.validate(exp.compose(["precision=fp8", "launch.accelerator=cpu"]))
     (error,) = error.value.errors
     expected = "expected a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-    assert str(error).startswith(f"precision.word: fp8 on cpu; {expected}. Write precision=bf16")
+    assert str(error).startswith(f"precision.word: fp8 with cpu; {expected}. Write precision=bf16")
 
 
 def test_an_old_gpu_is_refused() -> None:
     error = float8_error("cuda", (8, 0))
     assert error is not None
-    assert error.got == "fp8 on cuda, a GPU of compute capability 8.0"
-    assert float8_error("mps").got == "fp8 on mps"
+    assert error.got == "fp8 with cuda of compute capability 8.0"
+    assert float8_error("mps").got == "fp8 with mps"
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")

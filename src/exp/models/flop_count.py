@@ -63,15 +63,15 @@ class _Counter(TorchDispatchMode):
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # whatever the operator returns
+        self, func: Any, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if flops := flops_of(func, args, kwargs or {}, result):
             self.found[str(func.overloadpacket).removeprefix("aten.")] += flops
         return result
 
 
-def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> int:
+def flops_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
     """Return the FLOPs of one call of an operator, including fused kernels of a CPU. 0 if it is not counted.
 
     The backward of fused attention counts without the repeated forward, as in `count_flops`.

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,11 +202,11 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # whatever the function returns
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         sources = list(tensors_in([args, kwargs]))
         try:
@@ -224,7 +223,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _repeat_on_cpu(
-        self, function: Callable[..., Any], arguments: Sequence[object], named: Mapping[str, object]
+        self, function: Callable[..., object], arguments: Sequence[object], named: Mapping[str, object]
     ) -> None:
         """Raise what a CPU raises because of dtypes, shapes or dims. All values are zeros."""
         name = getattr(function, "__name__", "")

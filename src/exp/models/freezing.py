@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from exp.errors import ErrorDetails, raise_errors
+from exp.errors import ErrorDetails, invalid_value, raise_errors
 from exp.models.matching import ANY_BATCH_NORM, matching_parameters
 
 Statistics = Literal["train", "eval"]
@@ -113,7 +113,7 @@ def find_frozen(
             found = matching_parameters(network, pattern, known=known, key=place, errors=errors)
             if found and not until.keys() & set(found):
                 expected = "a pattern of what freeze.parameters freezes"
-                errors.append(ErrorDetails(place, f"{pattern!r}, which matches nothing frozen", expected))
+                errors.append(invalid_value(place, pattern, expected, because="which matches nothing frozen"))
             until |= {name: epoch for name in found if name in until}
     raise_errors(errors)
     until = {name: epoch for name, epoch in until.items() if epoch > 0}

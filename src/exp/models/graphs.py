@@ -89,7 +89,7 @@ def graph_of(network: nn.Module) -> fx.Graph:
     return trained
 
 
-def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, Any]]:
+def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, object]]:
     """Return the graph in one mode, and the constants that torch.fx has set as attributes of the network."""
     # Not by `train`, which a user's network may override.
     for module in network.modules():
@@ -103,7 +103,7 @@ def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, A
     return graph, {name: value for name, value in vars(network).items() if name not in before}
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Return whether two constants are equal. On the meta device only shapes and dtypes are compared."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
@@ -148,6 +148,6 @@ class _Kept(fx.Interpreter):
         super().__init__(module)
         self.found: dict[str, object] = {}
 
-    def run_node(self, node: fx.Node) -> Any:
+    def run_node(self, node: fx.Node) -> object:
         self.found[node.name] = super().run_node(node)
         return self.found[node.name]

@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Iterator
 from io import BytesIO
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,10 +69,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(file)
         self._state = state
 
-    def persistent_id(self, value: Any) -> object:
+    def persistent_id(self, value: object) -> object:
         return self._state.identity(value)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if value is _object:
             return NotImplemented
         if isinstance(value, type | BuiltinFunctionType):
@@ -90,7 +90,7 @@ class _Pickler(pickle.Pickler):
 def _object(identity: int) -> object: ...
 
 
-def _content(cell: Any) -> object:
+def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # a name that has no value yet

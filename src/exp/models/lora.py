@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from exp.errors import ErrorDetails, RunError, raise_errors
+from exp.errors import ErrorDetails, RunError, invalid_value, raise_errors
 from exp.models.freezing import Statistics, find_frozen
 from exp.models.matching import matching_parameters
 from exp.spelling import among
@@ -125,15 +125,13 @@ def merge(network: nn.Module) -> None:
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of an adapted network with merged weights. Other state dicts do not change."""
-    found: dict[str, Tensor] = {}
+    found = originals(weights)
     for name, tensor in weights.items():
         base = name.removesuffix(ORIGINAL)
         if name.endswith(ORIGINAL) and all(base + own in weights for own in OWN):
             a, b, alpha = (weights[base + own] for own in OWN)
             product = (b.double() @ a.double()).view(tensor.shape) * (alpha.double() / len(a))
             found[base.replace(INSIDE, ".")] = (tensor.double() + product).to(tensor.dtype)
-        elif not any(name.endswith(own) and name.removesuffix(own) + ORIGINAL in weights for own in OWN):
-            found[name] = tensor
     return found
 
 
@@ -155,9 +153,9 @@ def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDe
     meant = matching_parameters(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
-        got = f"{pattern!r}, which matches {among(meant, count=4)}"
+        because = f"which matches {among(meant, count=4)}"
         expected = "layers with a weight of two axes or more, such as Linear, Conv2d and Embedding; no recurrent ones"
-        errors.append(ErrorDetails(key, got, expected))
+        errors.append(invalid_value(key, pattern, expected, because=because))
     return found
 
 

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +167,7 @@ def _reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from module.named_buffers(recurse=False)
 
 
-def _take_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+def _take_shapes(module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
     for name, buffer in _reshaped_buffers(module):
         saved = state.get(f"{prefix}{name}")
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:

@@ -118,7 +118,7 @@ class Measure:
         """Return a copy with its own states, reset to no batch."""
         return replace(self, metric=self.metric.clone())
 
-    def read(self, values: Values) -> dict[str, Any]:
+    def read(self, values: Values) -> dict[str, object]:
         """Return its values by name, detached.
 
         Raises:
@@ -130,7 +130,7 @@ class Measure:
                 raise RunError(unknown_value(f"{self.key}.{key}", name, values, fix=fix))
         return {name: map_tensors(values[name], Tensor.detach) for name in self.names.values()}
 
-    def update(self, read: Mapping[str, Any]) -> None:
+    def update(self, read: Mapping[str, object]) -> None:
         """Add a batch. torchmetrics' sums are float64 for any precision of the network.
 
         Args:
@@ -232,12 +232,15 @@ class Measure:
         for path, part in self.parts:
             # First, so that the restored states have the dtypes of the other ranks.
             self._double_states(part.device)
-            own: dict[str, Any] = {
+            own: dict[str, State] = {
                 name: states[_joined(path, name)] for name in part.metric_state if _joined(path, name) in states
             }
-            apart = {name for name in own if part._reductions[name] is None and isinstance(own[name], Tensor)}
-            for name in apart:
-                own[name] = self._own_share(part, name, own[name], rank=rank, ranks=ranks)
+            apart = {
+                name: state
+                for name, state in own.items()
+                if part._reductions[name] is None and isinstance(state, Tensor)
+            }
+            own |= {name: self._own_share(part, name, state, rank=rank, ranks=ranks) for name, state in apart.items()}
             for name, state in own.items():
                 if rank == 0 or name in apart:
                     is_list = isinstance(part.metric_state[name], list)
@@ -367,5 +370,5 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: State) -> State:
     return value.detach().clone() if isinstance(value, Tensor) else [item.detach().clone() for item in value]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed
@@ -116,7 +116,7 @@ class Term(AbstractTerm):
         if self._is_by_weight:
             return self.weighed(values)[0]
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
-        given: dict[str, Any] = dict(self._arguments(values))
+        given: dict[str, object] = dict(self._arguments(values))
         if passes is not None:
             given["passes"] = passes
         loss: Tensor = module(*given.values()) if self.inputs is None else module(**given)
@@ -150,6 +150,7 @@ class Objective(nn.Module):
 
     Attributes:
         needs: The needs of all terms, words of NEEDS in objectives/term.py.
+        weighed: Names of the terms that divide by their `divisor` instead of the number of samples.
 
     Raises:
         RunError: If there is no term.
@@ -175,7 +176,7 @@ class Objective(nn.Module):
             if isinstance(term, Term):
                 _require_mean(term.loss, key=self.loss_keys[name], weight=f"objective.{name}.weight")
         self._terms = nn.ModuleList(self.terms.values())
-        self._weighed = frozenset(name for name, term in self.terms.items() if term.is_weighed)
+        self.weighed = tuple(name for name, term in self.terms.items() if term.is_weighed)
         # This rank's mean of each term at the last call, and the divisor of each weighed term.
         self._own: dict[str, Tensor] = {}
         self._divisors: dict[str, Tensor | float] = {}
@@ -191,11 +192,6 @@ class Objective(nn.Module):
         """Names of the terms that contain a gradient, which is differentiated again."""
         return [name for name, needs in self._needs.items() if needs & TWICE]
 
-    @property
-    def weighed(self) -> tuple[str, ...]:
-        """Names of the terms that divide by their `divisor` instead of the number of samples."""
-        return tuple(name for name in self.terms if name in self._weighed)
-
     def means(self, values: Values, parts: Mapping[str, Tensor], *, size: int) -> list[Mean]:
         """Return the mean and the divisor of each term for a batch that is not shared with other ranks.
 
@@ -206,7 +202,7 @@ class Objective(nn.Module):
         """
         found: list[Mean] = []
         for name, term in self.terms.items():
-            divisor = self._divisors[name] if name in self._weighed else term.divisor(values)
+            divisor = self._divisors[name] if name in self.weighed else term.divisor(values)
             found.append((parts[name], size if divisor is None else divisor))
         return found
 
@@ -217,7 +213,7 @@ class Objective(nn.Module):
         return [(mean, self._divisors.get(name, batch.size)) for name, mean in self._own.items()]
 
     def step_weights(
-        self, batches: Sequence[Batch], named: Callable[[Any], Values], *, device: torch.device
+        self, batches: Sequence[Batch], named: Callable[[object], Values], *, device: torch.device
     ) -> StepWeights:
         """Return the divisors of a step over micro-batches, before its first forward. Every rank must call it.
 
@@ -230,7 +226,7 @@ class Objective(nn.Module):
             ConfigError: If a divisor needs the network's output.
         """
         size = sum(batch.global_size for batch in batches) / len(batches)
-        if not self._weighed:
+        if not self.weighed:
             return StepWeights(len(batches), size, {})
         names, dtype = self.weighed, summing_dtype(device)
         total = torch.zeros(len(names), dtype=dtype, device=device)
@@ -307,7 +303,7 @@ class Objective(nn.Module):
             raise RunError(f"the terms need {', '.join(sorted(self.needs))}; the objective was called without passes")
         for name, term in self.terms.items():
             given = passes if self._needs[name] else None
-            if name in self._weighed:
+            if name in self.weighed:
                 whole = None if batch is None or batch.step is None else batch.step.divisors[name]
                 own, divisor = term.weighed(values, batch, given)
                 self._divisors[name] = detached(divisor)
@@ -315,7 +311,7 @@ class Objective(nn.Module):
             else:
                 own = loss = term(values, batch) if given is None else term(values, batch, given)
             parts[name] = loss.detach()
-            if self._weighed:
+            if self.weighed:
                 self._own[name] = parts[name] if own is loss else own.detach()
             weighted = loss if term.weight == 1.0 else term.weight * loss
             total = weighted if total is None else total + weighted

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-Group = dict[str, Any]
+from exp.optim.parameter_groups import Group
+
 # A kernel takes a group, its parameters, their gradients and their state, in which this step is already counted.
 Kernel = Callable[[Group, list[Tensor], list[Tensor], tuple[list[Tensor], ...]], None]
 

@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exp.errors import ConfigError, ErrorDetails, config_error, constructor_error, raise_errors
+from exp.errors import (
+    ConfigError,
+    ErrorDetails,
+    config_error,
+    constructor_error,
+    not_supported_with,
+    raise_errors,
+    unknown_key,
+)
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
@@ -84,7 +92,7 @@ class Optimization:
             network, groups=self.groups, exempt_from_decay=exempt, parameters=parameters, shared=shared
         )
         name = factory.func.__name__
-        raise_errors(_option_errors(factory, groups, decay=bool(exempt)))
+        raise_errors(_option_errors(factory, groups, exempt=exempt))
         options = dict(factory.keywords)
         trained = [parameter for group in groups for parameter in group["params"]]
         obstacle = self._obstacle(network, trained, [group.get("momentum") for group in groups])
@@ -141,16 +149,15 @@ def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
 
 
 def _option_errors(
-    factory: functools.partial[Optimizer], groups: Sequence[Mapping[str, object]], *, decay: bool
+    factory: functools.partial[Optimizer], groups: Sequence[Mapping[str, object]], *, exempt: Sequence[str]
 ) -> Iterator[ErrorDetails]:
     """Yield an error for each option that the optimizer does not have. torch ignores unknown keys of a group."""
     known = list(inspect.signature(factory.func).parameters)[1:]
-    name, expected = factory.func.__name__, f"one of {', '.join(known)}"
+    name = factory.func.__name__
     for group in groups:
         for option in group:
             if option not in ("params", "name", "weight_decay", *known):
-                key = f"optimizer.groups.{group['name']}.{option}"
-                yield ErrorDetails(key=key, got=f"an option that {name} does not have", expected=expected)
-    if decay and "weight_decay" not in known:
-        expected = "an optimizer that decays weights, or an empty list"
-        yield ErrorDetails(key="optimizer.exempt_from_decay", got=f"{name} has no weight_decay", expected=expected)
+                yield unknown_key(f"optimizer.groups.{group['name']}.{option}", known, holder=name)
+    if exempt and "weight_decay" not in known:
+        key, expected = "optimizer.exempt_from_decay", f"an empty list: {name} has no weight_decay"
+        yield not_supported_with(key, list(exempt), name, expected)

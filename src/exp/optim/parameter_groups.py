@@ -16,6 +16,8 @@ from exp.spelling import among
 REST = "default"
 # A user's own normalization layer is known by the name of its class, as in RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
+# A group of an optimizer: its parameters and options.
+Group = dict[str, Any]
 # The config's optimizer.groups by name: patterns of parameters, and options of the optimizer.
 Groups = Mapping[str, Mapping[str, Any]]
 # Parameters with requires_grad, with all their names: a tied parameter has several.
@@ -29,7 +31,7 @@ def parameter_groups(
     exempt_from_decay: Sequence[str],
     parameters: Sequence[str] | None = None,
     shared: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[Group]:
     """Split the trained parameters of a network into groups for a torch.optim.Optimizer.
 
     Every parameter with requires_grad is in exactly one group. A tied parameter matches by any of its names.
@@ -57,7 +59,7 @@ def parameter_groups(
     owners = _owners(network, taken, known, groups, errors)
     exempt = _exempt(network, taken, known, exempt_from_decay, errors)
     raise_errors(errors)
-    built: dict[str, dict[str, Any]] = {}
+    built: dict[str, Group] = {}
     for parameter, owner in owners.items():
         name = f"{owner}_exempt" if parameter in exempt else owner
         if name not in built:

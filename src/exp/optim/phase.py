@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.optim.optimizer import Optimization
 from exp.optim.parameter_groups import REST
+from exp.optim.schedules import State
 
 ClipAlgorithm = Literal["norm", "value"]
 
@@ -116,10 +117,10 @@ class PhaseOptimizers(Optimizer):
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"phases": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Load the state of each phase's optimizer. Raise RunError if the state is that of other phases."""
         if "phases" not in state_dict:
             raise RunError("the checkpoint is of a run without phases; expected one with this run's phases")
@@ -143,10 +144,10 @@ class PhaseSchedule:
     def __init__(self, *, phase: str, schedule: LRScheduler, optimizer: PhaseOptimizers) -> None:
         self.phase, self.schedule, self.optimizer = phase, schedule, optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.schedule.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         self.schedule.load_state_dict(state_dict)
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,8 @@ from exp.errors import REFUSALS, ConfigError, config_error, constructor_error
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
 Length = Annotated[int, "a number of steps", Ge(1)]
+# The state of a schedule, or a group of an optimizer.
+State = dict[str, Any]
 
 
 class Constant(LambdaLR):
@@ -161,8 +163,8 @@ PROGRESS = ("last_epoch", "_step_count", NESTED, "base_lrs", "max_lrs", "_last_l
 class ScheduleState:
     """The state of a schedule and of the groups of its optimizer, without the parameters."""
 
-    state: dict[str, Any]
-    groups: list[dict[str, Any]]
+    state: State
+    groups: list[State]
 
     @classmethod
     def of(cls, schedule: LRScheduler) -> ScheduleState:
@@ -219,7 +221,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
     return True
 
 
-def _may_have_changed(schedule: LRScheduler, fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _may_have_changed(schedule: LRScheduler, fresh: State, saved: State) -> bool:
     """Return whether a restored schedule may have another length now, without stepping it."""
     if isinstance(schedule, LambdaLR):  # its length is in functions
         rates = [
@@ -232,7 +234,7 @@ def _may_have_changed(schedule: LRScheduler, fresh: Mapping[str, Any], saved: Ma
     return has_changed or any(_may_have_changed(*part) for part in parts)
 
 
-def _steps_done(state: Mapping[str, Any]) -> int:
+def _steps_done(state: State) -> int:
     return int(state["last_epoch"]) if "last_epoch" in state else _steps_done(state[NESTED][0])
 
 
@@ -240,7 +242,7 @@ def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(rates, others, strict=True))
 
 
-def _groups(schedule: LRScheduler) -> list[dict[str, Any]]:
+def _groups(schedule: LRScheduler) -> list[State]:
     return schedule.optimizer.param_groups
 
 

@@ -19,6 +19,8 @@ from torch.optim import SGD, Optimizer
 
 log = logging.getLogger(__name__)
 
+State = dict[str, Any]
+
 # The first step reduces the scale from 65536 to 1 in 16 skips. More skips in a row do not search for a scale.
 SKIPS_IN_A_ROW = 20
 FIX = (
@@ -77,7 +79,7 @@ class CountingScaler(torch.amp.GradScaler):
                 tensor.copy_(worst)
         self._unscaled[optimizer] = True
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: Optimizer, *args: object, **kwargs: object) -> float | None:
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         if optimizer not in self._unscaled:
@@ -129,10 +131,10 @@ class CountingScaler(torch.amp.GradScaler):
         # The scaler updates its tensor in place. A value that waits in a buffer must not change.
         return self._scale.detach().clone()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {**super().state_dict(), "skipped_steps": int(self.skipped_steps)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         state = dict(state_dict)
         self._skipped = state.pop("skipped_steps")
         if state:  # the saved run had a scale
@@ -162,10 +164,10 @@ class FiniteSteps(CountingScaler):
         if self._unscaled:
             super().update(1.0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"skipped_steps": int(self.skipped_steps)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         super().load_state_dict({"skipped_steps": state_dict["skipped_steps"]})
 
 

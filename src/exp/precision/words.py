@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from exp.errors import ConfigError, ErrorDetails, MissingExtraError, is_installed
-from exp.spelling import did_you_mean, show
+from exp.errors import (
+    ConfigError,
+    ErrorDetails,
+    MissingExtraError,
+    is_installed,
+    missing_value,
+    not_supported_with,
+    unknown_word,
+)
 
 # Compute capability of Hopper, the first whose tensor cores multiply float8.
 HOPPER = (9, 0)
-BF16 = "Write precision=bf16"
+KEY, BF16 = "precision.word", "Write precision=bf16"
 HALF = (torch.float16, torch.bfloat16)
 # The smallest number of float16 is 6e-8. Half of it and less is rounded to 0.
 SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
@@ -69,32 +76,32 @@ class Word:
 
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:
         """Yield an error for each setting of precision.scaler that does not suit this word."""
-        enabled = scaler["enabled"]
+        enabled, key = scaler["enabled"], "precision.scaler"
         if enabled is not None and enabled is not self.needs_scaler:
             expected = "false: only fp16 has a loss scale, for the float16 gradients of float32 parameters"
             if self.needs_scaler:
                 expected = "true: gradients below 6e-8 become 0 in float16"
             fix = f"Choose precision={self.name}, which sets both"
-            yield _error(f"{show(enabled)} with {self.name}", expected, fix, key="precision.scaler.enabled")
+            yield not_supported_with(f"{key}.enabled", enabled, self.name, expected, fix)
         elif not self.needs_scaler:
             for name, default in SCALER.items():
                 if scaler[name] != default:
-                    got = f"{show(scaler[name])} with {self.name}, which has no loss scale"
                     fix = "Leave it out, or choose precision=fp16"
-                    yield _error(got, f"{default}, the default", fix, key=f"precision.scaler.{name}")
+                    other = f"{self.name}, which has no loss scale"
+                    yield not_supported_with(f"{key}.{name}", scaler[name], other, f"{default}, the default", fix)
 
     def device_errors(self, accelerator: str) -> list[ErrorDetails]:
         """Return an error if the device (cpu, cuda or mps) does not support this word."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "it has no kernels for the loss scale of fp16" if self.needs_scaler else "it has no float64"
-            return [_error(f"{self.name} on mps", f"fp32 or bf16: {reason}", BF16)]
+            return [not_supported_with(KEY, self.name, "mps", f"fp32 or bf16: {reason}", BF16)]
         error = float8_error(accelerator) if self.float8 else None
         return [error] if error is not None else []
 
     def optimizer_errors(self, optimizer: Optimizer) -> list[ErrorDetails]:
         """Return an error if the optimizer cannot step in this word's dtypes."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
-            return [_error(f"{self.name} with LBFGS", "bf16 or fp32: LBFGS cannot skip a step", BF16)]
+            return [not_supported_with(KEY, self.name, "LBFGS", "bf16 or fp32: LBFGS cannot skip a step", BF16)]
         if self.parameters is not torch.float16:
             return []
         for group in optimizer.param_groups:
@@ -102,7 +109,7 @@ class Word:
             if eps is not None and 0 < eps < SMALLEST_HALF:
                 expected = f"{SMALLEST_HALF:.0e} or more: in float16 it is 0, and the step divides by it"
                 fix = "Write optimizer.eps=1e-4, or precision=fp16 or bf16_true"
-                return [_error(f"{eps:g} with precision={self.name}", expected, fix, key="optimizer.eps")]
+                return [not_supported_with("optimizer.eps", f"{eps:g}", f"precision={self.name}", expected, fix)]
         return []
 
 
@@ -115,7 +122,7 @@ def refuse_without_torchao() -> None:
 def read_word(name: str) -> Word:
     """Return the word of a name, or raise ConfigError if it is unknown."""
     if name not in WORDS:
-        raise ConfigError([_error(name, f"one of {', '.join(WORDS)}", did_you_mean(name, WORDS))])
+        raise ConfigError([unknown_word(KEY, name, WORDS)])
     return WORDS[name]
 
 
@@ -129,18 +136,14 @@ def float8_error(accelerator: str, capability: tuple[int, int] | None = None) ->
     if capability is None and accelerator == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
     if accelerator != "cuda" or capability is None or capability < HOPPER:
-        known = "" if capability is None else f", a GPU of compute capability {capability[0]}.{capability[1]}"
+        known = "" if capability is None else f" of compute capability {capability[0]}.{capability[1]}"
         expected = "a CUDA GPU of compute capability 9.0 or more (Hopper), whose tensor cores multiply float8"
-        return _error(f"fp8 on {accelerator}{known}", expected, BF16)
+        return not_supported_with(KEY, "fp8", f"{accelerator}{known}", expected, BF16)
     try:
         refuse_without_torchao()
     except MissingExtraError as error:
-        return _error("fp8 without torchao", str(error))
+        return missing_value(KEY, str(error), got="fp8 without torchao")
     return None
-
-
-def _error(got: str, expected: str, fix: str | None = None, *, key: str = "precision.word") -> ErrorDetails:
-    return ErrorDetails(key=key, got=got, expected=expected, fix=fix)
 
 
 WORDS = {

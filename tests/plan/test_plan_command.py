@@ -223,7 +223,7 @@ def test_unknown_figures_are_noted(capsys: pytest.CaptureFixture[str], monkeypat
     lit = planned(capsys, "module=lit", "launch.accelerator=cpu", "monitor=null", "savings=false")
     assert lit["ranks"][0]["parameters"] == 4 * (64 * 10 + 10)
     assert lit["ranks"][0]["activations"] is None
-    assert any("training_step of your own" in note for note in lit["notes"])
+    assert any("your training_step" in note for note in lit["notes"])
     branching = planned(capsys, "model=branching", "launch.accelerator=cpu", "savings=false")
     assert any("taken as 1" in note for note in branching["notes"])
     # The input of the layer, and for the product its output; the factor 2 keeps nothing.

@@ -1,8 +1,8 @@
-"""What a device can do at best: FLOPs and bytes a second, its memory, and what it can send to a neighbour.
+"""Peak rates of devices: FLOPs and bytes per second, memory, and bandwidth of links.
 
-In GB and GB/s, by NVIDIA's datasheets of each card (of V100, T4, A100, L4, L40S, H100, H200, HGX B200) and its
-whitepapers of Ada and GA102; memory is in GiB, which is how these cards are named. A link is NVLink's where there is
-one, else PCIe's, and half of the figure that is listed, which adds up both directions.
+Figures of cards are from NVIDIA's datasheets (V100, T4, A100, L4, L40S, H100, H200, HGX B200) and whitepapers (Ada,
+GA102), in GB and GB/s; memory is in GiB. A link is NVLink if the card has it, otherwise PCIe, in one direction: half of
+the listed figure.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device.
+    """A device with its peak rates.
 
-    flops: a second, by the word of arithmetic. bandwidth: bytes a second of its memory. memory: bytes.
-    link: bytes a second to a neighbour. overhead: seconds that every operator takes, however small.
-    latency: seconds of a message between neighbours, however small. overlaps: whether it sends while it computes.
-    source: where the figures are from.
+    Attributes:
+        name: Name of the card.
+        flops: FLOPs per second by the word of the arithmetic, such as bf16.
+        bandwidth: Bytes per second of its memory.
+        memory: Bytes.
+        link: Bytes per second to another device.
+        overhead: Seconds that an operator takes at least.
+        latency: Seconds that a message takes at least.
+        overlaps: Whether it can send while it computes.
+        source: Origin of the figures.
     """
 
     name: str
@@ -41,12 +47,12 @@ class Device:
     overhead: float = 0.0
     latency: float = 0.0
     overlaps: bool = True
-    source: str = "as its maker lists it"
+    source: str = "as listed by its vendor"
 
     def seconds(self, flops: float, moved: float, *, word: str) -> tuple[float, float]:
-        """Of an operator: what its arithmetic takes, and what its memory does. word: of the arithmetic.
+        """Return the seconds of an operator's arithmetic and of its memory traffic.
 
-        Where the device is not listed for it, as float32's.
+        An arithmetic without a listed peak counts as fp32.
         """
         peak = self.flops.get(word, self.flops["fp32"])
         return flops / peak, moved / self.bandwidth
@@ -70,33 +76,34 @@ _CARDS: dict[str, tuple[float, float, float]] = {
     "RTX 3090": (24, 936, 32),
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
-# Of a measured CPU.
+# Measurements of a CPU.
 TRIES = 4
 COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
-# A plan looks at every rank of a run, one by one.
+# A plan visits every rank of a run.
 MOST_DEVICES = 100_000
-# What launching an operator costs a GPU's host, about: a CUDA kernel's launch from PyTorch's eager mode.
+# Approximate seconds to launch a CUDA kernel from PyTorch's eager mode.
 LAUNCH = 5e-6
-# Of a small collective, about: NCCL between GPUs of a node, and gloo between processes with torch's hooks around it.
+# Approximate seconds of a small collective: NCCL between GPUs of a node, and gloo between processes.
 NCCL, GLOO = 2e-5, 3e-4
 
 
 def read_devices(text: str) -> tuple[Device, int | None]:
-    """The device that `64xH100` names, and how many; None where no number stands before it.
+    """Return the device that a text such as `64xH100` names, and the number of devices; None without a number.
 
-    Raises: ConfigError for a card that is not listed, none of them, or more than MOST_DEVICES.
+    Raises:
+        ConfigError: The card is not listed, or the number is 0 or above MOST_DEVICES.
     """
     found = COUNTED.fullmatch(text.strip())
     if found is None:
-        expected = "a card, with a number before it where there are several: 64xH100"
+        expected = "a card, or a number and a card such as 64xH100"
         raise config_error("device", got="an empty value", expected=expected)
     names = {name.lower().replace(" ", "_"): name for name in _CARDS}
     names |= {short.lower(): card for short, card in SHORT.items()}
     word = found[2].lower().replace(" ", "_")
     if word not in names:
-        expected = f"one of {', '.join(_CARDS)}, with a number before it where there are several: 64xH100"
+        expected = f"one of {', '.join(_CARDS)}, or a number and a card such as 64xH100"
         raise config_error("device", got=text, expected=expected, fix=did_you_mean(word, list(names)))
-    # Python refuses to read a number of thousands of digits.
+    # Python raises an exception for a number of thousands of digits.
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
         expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
@@ -105,7 +112,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
 
 
 def listed_device(card: str) -> Device:
-    """A card of the table."""
+    """Return a card of the table."""
     memory, bandwidth, link = _CARDS[card]
     return Device(
         name=card,
@@ -119,7 +126,7 @@ def listed_device(card: str) -> Device:
 
 
 def own_gpu() -> Device | None:
-    """The first GPU of this machine; None where there is none, or it is not in the table."""
+    """Return the first GPU of this machine; None if the machine has no GPU or the table does not list it."""
     if not torch.cuda.is_available():
         return None
     card = card_of(torch.cuda.get_device_name(0))
@@ -127,15 +134,17 @@ def own_gpu() -> Device | None:
 
 
 def own_cpu(*, word: str, ranks: int) -> Device:
-    """This machine's CPU, measured for a second by matrix products, copies and small operators.
+    """Measure the CPU of this machine for about a second, by matrix products, copies and small operators.
 
-    ranks: that share it.
+    Args:
+        word: `precision.word` of the run.
+        ranks: Ranks that share the CPU.
     """
     kinds = dict.fromkeys(["fp32", arithmetic(word)])
     device = torch.device("cpu")
     flops: dict[str, float] = {}
     for kind in kinds:
-        # Several times: others may be at work on this machine, too.
+        # Several times, because other processes may use the CPU.
         peaks = [peak for _ in range(TRIES) if (peak := measured_peak(device, kind)) is not None]
         flops |= {kind: max(peaks)} if peaks else {}
     source = torch.ones(2**22)
@@ -159,14 +168,14 @@ def own_cpu(*, word: str, ranks: int) -> Device:
         link=2 * source.nbytes / copied / 8,
         latency=GLOO,
         overlaps=False,
-        # Ten forward and ten backward, and the step's own share.
+        # Ten operators in the forward and ten in the backward.
         overhead=_fastest(few) / 20,
         source=f"measured on {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",
     )
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of several calls."""
+    """Return the seconds of the fastest of five calls."""
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a decided run takes: its layers, the memory of each rank, the time of a step, and what is sent."""
+"""Estimate a run: its layers, the memory of each rank, the time of a step, and the communication."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ if TYPE_CHECKING:
 
     from exp.check.plan import Plan
 
-# Guesses of the largest batch that are tried before the largest that was seen to fit is taken.
+# Guesses of the largest batch. After them, the largest batch that fit is taken.
 GUESSES = 4
 OWN_MODULE = (
-    "module: what a training_step of your own computes and keeps nobody knows; its parameters are counted alone"
+    "module: only the parameters are counted, because the FLOPs and activations of your training_step are not known"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one run.
+    """The estimate of a run.
 
-    network: on the meta device. places: the memory of each rank, those first that have most. time: None where no device
-    is known. batch: data.batch_size, of the whole run. micro_batches: that are accumulated in a step.
-    notes: what is an estimate, or not known, and why.
+    Attributes:
+        network: On the meta device.
+        figures: One micro-batch of a rank.
+        footprint: Memory and communication of the strategy.
+        places: Memory of each rank, the largest first.
+        time: Time of a step; None if the device is unknown.
+        batch: data.batch_size of the run.
+        micro_batches: Micro-batches that a step accumulates.
+        notes: Values that are approximate or unknown, with the reason.
     """
 
     network: nn.Module
@@ -46,14 +52,16 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes of the device that has most."""
+        """Bytes of the device with the most memory in use."""
         return largest_total(self.places)
 
 
 class Estimator:
-    """Estimates a plan's run, and the same run with other batches.
+    """Estimates the run of a plan, and the same run with other batches.
 
-    device: None where it is not known. Raises: RunError where the plan's network cannot be built without numbers.
+    Args:
+        plan: Plan of the run, whose network can be built on the meta device.
+        device: Device of the ranks; None if it is unknown.
     """
 
     def __init__(self, plan: Plan, *, device: Device | None) -> None:
@@ -64,7 +72,7 @@ class Estimator:
 
     @property
     def batch(self) -> int:
-        """data.batch_size; 1 where loaders of the user's own do not say."""
+        """data.batch_size; 1 if the user's loaders do not state it."""
         return self.plan.settings.batch_size or 1
 
     @property
@@ -72,7 +80,7 @@ class Estimator:
         return self.plan.settings.trainer.accumulate_grad_batches
 
     def estimate(self, *, batch: int | None = None, micro_batches: int | None = None) -> Estimate:
-        """Of the run, or with another data.batch_size, or other trainer.accumulate_grad_batches."""
+        """Return the estimate of the run, by default with its own batch size and number of micro-batches."""
         key = (batch or self.batch, micro_batches or self.micro_batches)
         if key not in self._known:
             self._known[key] = self._estimate(*key)
@@ -82,7 +90,7 @@ class Estimator:
         plan, network = self.plan, self.plan.network
         assert network is not None
         recomputed = plan.strategy.activation_checkpointing if isinstance(plan.strategy, Strategy) else ()
-        # The ranks that have most where a batch does not come out even.
+        # Of the ranks with the most samples, if the batch cannot be divided evenly.
         samples = max(1, -(-batch // plan.placement.data_ranks))
         setting = Setting(samples=samples, word=self.word, recomputed=recomputed)
         figures = take_step(plan, setting) if plan.own is None else parameters_alone(network, setting)
@@ -113,10 +121,13 @@ class Estimator:
         return self.plan.own is None and placement.model_ranks * placement.layers > 1
 
     def largest_batch(self, limit: int) -> int | None:
-        """The largest data.batch_size with which every device has room, by whole samples a rank.
+        """Return the largest data.batch_size that fits, a multiple of the ranks.
 
-        None where not one sample a rank fits, or what grows with the batch is not known.
-        limit: bytes of each device.
+        Args:
+            limit: Bytes of each device.
+
+        Returns:
+            None if not even one sample per rank fits, or if the memory of activations is unknown.
         """
         ranks = self.plan.placement.data_ranks
         own = max(1, -(-self.batch // ranks))
@@ -138,9 +149,13 @@ class Estimator:
 
 
 def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
-    """Where a line through the sizes around the limit, or the last two below it, meets it; None where it does not.
+    """Return the samples at which a line through two known sizes reaches the limit; None if the sizes do not grow.
 
-    seen: bytes by samples.
+    The line goes through the sizes next to the limit, or through the two nearest if all are on one side.
+
+    Args:
+        seen: Bytes by samples.
+        limit: Bytes of each device.
     """
     fitting = sorted(size for size, total in seen.items() if total <= limit)
     others = sorted(size for size, total in seen.items() if total > limit)
@@ -152,12 +167,12 @@ def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
     if rise <= 0:
         return None
     met = max(1, int(one + (limit - seen[one]) / rise))
-    # Between the two, where rounding would find one of them again.
+    # Strictly between the two, because rounding may give one of them again.
     return met if not (fitting and others) else min(max(met, one), two - 1)
 
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:
-    """Of a module whose step is its own."""
+    """Return the figures of a user's module, of which only the parameters are known."""
     parameters = sizes_of(network)
     gradients = {name: one.size for name, one in parameters.items() if one.learns}
     return StepFigures(setting=setting, parameters=parameters, gradients=[gradients], notes=[OWN_MODULE])

@@ -1,15 +1,15 @@
-"""One step of a run on fake tensors, which have shapes, dtypes and storages, and no numbers: nothing is allocated.
+"""Run a step on fake tensors, which have shapes, dtypes and storages but no numbers, so that nothing is allocated.
 
-The network is built on the meta device and its tensors are made anew as fake tensors of a CPU, so that the kernels of a
-CPU are those that keep activations, as the hook `memory` counts them in a run there. CUDA's keep the same but for what
-cuDNN and its attention have of their own.
+The network is built on the meta device, and its tensors are replaced by fake tensors of a CPU. The kernels of a CPU
+then decide which activations are kept, as the hook `memory` counts them in a run. Kernels of CUDA keep the same
+activations, except for cuDNN and CUDA's attention.
 
-    forward and objective    under the precision, inside the hook's own count of what is kept for the backward
-    backward                 gradients, and the operators that make them
-    optimizer                its state, made by its own first step (exp.plan.rank_memory)
+    forward and objective    in the precision, with the hook's count of what is kept for the backward
+    backward                 gradients, and the operators that compute them
+    optimizer                its state, created by a first step (exp.plan.rank_memory)
 
-Relied on, and tested (torch 2.13): FakeTensorMode of torch._subclasses, a fake tensor's storage, which is one Python
-object as long as it lives and knows its size, and `is_view` of an operator.
+It relies on private parts of torch that tests cover (2.13): FakeTensorMode of torch._subclasses, the storage of a fake
+tensor, which is one Python object with a size, and `is_view` of an operator.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,10 +59,12 @@ Part = Literal["forward", "backward", "recomputed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What of a step may be tried otherwise.
+    """The settings of a step that an estimate varies.
 
-    samples: of a rank's micro-batch, b. word: of the precision. recomputed: patterns of the modules whose activations
-    are computed again in the backward.
+    Attributes:
+        samples: Samples of a rank's micro-batch, b.
+        word: Word of the precision.
+        recomputed: Patterns of modules whose activations the backward computes again.
     """
 
     samples: int
@@ -71,9 +74,16 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A call of one operator. flops: by multiplications and additions. moved: bytes that it reads and writes.
+    """A call of an operator.
 
-    dtype: of what it gives, by torch's name. layer: the path of the innermost module; of the network itself ''.
+    Attributes:
+        name: Name of the operator.
+        part: Part of the step.
+        layer: Path of the innermost module; '' for the network itself.
+        flops: Multiplications and additions.
+        moved: Bytes that it reads and writes.
+        dtype: torch's name of the dtype of its result.
+        times: Calls per step.
     """
 
     name: str
@@ -95,18 +105,22 @@ class FakeNetwork:
 
 @dataclass(kw_only=True)
 class StepFigures:
-    """What one micro-batch of a step takes.
+    """The figures of a micro-batch.
 
-    parameters: by name. buffers: bytes. batch: bytes of a rank's micro-batch.
-    outputs: of the last call of each layer, as text with B for the batch; output_bytes: the same in bytes.
-    activations: bytes that are kept for the backward, of several phases those of the largest; by_layer: the same by
-        the layer that keeps them.
-    gradients: bytes by the parameter's name, for each phase or for the one backward; without those that could not be
-        run. temporaries: bytes that are alive at once at most, beyond parameters, buffers, batch, activations and
-        gradients; the optimizer's step left out.
-    operators: those of forward and backward.
-    fake: the network with which they were made; None where its step is its own.
-    notes: what is not known, and why.
+    Attributes:
+        setting: Settings of the step.
+        parameters: Sizes of the parameters by name.
+        buffers: Bytes of the buffers.
+        batch: Bytes of a rank's micro-batch.
+        outputs: Output of the last call of each layer, as text with B for the batch.
+        output_bytes: Bytes of these outputs.
+        activations: Bytes that are kept for the backward, of the largest phase.
+        by_layer: Bytes of the activations by the layer that keeps them.
+        gradients: Bytes by the parameter's name, for each phase whose backward could run.
+        temporaries: Largest number of further bytes that are alive at once, without the optimizer's step.
+        operators: Operators of forward and backward.
+        notes: Values that are unknown, with the reason.
+        fake: The network of the step; None for a user's module.
     """
 
     setting: Setting
@@ -125,21 +139,18 @@ class StepFigures:
 
     @property
     def trained(self) -> frozenset[str]:
-        """The names of the parameters that get a gradient; of all that learn where the backward is not known."""
+        """Names of the parameters that get a gradient, or of all trainable ones if the backward is unknown."""
         if not self.gradients:
             return frozenset(name for name, one in self.parameters.items() if one.learns)
         return frozenset(name for found in self.gradients for name in found)
 
     def flops(self, part: Part | None = None) -> float:
-        """Of one micro-batch, all or of one part."""
+        """Return the FLOPs of a micro-batch, of all parts or of one."""
         return sum(one.flops * one.times for one in self.operators if part in (None, one.part))
 
 
 def take_step(plan: Plan, setting: Setting) -> StepFigures:
-    """Run forward, objective and backward of a micro-batch of the plan's run.
-
-    What cannot run without numbers is left unknown, and the notes say so.
-    """
+    """Run forward, objective and backward of a micro-batch. A part that needs numbers is unknown, and has a note."""
     word = WORDS[setting.word]
     notes = ["fp8: activations are counted as bf16 has them"] if word.float8 else []
     precision_settings = replace(plan.settings.precision, word="bf16" if word.float8 else setting.word)
@@ -167,9 +178,9 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
 
 
 def make_fake(network: nn.Module) -> None:
-    """Put fake tensors of a CPU in the place of meta tensors: parameters, buffers, and plain attributes.
+    """Replace meta tensors of a network by fake tensors of a CPU: parameters, buffers and attributes.
 
-    Inside a FakeTensorMode. A tensor that several modules share stays one.
+    Call it in a FakeTensorMode. A tensor that several modules share remains shared.
     """
     made: dict[int, Tensor] = {}
 
@@ -190,18 +201,18 @@ def make_fake(network: nn.Module) -> None:
                 vars(module)[name] = fake(value)
 
 
-def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> Any:
-    """A batch of so many samples as the data set gives it, without their numbers. Inside a FakeTensorMode.
+def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
+    """Return a fake batch in the form of the data, or in the declared form if the data cannot be read.
 
-    Where the data are not on this machine, as the config declares them.
+    Call it in a FakeTensorMode.
     """
     try:
-        # Real, for a data set's own code reads numbers; a few samples are enough.
+        # Real tensors, because the code of a data set reads numbers. A few samples are enough.
         with unset_fake_temporarily():
             read = plan.data.first_samples("train", seconds=1.0)
     except (RunError, ConfigError) as error:
         read = None
-        notes.append(f"the batch is as the config declares it, for the data cannot be read here: {one_line(error)}")
+        notes.append(f"the batch has the declared form, because the data cannot be read here: {one_line(error)}")
     if read is None:
         return _declared_batch(plan, samples=samples)
     count = next(len(tensor) for tensor in tensors_in(read) if tensor.dim())
@@ -213,7 +224,7 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> Any:
     return map_tensors(read, resized)
 
 
-def _declared_batch(plan: Plan, *, samples: int) -> Any:
+def _declared_batch(plan: Plan, *, samples: int) -> object:
     from exp.models.inference import example_inputs
 
     spec = plan.spec
@@ -232,7 +243,7 @@ def _declared_batch(plan: Plan, *, samples: int) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What a precision logs, it logs for the run."""
+    """Silence the log of the precision, which is meant for runs."""
     log = logging.getLogger("exp.precision.plugin")
     before, log.disabled = log.disabled, True
     try:
@@ -241,30 +252,25 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
-ASKED = "the step reads numbers of tensors, which were taken as 1 and true: another branch may take something else"
+ASKED = "the step reads numbers of tensors, which were taken as 1 and true: other values may lead to another branch"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
-# What torch, or code of the user's own, raises where a tensor has no numbers.
+# Exceptions of torch and of users' code for tensors without numbers.
 UNDECIDED = (NotImplementedError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 class _Step:
-    """The passes of a step over one micro-batch.
+    """The passes of a step over a micro-batch. `run` fills `figures`."""
 
-    figures: an attribute, filled by `run`.
-    """
-
-    def __init__(self, plan: Plan, network: nn.Module, data: Any, *, setting: Setting, notes: list[str]) -> None:
+    def __init__(self, plan: Plan, network: nn.Module, data: object, *, setting: Setting, notes: list[str]) -> None:
         self.plan, self.network, self.data, self.notes = plan, network, data, notes
         self.paths = {module: path for path, module in reversed(list(network.named_modules()))}
         self.figures = StepFigures(setting=setting, parameters={}, notes=notes)
         self.figures.buffers = sum(storages(network.buffers()).values())
         self.figures.batch = sum(storages(tensors_in(data)).values())
-        self.batch = Batch(
-            data=data, size=setting.samples, global_size=setting.samples, world_size=1
-        )  # a share of its own
+        self.batch = Batch(data=data, size=setting.samples, global_size=setting.samples, world_size=1)
 
-    def run(self, settings: Settings, context: Callable[[], Any], *, double: bool) -> None:
+    def run(self, settings: Settings, context: Callable[[], AbstractContextManager[object]], *, double: bool) -> None:
         objective, phases = build_objective(settings), build_phases(settings)
         if double:
             for part in objective.modules():
@@ -285,11 +291,11 @@ class _Step:
         network: nn.Module,
         objectives: Sequence[Objective],
         trained: Sequence[nn.Parameter],
-        context: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[object]],
         *,
         times: float,
     ) -> None:
-        """One forward and its backward. Keeps the largest of what is kept, and adds up what is computed."""
+        """Run a forward and its backward, keep the largest memory, and add up the operators."""
         chosen = {id(parameter) for parameter in trained}
         others = [one for one in self.network.parameters() if one.requires_grad and id(one) not in chosen]
         for parameter in others:
@@ -302,7 +308,12 @@ class _Step:
             self.network.zero_grad()
 
     def _measure(
-        self, network: nn.Module, objectives: Sequence[Objective], context: Callable[[], Any], *, times: float
+        self,
+        network: nn.Module,
+        objectives: Sequence[Objective],
+        context: Callable[[], AbstractContextManager[object]],
+        *,
+        times: float,
     ) -> None:
         figures, log = self.figures, OperatorLog(self._layer, times=times)
         before = log.hold([*self.network.parameters(), *self.network.buffers(), *tensors_in(self.data)])
@@ -373,7 +384,7 @@ def sizes_of(network: nn.Module) -> dict[str, Size]:
 def losses_of(
     network: nn.Module, objectives: Sequence[Objective], batch: Batch, *, inputs: Sequence[str]
 ) -> list[Tensor]:
-    """The loss of each objective over one forward of a batch, as a step of a run computes them."""
+    """Return the loss of each objective over one forward of a batch, as in a step of a run."""
     run, first = forward_by_name(network, inputs), objectives[0]
     losses: list[Tensor] = []
     if first.needs:
@@ -387,15 +398,12 @@ def losses_of(
     return [*losses, *(one(values, batch)[0] for one in objectives[1:])]
 
 
-# torch gives it no types.
+# It has no types in torch.
 make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
 
 
 class Ones(TorchDispatchMode):
-    """Gives 1, or true, where code asks a fake tensor for its number.
-
-    asked: an attribute, whether any did.
-    """
+    """Returns 1 or true for the number of a fake tensor. `asked` becomes true if code reads a number."""
 
     def __init__(self) -> None:
         make_mode(self)
@@ -403,7 +411,7 @@ class Ones(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # whatever the operator gives
+    ) -> Any:  # the result of the operator
         if func is not torch.ops.aten._local_scalar_dense.default:
             return func(*args, **(kwargs or {}))
         self.asked = True
@@ -412,11 +420,16 @@ class Ones(TorchDispatchMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notes every operator that runs inside it, and how many bytes are alive at once.
+    """Records every operator that runs in it, and the bytes that are alive at once.
 
-    layer: called to say in which layer a forward is. times: how often a step does it.
-    part: an attribute, which of the two runs. peak: an attribute, in bytes.
-    owners: a mode to be entered around the forward: it tells the backward whose nodes it runs.
+    Args:
+        layer: Returns the layer of the current forward.
+        times: Runs per step.
+
+    Attributes:
+        part: Part that is running, set by the caller.
+        peak: Largest number of bytes that were alive at once.
+        owners: Mode for the forward, which lets the backward find the layer of a node.
     """
 
     def __init__(self, layer: Callable[[], str], *, times: float) -> None:
@@ -429,7 +442,7 @@ class OperatorLog(TorchDispatchMode):
         self._known: set[int] = set()
 
     def hold(self, tensors: Sequence[Tensor]) -> int:
-        """Count these storages, which are there before. Returns: their bytes."""
+        """Count storages that exist before the step, and return their bytes."""
         for tensor in tensors:
             self._note(tensor)
         return self._live
@@ -440,9 +453,9 @@ class OperatorLog(TorchDispatchMode):
         types: object,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # whatever the operator gives
+    ) -> Any:  # the result of the operator
         if func is torch.ops.prim.device.default:
-            return func(*args)  # which autograd asks more often than all else
+            return func(*args)  # autograd calls it more often than any other
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
@@ -451,7 +464,7 @@ class OperatorLog(TorchDispatchMode):
         if not func.is_view and results:
             part, layer = self.part, self.layer()
             if part == "backward":
-                # A layer that is called in a backward computes its activations again.
+                # A layer that is called in a backward recomputes its activations.
                 part, layer = ("backward", self.owners.current) if layer == OBJECTIVE else ("recomputed", layer)
             moved = sum(
                 tensor.nbytes for tensor in {id(one): one for one in (*tensors_in([args, kwargs]), *results)}.values()
@@ -481,10 +494,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 class NodeOwners(TorchFunctionMode):
-    """Marks the graph's nodes by the layer that made them, so that a backward knows whose it runs.
-
-    current: an attribute, the layer of the node under way.
-    """
+    """Labels nodes of the graph with their layer. In a backward, `current` is the layer of the node that runs."""
 
     def __init__(self, layer: Callable[[], str]) -> None:
         super().__init__()
@@ -492,7 +502,7 @@ class NodeOwners(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # whatever the function gives
+    ) -> Any:  # the result of the function
         result = func(*args, **(kwargs or {}))
         owner = None
         for tensor in tensors_in(result):

@@ -1,7 +1,7 @@
-"""The fastest way to run a plan that fits: over strategies, precisions, recomputed activations and accumulation.
+"""Search for the fastest configuration that fits, over strategies, precisions, checkpointing and accumulation.
 
-The samples of a step and the number of devices stay what they are, so that the run learns alike. Of each strategy and
-precision the fewest micro-batches that fit are taken, for more of them never make an estimated step shorter.
+The samples of a step and the number of devices do not change, so the run learns the same. Each strategy and precision
+uses the fewest micro-batches that fit, because more of them never make an estimated step shorter.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 
 ALONE = ("single",)
 SEVERAL = ("ddp", "fsdp", "tensor_parallel", "pipeline")
-# What an accumulation may be multiplied by: 1, 2, 4 ...
+# Number of micro-batch counts that are tried, each twice the one before.
 MOST_DOUBLINGS = 10
-# Estimates that differ by less do not tell which is faster.
+# Estimates that differ by a smaller share count as equal.
 ALIKE = 0.05
-# By how much another precision has to be faster.
+# Factor by which another precision must be faster.
 CLEARLY = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to run it. overrides: to add to the command.
+    """A configuration of the run.
 
-    total: bytes of the device that has most. seconds: of a step, which `bound` takes most of.
+    Attributes:
+        overrides: To add to the command.
+        total: Bytes of the device with the most memory in use.
+        seconds: Time of a step.
+        bound: What takes most of the time.
     """
 
     overrides: tuple[str, ...]
@@ -42,9 +46,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """fitting: the fastest first, in the order of `ways` where estimates cannot tell which is.
+    """The result of a search.
 
-    too_large: how many do not fit with one sample a rank. refused: how many are no run.
+    Attributes:
+        fitting: Configurations that fit, the best first.
+        too_large: Number of configurations that do not fit with one sample per rank.
+        refused: Number of configurations with an error.
     """
 
     fitting: Sequence[Candidate]
@@ -53,7 +60,7 @@ class Findings:
 
 
 def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Overrides of strategy, precision and activation checkpointing; what the run could not take is among them."""
+    """Yield overrides of strategy, precision and activation checkpointing. Some of them may have errors."""
     words = precisions(plan.settings.precision.word, accelerator=plan.placement.accelerator)
     for word in words:
         for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
@@ -65,10 +72,10 @@ def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def precisions(word: str, *, accelerator: str) -> list[str]:
-    """The run's own, and of float32 on a GPU bf16, which trains alike in most cases.
+    """Return the precision of the run, and bf16 in addition to float32 on a GPU, which trains the same in most cases.
 
-    On a CPU half precision is far from its peak in small products: a gpt of 0.1 million parameters took three times as
-    long in bf16 as in fp32 where its peak is higher.
+    On a CPU, small products in half precision are far from their peak: a GPT of 0.1 million parameters took three times
+    as long in bf16 as in fp32.
     """
     found = WORDS[word]
     if accelerator == "cpu":
@@ -77,10 +84,12 @@ def precisions(word: str, *, accelerator: str) -> list[str]:
 
 
 def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Estimator | None]) -> Findings:
-    """Try every way.
+    """Estimate every configuration.
 
-    limit: bytes of each device; None fits all. other: the estimator of the run with more overrides; None where these
-    are refused.
+    Args:
+        plan: Plan of the run.
+        limit: Bytes of each device; None for no limit.
+        other: Returns the estimator of the run with further overrides; None if they have an error.
     """
     fitting, too_large, refused = [], 0, 0
     for overrides in ways(plan):
@@ -110,10 +119,12 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
 
 
 def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:
-    """The fastest first; where estimates cannot tell which is, the one that comes first in `ways`, then the others.
+    """Return the candidates, the fastest first. Of candidates that are about equally fast, the first of `ways` leads.
 
-    word: of the run's own precision. Another one has to be clearly faster: it is other numbers, and small products are
-    further from its peak.
+    Args:
+        candidates: In the order of `ways`.
+        word: Precision of the run. Another precision must be clearly faster, because it changes the numbers, and small
+            products are further from its peak.
     """
     weighed = [one.seconds * (1.0 if f"precision={word}" in one.overrides else CLEARLY) for one in candidates]
     fastest = min(weighed, default=0.0)
@@ -122,7 +133,7 @@ def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candi
 
 
 def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
-    """With the fewest micro-batches that fit; None where not one sample a rank does."""
+    """Return the estimate with the fewest micro-batches that fit; None if even one sample per rank does not fit."""
     batch, count = estimator.batch, estimator.micro_batches
     ranks = estimator.plan.placement.data_ranks
     for _ in range(MOST_DOUBLINGS):
@@ -136,7 +147,7 @@ def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
 
 
 def accumulation(estimator: Estimator, estimate: Estimate) -> tuple[str, ...]:
-    """The overrides that make its micro-batches."""
+    """Return the overrides that set the micro-batches of an estimate."""
     if estimate.micro_batches == estimator.micro_batches:
         return ()
     return (f"data.batch_size={estimate.batch}", f"trainer.accumulate_grad_batches={estimate.micro_batches}")

@@ -1,4 +1,4 @@
-"""The layers of a network with what each of them takes, and repeated blocks told once."""
+"""Table of the layers of a network: parameters, FLOPs and activations, with repeated blocks merged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from exp.plan.fake_step import StepFigures
 from exp.strategies.footprint import OBJECTIVE
 
 if TYPE_CHECKING:
@@ -19,11 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A layer. path: in the network, whose own is ''. kind: its class. output: shapes and dtypes, B for the batch.
+    """A layer.
 
-    parameters: numbers of its own, those of layers in it not counted. flops: of a rank's micro-batch, forward and
-    backward; recomputed: those of them for activations that are computed again. activations: bytes that it keeps.
-    share: of the FLOPs; of the activations where nothing multiplies. times: how many layers alike it stands for.
+    Attributes:
+        path: Path in the network; '' for the network itself.
+        kind: Name of its class.
+        output: Shapes and dtypes of its output, with B for the batch.
+        parameters: Number of its parameters, without those of inner layers.
+        flops: FLOPs of a rank's micro-batch, forward and backward.
+        recomputed: FLOPs among them for activations that the backward computes again.
+        activations: Bytes that it keeps for the backward.
+        share: Share of the FLOPs of the network, or of its activations if it has no FLOPs.
+        times: Number of equal layers in this row.
     """
 
     path: str
@@ -38,49 +42,36 @@ class LayerRow:
 
 
 def layer_rows(estimate: Estimate) -> list[LayerRow]:
-    """Of each module that was called or has parameters of its own, in the network's order; the objective's last."""
+    """Return a row for each module that was called or holds parameters, and a last row for the objective."""
     figures, network = estimate.figures, estimate.network
     flops: defaultdict[str, float] = defaultdict(float)
     again: defaultdict[str, float] = defaultdict(float)
     for one in figures.operators:
         flops[one.layer] += one.flops * one.times
         again[one.layer] += one.flops * one.times if one.part == "recomputed" else 0
+    counts: defaultdict[str, int] = defaultdict(int)
+    for name, parameter in figures.parameters.items():
+        counts[name.rpartition(".")[0]] += parameter.count
+    kinds = {path: type(module).__name__ for path, module in network.named_modules()}
     rows = [
         LayerRow(
             path=path,
-            kind=type(module).__name__,
+            kind=kind,
             output=figures.outputs.get(path, ""),
-            parameters=own,
+            parameters=counts[path],
             flops=flops[path],
             recomputed=again[path],
             activations=figures.by_layer.get(path, 0),
         )
-        for path, module, own in _modules(network, figures)
-        if path in figures.outputs or own
+        for path, kind in (*kinds.items(), (OBJECTIVE, ""))
+        if path in figures.outputs or counts[path] or (path == OBJECTIVE and path in {*flops, *figures.by_layer})
     ]
-    rest = LayerRow(
-        path=OBJECTIVE,
-        kind="",
-        output="",
-        parameters=0,
-        flops=flops[OBJECTIVE],
-        recomputed=again[OBJECTIVE],
-        activations=figures.by_layer.get(OBJECTIVE, 0),
-    )
-    rows += [rest] if rest.flops or rest.activations else []
     whole, kept = sum(flops.values()), figures.activations or 0
     return [replace(row, share=row.flops / whole if whole else row.activations / kept if kept else 0.0) for row in rows]
 
 
-def _modules(network: nn.Module, figures: StepFigures) -> list[tuple[str, nn.Module, int]]:
-    counts: defaultdict[str, int] = defaultdict(int)
-    for name, one in figures.parameters.items():
-        counts[name.rpartition(".")[0]] += one.count
-    return [(path, module, counts[path]) for path, module in network.named_modules()]
-
-
 def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """The same rows, layers alike of three and more repeated blocks as one: `blocks.*.query`, so many times."""
+    """Return the rows, with one row for equal layers of three or more repeated blocks: `blocks.*.query`."""
     groups: defaultdict[tuple[object, ...], list[LayerRow]] = defaultdict(list)
     for row in rows:
         groups[_likeness(row)].append(row)
@@ -96,11 +87,11 @@ def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
 
 
 def to_pattern(path: str) -> str:
-    """A path with its places in lists as stars."""
+    """Return a path with `*` for each index of a list."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _likeness(row: LayerRow) -> tuple[object, ...]:
     path = to_pattern(row.path)
-    # The recomputed part and activations of first and last blocks may differ by a tensor or two: then they stand alone.
+    # Activations of the first and last block may differ from the others: these blocks then have their own rows.
     return (path, row.kind, row.output, row.parameters, row.flops, row.activations) if "*" in path else (row.path,)

@@ -1,9 +1,9 @@
-"""The memory of each rank: four parts, what communication needs, and what else is there at once.
+"""Estimate the memory of each rank.
 
 parameters, gradients, optimizer     exact: storages, as the hook `memory` counts them in a run
 activations                          of a rank's micro-batch, as the hook counts them on a CPU
-others                               the batch, the network's buffers, averages of the weights, what a strategy sends
-                                     and gathers, and the step's temporaries
+others                               the batch, buffers of the network, averages of the weights, buffers of the
+                                     strategy's communication, and temporaries of the step
 """
 
 from __future__ import annotations
@@ -34,14 +34,22 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 LONG = 1_000_000_000
-HISTORY = "the state of LBFGS grows from step to step, and is counted with all of its history_size"
+HISTORY = "the state of LBFGS grows with each step, and is counted with its full history_size"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceMemory:
-    """One device of one rank, or of several that have the same, in bytes.
+    """The memory of a device in bytes, for a rank or for several equal ranks. None stands for an unknown size.
 
-    None is what is not known. others: by what they are. on_host: the names of the parts that lie in the host's memory.
+    Attributes:
+        ranks: Ranks with this memory.
+        device: Index of the device, if a rank has several.
+        parameters: Size of the parameters.
+        gradients: Size of the gradients.
+        optimizer: Size of the optimizer's state.
+        activations: Size of the activations.
+        others: Other sizes by name.
+        on_host: Names of the parts that are in the memory of the host.
     """
 
     ranks: tuple[int, ...]
@@ -55,7 +63,7 @@ class PlaceMemory:
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """The four of the hook `memory`."""
+        """The four parts that the hook `memory` logs."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -65,16 +73,21 @@ class PlaceMemory:
 
     @property
     def total(self) -> int:
-        """On the device, of what is known: all parts at once, which is the peak or a little more."""
+        """Sum of the known parts on the device: an upper bound of the peak."""
         known = (size or 0 for name, size in self.parts.items() if name not in self.on_host)
         return sum(known) + sum(self.others.values())
 
 
 class OptimizerState:
-    """The bytes that the run's optimizers keep, made by their own first step over fake tensors.
+    """The bytes of the state of a run's optimizers, created by a first step over fake tensors.
 
-    fake: the run's network. trained: the names of the parameters that get a gradient.
-    notes: an attribute, why it is not known, where that is so.
+    Args:
+        plan: Plan of the run.
+        fake: Network of the run.
+        trained: Names of the parameters that get a gradient.
+
+    Attributes:
+        notes: Reasons why a state is unknown or approximate.
     """
 
     def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
@@ -84,7 +97,7 @@ class OptimizerState:
         self._network, self._mode = fake.module, fake.mode
 
     def of(self, held: Mapping[str, Held]) -> int | None:
-        """Of a rank that holds these parts; None where the optimizer cannot step without numbers."""
+        """Return the bytes of a rank that holds these parts; None if the optimizer cannot step without numbers."""
         key = tuple((name, one.shape) for name, one in held.items() if one.steps)
         if key not in self._known:
             self._known[key] = self._state_bytes(held)
@@ -103,7 +116,7 @@ class OptimizerState:
                         return _history(optimizer)
                     _step(optimizer)
             except UNDECIDED as error:
-                self.notes.append(f"the optimizer's state is not known: {one_line(error)}")
+                self.notes.append(f"the state of the optimizer is not known: {one_line(error)}")
                 return None
             return sum(storages(tensors_in([list(one.state.values()) for one in optimizers])).values())
 
@@ -123,18 +136,18 @@ class OptimizerState:
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Raises: what a step over tensors without numbers raises before it has made all of its state."""
+    """Make a step over tensors without numbers. Raise its exception only if state is still missing."""
     try:
         with Ones():
             optimizer.step()
-    except ArithmeticError as error:  # NAdam's, of a number that is taken as 1
+    except ArithmeticError as error:  # raised by NAdam, for a number that is taken as 1
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if any(one not in optimizer.state for one in parameters):
             raise RuntimeError(one_line(error)) from error
 
 
 def _history(optimizer: LBFGS) -> int:
-    """Pairs of differences, the direction, and the last gradient."""
+    """Return the bytes of the state of LBFGS: pairs of differences, the direction, and the last gradient."""
     (group,) = optimizer.param_groups
     pairs, size = int(group["history_size"]), sum(int(one.nbytes) for one in group["params"])
     return (2 * pairs + 2) * size
@@ -143,7 +156,15 @@ def _history(optimizer: LBFGS) -> int:
 def load_of(
     plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
 ) -> Load:
-    """What the strategy is told of a step. network: on the meta device. inputs: stand-ins, where it is cut by them."""
+    """Return the load of a step for the strategy.
+
+    Args:
+        plan: Plan of the run.
+        figures: One micro-batch of a rank.
+        micro_batches: Micro-batches that a step accumulates.
+        network: On the meta device.
+        inputs: Stand-in inputs, for strategies that split the network by a forward.
+    """
     return Load(
         network=network,
         sizes=figures.parameters,
@@ -157,14 +178,14 @@ def load_of(
 
 
 def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
-    """What the strategy says of itself; of Lightning's own classes, which say nothing, as of a whole copy a rank."""
+    """Return the footprint of a strategy. For strategies of Lightning, each rank counts as a whole copy."""
     placement = load.placement
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
-        return Single(name="single").footprint(load)  # as it is trained, without a process group
+        return Single(name="single").footprint(load)  # without a process group
     if isinstance(strategy, Strategy):
         return strategy.footprint(load)
     name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
-    note = f"what {name} holds on each rank is not known: counted as ddp, a whole copy a rank"
+    note = f"the memory of each rank under {name} is not known: counted as ddp, a whole copy per rank"
     found = DDP(name="ddp").footprint(load)
     return replace(found, notes=(*found.notes, note))
 
@@ -172,7 +193,7 @@ def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprin
 def memory_of(
     plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState | None
 ) -> list[PlaceMemory]:
-    """Of every place, those first that have most. states: None where nobody knows the optimizer."""
+    """Return the memory of every place, the largest first. states: None if the optimizer is unknown."""
     found = [_place_memory(plan, figures, place, states) for place in footprint.places]
     return sorted(found, key=lambda one: -one.total)
 
@@ -202,7 +223,7 @@ def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: Optimi
 
 
 def _gradients(figures: StepFigures, place: Place) -> int | None:
-    """Of the phase whose gradients are largest; as large as they were in the step, cut as the parameters are."""
+    """Return the bytes of the largest gradients of a phase, split like the parameters."""
     if not figures.gradients:
         return None
     sums = []
@@ -215,7 +236,7 @@ def _gradients(figures: StepFigures, place: Place) -> int | None:
 
 
 def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
-    """Of each callback that keeps an average of the weights, a copy of the rank's part, in float32 at least."""
+    """Return the bytes of callbacks that keep an average of the weights, at least in float32."""
     nodes, allow = plan.settings.callbacks.values(), plan.settings.security.allow
     count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
     if not count:
@@ -228,5 +249,5 @@ def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
 
 
 def largest_total(places: Sequence[PlaceMemory]) -> int:
-    """Bytes of the device that has most."""
+    """Return the bytes of the device with the most memory in use."""
     return max(place.total for place in places)

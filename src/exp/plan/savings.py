@@ -1,4 +1,4 @@
-"""What would save memory: the run with one change, each checked as a run of its own and estimated as the run was."""
+"""Find changes of a run that save memory. Each change is checked and estimated as a separate run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
     from exp.plan.estimate import Estimate, Estimator
 
-# Of the whole: less is not worth a line.
+# Smallest saving that is reported, as a share of the memory.
 LEAST = 0.01
-# A block is worth computing twice where most activations are kept in blocks.
+# Name of the change that recomputes activations.
 REPEATED = "repeated blocks compute their activations twice"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A change of the run. overrides: to add to the command. saved: bytes of the device that has most."""
+    """A change of the run. overrides: To add to the command. saved: Bytes of the device with the most memory in use."""
 
     what: str
     overrides: tuple[str, ...]
@@ -31,13 +31,13 @@ class Saving:
 
 
 def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What may be changed without another network or other data, with the overrides that do it."""
+    """Yield changes that need no other network or data, each with its overrides."""
     word, placement = WORDS[plan.settings.precision.word], plan.placement
     traits = traits_of(plan.strategy)
     if word.compute.itemsize == 4:
-        yield "matrix products and what they keep in bfloat16", ("precision=bf16",)
+        yield "matrix products and their saved inputs in bfloat16", ("precision=bf16",)
     if not word.half_parameters:
-        yield "weights, gradients and optimizer state in bfloat16, too", ("precision=bf16_true",)
+        yield "also weights, gradients and optimizer state in bfloat16", ("precision=bf16_true",)
     if placement.world_size > 1 and not traits & {"shards_parameters", "splits_layers", "splits_tensors"}:
         yield f"weights, gradients and optimizer state in shards over {placement.world_size} ranks", ("strategy=fsdp",)
     blocks = repeated_blocks(plan)
@@ -50,11 +50,11 @@ def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     batch, count = plan.settings.batch_size, plan.settings.trainer.accumulate_grad_batches
     if batch is not None and batch // 2 >= placement.data_ranks:
         overrides = (f"data.batch_size={batch // 2}", f"trainer.accumulate_grad_batches={2 * count}")
-        yield "half the batch at a time, twice a step", overrides
+        yield "half the batch, accumulated twice per step", overrides
 
 
 def repeated_blocks(plan: Plan) -> list[str]:
-    """Patterns of the layers of lists of layers, as strategy.activation_checkpointing takes them."""
+    """Return patterns of the layers in lists of layers, for strategy.activation_checkpointing."""
     if plan.network is None:
         return []
     found = choose_units(plan.network, AUTO, key="strategy.shard")
@@ -62,9 +62,12 @@ def repeated_blocks(plan: Plan) -> list[str]:
 
 
 def savings(estimate: Estimate, plan: Plan, other: Callable[[Sequence[str]], Estimator | None]) -> list[Saving]:
-    """The changes that save more than a hundredth, those first that save most.
+    """Return the changes that save more than a hundredth of the memory, the largest saving first.
 
-    other: the estimator of the run with more overrides; None where these are not allowed together.
+    Args:
+        estimate: Estimate of the run.
+        plan: Plan of the run.
+        other: Returns the estimator of the run with further overrides; None if they have an error.
     """
     found = []
     for what, overrides in changes(plan):

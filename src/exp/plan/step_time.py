@@ -1,8 +1,8 @@
-"""The time of a step from its operators: each takes what its arithmetic or its memory takes, whichever is more.
+"""Estimate the time of a step by the roofline of each operator (Williams, Waterman and Patterson, 2009).
 
-The roofline of Williams, Waterman and Patterson (2009), operator by operator. A device at its peak gives a lower bound:
-real kernels reach a half to nine tenths of it. Communication stands beside it, for it overlaps with the backward where
-there is something to overlap with.
+An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. The estimate is a lower
+bound: real kernels reach 50 to 90 % of the peak. Communication is counted separately, because it can overlap with the
+backward.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from exp.plan.rank_memory import PlaceMemory
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint
 
-# torch's names to the words of arithmetic.
+# Words of arithmetic by torch's names of dtypes.
 ARITHMETIC = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# What an optimizer reads and writes, in units of what it holds: it reads parameter, gradient and state, and writes
-# parameter and state.
+# Memory traffic of an optimizer step as a multiple of parameters, gradients and state: it reads all of them, and writes
+# parameters and state.
 READ_AND_WRITTEN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step.
+    """Seconds of an optimizer step.
 
-    compute: of the operators that arithmetic bounds. memory: of those that memory bounds, and of the optimizer.
-    overhead: of those so small that calling them takes longer. communication: of all that a rank sends.
-    flops: of a rank, in a step.
+    Attributes:
+        device: Device of the ranks.
+        compute: Seconds of operators that are bound by arithmetic.
+        memory: Seconds of operators that are bound by memory bandwidth, and of the optimizer.
+        overhead: Seconds of operators that are bound by the time of their call.
+        communication: Seconds of the messages of a rank.
+        flops: FLOPs of a rank in a step.
     """
 
     device: Device
@@ -41,14 +45,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """With communication behind the backward, of which half the time is there to overlap."""
+        """Seconds in all. Communication can overlap with half of the other time."""
         own = self.compute + self.memory + self.overhead
         hidden = own / 2 if self.device.overlaps else 0.0
         return own + max(0.0, self.communication - hidden)
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """The part that takes most of the time."""
         parts = {
             "compute": self.compute,
             "memory bandwidth": self.memory,
@@ -61,9 +65,14 @@ class StepTime:
 def step_time(
     figures: StepFigures, footprint: Footprint, places: Sequence[PlaceMemory], *, device: Device, micro_batches: int
 ) -> StepTime:
-    """Of the rank that takes longest.
+    """Return the time of a step of the slowest rank.
 
-    places: of the footprint. micro_batches: that are accumulated in a step.
+    Args:
+        figures: One micro-batch of a rank.
+        footprint: Memory and communication of the strategy.
+        places: Memory of each rank.
+        device: Device of the ranks.
+        micro_batches: Micro-batches that a step accumulates.
     """
     found = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
     tf32 = WORDS[figures.setting.word].tf32

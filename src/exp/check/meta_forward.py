@@ -39,7 +39,7 @@ class Failure:
 
     @property
     def is_undecidable(self) -> bool:
-        """Whether the network needs numbers, so that its shapes cannot be checked."""
+        """True if the network needs numbers, so that its shapes cannot be checked."""
         is_explained = isinstance(self.error, ConfigError | ProgramError)
         return not is_explained and any(word in str(self.error).lower() for word in UNDECIDABLE)
 

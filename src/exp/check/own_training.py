@@ -68,7 +68,7 @@ class OwnTraining:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all layers exist before its setup."""
+        """True if all layers exist before its setup."""
         return not any(is_overridden(method, self.kind, LightningModule) for method in LATER)
 
     def class_of(self, key: str) -> Any:

@@ -24,7 +24,7 @@ from exp.config.resolvers import resolver_errors
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
-NOTE = "Checks that need torch have not run yet: python -m exp.check runs all checks."
+NOTE = "Checks that need torch did not run: python -m exp.check runs all checks."
 
 
 def compose(

@@ -23,7 +23,6 @@ from exp.engine.checkpoint import State
 from exp.engine.checkpointing import OF_LIGHTNING, Checkpointing
 from exp.engine.datamodule import RunTrainer
 from exp.engine.lean_loop import find_override, is_own
-from exp.engine.module import TrainingModule
 from exp.engine.progress import before_batch, is_epoch_complete
 from exp.engine.stopping import Stopping
 from exp.optim.phase import PhaseSchedule
@@ -32,10 +31,6 @@ from exp.shared_types import Batch
 
 log = logging.getLogger(__name__)
 
-# Relative difference between the lengths of a schedule and of the run that is not reported.
-TOLERANCE = 0.05
-# Arguments of schedules that state the whole length of a run, or a part of it.
-LENGTHS, PARTS_OF_LENGTH = ("total_steps", "T_max"), ("warmup_steps", "total_iters", "step_size")
 START_HOOKS = ("on_train_start", "on_train_epoch_start")
 
 
@@ -79,9 +74,6 @@ class BeforeOthers(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = cast(RunTrainer, trainer)
-        if isinstance(pl_module, TrainingModule) and trainer.is_global_zero:
-            for note in _schedule_notes(pl_module):
-                log.warning("%s", note)
         if self.checkpointing.resumed is not None:
             self._take_lengths()
         if self.checkpointing.resumed is not None and any(_others(self._trainer, START_HOOKS)):
@@ -140,22 +132,6 @@ def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
         schedule = config.scheduler.schedule if isinstance(config.scheduler, PhaseSchedule) else config.scheduler
         if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
             yield schedule
-
-
-def _schedule_notes(module: TrainingModule) -> Iterator[str]:
-    """Yield a warning for each argument of a schedule that does not fit the length of the run."""
-    steps, epochs = module.lengths()
-    phases = {f"phases.{phase.name}.scheduler": phase.optimization for phase in module.phases}
-    for key, optimization in (phases or {"scheduler": module.optimization}).items():
-        total = steps if optimization.interval == "step" else epochs
-        if total is None or optimization.schedule_factory is None:
-            continue
-        for name, value in optimization.schedule_factory.keywords.items():
-            if value is None:
-                continue
-            differs = name in LENGTHS and abs(value - total) > TOLERANCE * total
-            if differs or (name in PARTS_OF_LENGTH and value >= total):
-                yield f"{key}.{name} is {value}, and the run has {total} {optimization.interval}s: they do not fit"
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:

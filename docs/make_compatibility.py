@@ -35,7 +35,6 @@ is that of `python -m exp.check OVERRIDES`.
 """
 # Options that give a strategy of conf/strategy other traits.
 OPTIONS = (
-    "strategy=deepspeed strategy.stage=3",
     "strategy=hybrid strategy.data=shard",
     "strategy=hybrid strategy.tensor=1 strategy.pipeline=2",
     "strategy=pipeline strategy.stages=2",

@@ -197,7 +197,7 @@ def test_each_phase_has_its_own_tags(fit):
 
 
 def test_stage_3_of_deepspeed_refuses_gradient_values():
-    config = exp.compose(["strategy=deepspeed", "strategy.stage=3", "trainer.gradient_clip_val=1.0", "phases=[]"])
+    config = exp.compose(["trainer.gradient_clip_val=1.0", "phases=[]"])
     planned = Blueprint(
         network=two_layers(),
         placement=placement("ddp", devices=2, accelerator="cpu", machine=Machine(gpus=0)),

@@ -98,7 +98,8 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.extras.deepspeed.deepspeed.DeepSpeed": dict.fromkeys(
         ("offload_parameters", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "show_gradients"),
         Removed(),
-    ),
+    )
+    | {"offload_optimizer": Removed([False])},
     "exp.extras.evaluation.confusion.Confusion": {"normalised": Removed()},
     "exp.extras.evaluation.pr_curve.PRCurve": {"positive_class": Removed(), "thresholds": Removed()},
     "exp.extras.evaluation.samples.Samples": {"columns": Removed()},

@@ -1,4 +1,4 @@
-"""Compare a precision with float32 on one batch, layer by layer: dtypes, errors, overflow, underflow."""
+"""Compares a precision with float32 on one batch, layer by layer: dtypes, errors, overflow, underflow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ Reference = Callable[[str, Arguments, Keywords], object]
 
 @dataclass(kw_only=True)
 class Record:
-    """What one layer gave. A layer that is called several times has all of its outputs here.
+    """The outputs and gradients of one layer, over all of its calls.
 
-    reference_outputs: what float32 gives for the same inputs. output_gradients: scaled, where the loss was.
+    Attributes:
+        kind: Name of the layer's class.
+        dtype: Dtype of the output.
+        outputs: Outputs, one entry per call.
+        reference_outputs: Outputs of the float32 layer for the same inputs.
+        output_gradients: Gradients with respect to the outputs, scaled like the loss.
+        gradient: Gradient of the layer, without the scale.
     """
 
     kind: str
@@ -33,25 +39,21 @@ class Record:
     reference_outputs: list[Tensor] = field(default_factory=list)
     output_gradients: list[Tensor] = field(default_factory=list)
     gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    has_finite_inputs: bool = True
-
-    def output(self) -> Tensor:
-        return _joined(self.outputs)
-
-    def reference(self) -> Tensor:
-        return _joined(self.reference_outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerComparison:
-    """One layer against float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
+    """One layer compared with float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
 
-    dtype: of its output, or of a kept layer its own, before the edge casts it; torch's name without `torch.`.
-    output_error: with all the errors of the layers before it. own_error: of its output, for equal inputs.
-    gradient_error: of its own parameters' gradients, or where it has none, of the loss with respect to its output.
-    overflow: numbers of output and gradient that are infinite or not a number, and finite in float32.
-    underflow: the share of both that is 0 or subnormal, of those that are not 0 in float32.
-    is_origin: whether its output overflows though its inputs are finite.
+    Attributes:
+        name: Name of the layer in the network.
+        kind: Name of the layer's class.
+        dtype: Dtype of the output, without `torch.`; for a kept layer its own dtype.
+        output_error: Error of the output, including the errors of earlier layers.
+        own_error: Error of the output for equal inputs.
+        gradient_error: Error of the gradients of the parameters, or of the output if the layer has no parameters.
+        overflow: Number of values of output and gradient that are infinite or NaN, and finite in float32.
+        underflow: Share of the nonzero float32 values of output and gradient that became 0 or subnormal.
     """
 
     name: str
@@ -62,14 +64,18 @@ class LayerComparison:
     gradient_error: float
     overflow: int
     underflow: float
-    is_origin: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of all layers, in the order in which they ran.
+    """The comparison of all layers, in the order of their calls.
 
-    loss_scale: at which the gradients were measured, 1 without.
+    Attributes:
+        word: Name of the precision.
+        layers: The layers.
+        loss: Loss in the precision.
+        loss_float32: Loss in float32.
+        loss_scale: Loss scale of the gradients; 1 without one.
     """
 
     word: str
@@ -80,10 +86,14 @@ class Comparison:
 
 
 def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: RunPrecision, seed: int) -> Comparison:
-    """Runs both networks forward and backward. They must have equal weights in float32, and are used up.
+    """Compare two networks with equal float32 weights after one forward and backward pass. Both networks are changed.
 
-    loss: of a network, 0-d; called under the precision's autocast for `chosen`. seed: of functions that draw.
-    precision: not of a run; it converts `chosen`.
+    Args:
+        reference: Runs in float32.
+        chosen: Runs in the precision.
+        loss: Returns the loss of a network, 0-d. For `chosen` it is called in the precision's autocast.
+        precision: Precision that no run uses. It converts `chosen`.
+        seed: Seed of random layers.
     """
     expected: dict[str, Record] = {}
     found: dict[str, Record] = {}
@@ -91,7 +101,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), dropout_off(reference, chosen):
         torch.manual_seed(seed)
         handles = record_outputs(reference, expected)
-        # torch lets convolutions take TensorFloat-32 unless told otherwise; the reference must be float32.
+        # By default torch allows convolutions to use TensorFloat-32.
         with TensorFloat32(allowed=False):
             value32 = loss(reference)
             torch.autograd.backward(value32)
@@ -124,7 +134,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
 
 
 def _in_float32(reference: nn.Module, device_type: str) -> Reference:
-    """A layer's output in float32 for given inputs: what it computes wrong by itself shows against this."""
+    """Return a function that computes a layer's output in float32 for given inputs."""
     modules = dict(reference.named_modules())
 
     def run(name: str, args: Arguments, kwargs: Keywords) -> object:
@@ -135,9 +145,9 @@ def _in_float32(reference: nn.Module, device_type: str) -> Reference:
 
 
 def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found: Mapping[str, Record]) -> float:
-    """Backward at the greatest scale, from the first one down, at which every gradient is finite. Returns: the scale.
+    """Run the backward with the largest loss scale at which all gradients are finite, and return the scale.
 
-    A run finds it by skipped steps.
+    A run finds this scale by skipping steps.
     """
     scale = float(precision.scale(value.detach().new_ones(()))) if precision.is_scaled else 1.0
     while True:
@@ -154,10 +164,9 @@ def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found:
 def _layer(
     name: str, found: Record, expected: Record, *, half: torch.dtype, scale: float, dtype: torch.dtype
 ) -> LayerComparison:
-    output, output32 = found.output(), expected.output()
+    output, output32 = _join(found.outputs), _join(expected.outputs)
     gradient, gradient32 = found.gradient, expected.gradient
-    overflow = _overflow(output, output32) + _overflow(gradient, gradient32)
-    # Under autocast the gradients of float32 parameters come out of half precision products.
+    # Under autocast the gradients of float32 parameters are results of half precision products.
     lost = [_lost(output, output32, torch.finfo(found.dtype).smallest_normal)]
     lost.append(_lost(gradient * scale, gradient32, torch.finfo(half).smallest_normal))
     counted = sum(count for _, count in lost)
@@ -166,11 +175,10 @@ def _layer(
         kind=found.kind,
         dtype=dtype_name(dtype),
         output_error=_error(output, output32),
-        own_error=_error(output, found.reference()),
+        own_error=_error(output, _join(found.reference_outputs)),
         gradient_error=_error(gradient, gradient32),
-        overflow=overflow,
+        overflow=_overflow(output, output32) + _overflow(gradient, gradient32),
         underflow=sum(share for share, _ in lost) / counted if counted else 0.0,
-        is_origin=found.has_finite_inputs and bool(_overflow(output, output32)),
     )
 
 
@@ -189,7 +197,7 @@ def _overflow(value: Tensor, expected: Tensor) -> int:
 
 
 def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
-    """Counts the numbers that fell below the smallest normal one, and those that are not 0."""
+    """Return the number of nonzero values below the smallest normal number, and of all nonzero values."""
     if value.shape != expected.shape:
         return 0, 0
     counted = expected != 0
@@ -199,24 +207,26 @@ def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
 def record_outputs(
     network: nn.Module, records: dict[str, Record], *, reference: Reference | None = None
 ) -> list[RemovableHandle]:
-    """Records the outputs of every layer: what has no modules in it, or parameters of its own. Returns: handles."""
+    """Record the outputs of every module without children or with own parameters. Return the handles of the hooks."""
     handles = []
     for name, module in network.named_modules():
         if name and (not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))):
             calls: list[tuple[Arguments, Keywords]] = []
             hook = partial(_record, name=name, records=records, reference=reference, calls=calls)
             if reference is not None:
-                handles.append(module.register_forward_pre_hook(partial(_note, calls=calls), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(_copy_inputs, calls=calls), with_kwargs=True))
             handles.append(module.register_forward_hook(hook, with_kwargs=True))
     return handles
 
 
-def _note(module: nn.Module, args: Arguments, kwargs: Keywords, *, calls: list[tuple[Arguments, Keywords]]) -> None:
-    """Keep copies of what a layer is given: ReLU(inplace=True) leaves other numbers behind in it."""
-    calls.append((map_tensors(args, _copied), map_tensors(kwargs, _copied)))
+def _copy_inputs(
+    module: nn.Module, args: Arguments, kwargs: Keywords, *, calls: list[tuple[Arguments, Keywords]]
+) -> None:
+    # Copies, because ReLU(inplace=True) changes its input.
+    calls.append((map_tensors(args, _copy), map_tensors(kwargs, _copy)))
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
@@ -231,7 +241,7 @@ def _record(
     reference: Reference | None,
     calls: list[tuple[Arguments, Keywords]],
 ) -> None:
-    # Of the last call that began: a layer may call itself.
+    # The last call that began, because a layer may call itself.
     args, kwargs = calls.pop() if reference is not None else (args, kwargs)
     value = _first(output)
     if value is None:
@@ -239,26 +249,24 @@ def _record(
     record = records.setdefault(name, Record(kind=type(module).__name__, dtype=value.dtype))
     record.outputs.append(_host(value))
     if value.requires_grad:
-        # The first backward of a call is that of the last one: put in front.
+        # The backward visits the calls in reverse order.
         value.register_hook(lambda gradient: record.output_gradients.insert(0, _host(gradient)))
     if reference is not None:
-        inputs = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
-        record.has_finite_inputs &= all(bool(part.isfinite().all()) for part in inputs)
         other = _first(reference(name, args, kwargs))
         record.reference_outputs.append(_host(value) if other is None else _host(other))
 
 
 def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
-    """Fills in the layers' gradients, divided by the scale: of their own parameters, or of their outputs."""
+    """Set the gradients of the records, divided by the scale: of own parameters, or else of the outputs."""
     modules = dict(network.named_modules())
     for name, record in records.items():
         own = [_host(p.grad) for p in modules[name].parameters(recurse=False) if p.grad is not None]
-        record.gradient = _joined(own or record.output_gradients) / scale
+        record.gradient = _join(own or record.output_gradients) / scale
 
 
 @contextmanager
 def dropout_off(*networks: nn.Module) -> Iterator[None]:
-    """Turns dropout off: two precisions would draw different masks."""
+    """Disable dropout, because two precisions would draw different masks."""
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     silent = [m for network in networks for m in network.modules() if isinstance(m, layers) and m.training]
     for module in silent:
@@ -271,14 +279,14 @@ def dropout_off(*networks: nn.Module) -> Iterator[None]:
 
 
 def _first(output: object) -> Tensor | None:
-    """The first floating tensor of what a layer returns."""
+    """Return the first floating-point tensor of an output."""
     return next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
 
 
 def _host(tensor: Tensor) -> Tensor:
-    # A copy, of float64 on the CPU too: what follows the layer may work in place.
+    # A copy also of float64 on the CPU, because later operations may work in place.
     return tensor.detach().to("cpu", torch.float64, copy=True).flatten()
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _join(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors) if tensors else torch.zeros(0, dtype=torch.float64)

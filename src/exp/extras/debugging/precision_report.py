@@ -1,12 +1,9 @@
-"""python -m exp.precision [overrides]: compares the layers of a network with float32 and suggests a precision.keep."""
+"""python -m exp.precision [overrides]: compares the layers of a network in a precision with float32."""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
-from statistics import median
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.errors import config_error
@@ -20,12 +17,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m exp.precision"
 HEADINGS = ("layer", "type", "dtype", "error", "own error", "gradient error", "overflow", "underflow")
-# A product of rounded numbers is wrong by about half a unit in the last place. A larger error comes from the layer.
-UNITS = 4
-# A share of lost numbers that no longer averages out.
-LOST = 0.1
-# Largest number of further comparisons, each with more kept layers.
-ROUNDS = 8
 
 
 @command()
@@ -57,16 +48,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(plan: Plan) -> str:
-    """Return the comparison of a plan's network as Markdown, with the suggested `precision.keep`.
+    """Return the comparison of a plan's network with float32 as Markdown.
 
     Raises:
         ConfigError: The run is not one network with one loss of one forward pass.
     """
     refuse_several(plan)
-    again = comparer(plan)
-    keep = plan.settings.precision.keep
-    comparison = again(keep)
-    return as_markdown(comparison, keep=proposed_keep(comparison, keep, again=again))
+    return as_markdown(compare_plan(plan))
 
 
 def refuse_several(plan: Plan) -> None:
@@ -84,8 +72,8 @@ def _terms(plan: Plan) -> list[str]:
     return [name for name in plan.objective.terms if not plan.objective.needs_of(name)]
 
 
-def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
-    """Return the function that compares the plan's network with float32 on its first batch, for a `precision.keep`.
+def compare_plan(plan: Plan) -> Comparison:
+    """Compare the plan's network with float32 on its first batch.
 
     Terms of the objective that need several passes are left out.
     """
@@ -115,76 +103,23 @@ def comparer(plan: Plan) -> Callable[[Mapping[str, str]], Comparison]:
         made.load_state_dict({name: states[f"network.{name}"] for name in made.state_dict()})
         return made
 
-    def compared(keep: Mapping[str, str]) -> Comparison:
-        plugin = build_precision(precision.word, device_type=device.type, keep=keep, **vars(precision.scaler))
-        reference, chosen = (network().to(device).train() for _ in range(2))
+    plugin = build_precision(precision.word, device_type=device.type, keep=precision.keep, **vars(precision.scaler))
+    reference, chosen = (network().to(device).train() for _ in range(2))
 
-        def loss(network: nn.Module) -> Tensor:
-            is_chosen = network is chosen
-            # A copy, because a first layer may work in place.
-            given = map_tensors(data, torch.clone)
-            given = plugin.convert_input(given) if is_chosen else given
-            values = forward_by_name(network, tuple(plan.spec.inputs))(network, given)
-            total: Tensor = parts[is_chosen](values)[0]
-            return total
+    def loss(network: nn.Module) -> Tensor:
+        is_chosen = network is chosen
+        # A copy, because a first layer may work in place.
+        given = map_tensors(data, torch.clone)
+        given = plugin.convert_input(given) if is_chosen else given
+        values = forward_by_name(network, tuple(plan.spec.inputs))(network, given)
+        total: Tensor = parts[is_chosen](values)[0]
+        return total
 
-        return compare(reference, chosen, loss=loss, precision=plugin, seed=settings.seed)
-
-    return compared
+    return compare(reference, chosen, loss=loss, precision=plugin, seed=settings.seed)
 
 
-def proposed_keep(
-    comparison: Comparison, keep: Mapping[str, str], *, again: Callable[[Mapping[str, str]], Comparison]
-) -> dict[str, str]:
-    """Return `keep` with the layers that should be in fp32.
-
-    Errors of the first layers hide errors of later layers. So the first layers are kept and the batch is compared
-    again, until no layer is found.
-
-    Args:
-        again: Compares under another keep.
-    """
-    proposed = dict(keep)
-    for _ in range(ROUNDS):
-        more = [name for name in _worst(comparison) if name not in proposed]
-        if not more:
-            break
-        proposed |= dict.fromkeys(more, "fp32")
-        comparison = again(proposed)
-    names = [layer.name for layer in comparison.layers]
-    patterns = _patterns([name for name in names if name in proposed.keys() - keep.keys()], names)
-    return {**keep, **dict.fromkeys(patterns, "fp32")}
-
-
-def _worst(comparison: Comparison) -> list[str]:
-    """Return layers where infinity begins; else layers with own errors; else layers with an outlying gradient."""
-    import torch
-
-    from exp.precision.words import HALF, WORDS
-
-    dtype, layers = WORDS[comparison.word].compute, comparison.layers
-    if dtype not in HALF:
-        return []
-    limit = UNITS * torch.finfo(dtype).eps
-    usual = median(layer.gradient_error for layer in layers) if layers else 0.0
-    stages = (
-        [layer.name for layer in layers if layer.is_origin],
-        [layer.name for layer in layers if layer.overflow],
-        [layer.name for layer in layers if layer.own_error > limit or layer.underflow > LOST],
-        [layer.name for layer in layers if layer.gradient_error > max(limit, UNITS * usual)],
-    )
-    return next((names for names in stages if names), [])
-
-
-def keep_as_yaml(keep: Mapping[str, str]) -> str:
-    """Return `keep` as YAML, to paste into an experiment."""
-    if not keep:
-        return "precision:\n  keep: {}"
-    return "\n".join(["precision:", "  keep:", *(f'    "{pattern}": {dtype}' for pattern, dtype in keep.items())])
-
-
-def as_markdown(comparison: Comparison, *, keep: Mapping[str, str]) -> str:
-    """Return a comparison as text. keep: the suggested one."""
+def as_markdown(comparison: Comparison) -> str:
+    """Return a comparison as Markdown."""
     error = abs(comparison.loss - comparison.loss_float32)
     lines = [
         f"# precision={comparison.word} against float32, one batch",
@@ -195,7 +130,7 @@ def as_markdown(comparison: Comparison, *, keep: Mapping[str, str]) -> str:
         lines.append(f"- gradients measured at a loss scale of {comparison.loss_scale:g}")
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
     lines += [f"| {' | '.join(_cells(layer))} |" for layer in comparison.layers]
-    return "\n".join([*lines, "", "```yaml", keep_as_yaml(keep), "```"])
+    return "\n".join(lines)
 
 
 def _cells(layer: LayerComparison) -> tuple[str, ...]:
@@ -203,13 +138,3 @@ def _cells(layer: LayerComparison) -> tuple[str, ...]:
     shown = [f"{error:.1e}" if error else "0" for error in errors]
     underflow = "0" if (share := f"{layer.underflow:.1%}") == "0.0%" else share
     return (layer.name, layer.kind, layer.dtype, *shown, str(layer.overflow), underflow)
-
-
-def _patterns(names: Collection[str], all_names: Collection[str]) -> list[str]:
-    """Return blocks.0.norm and blocks.1.norm as blocks.*.norm, if the pattern names no other layer."""
-    patterns = []
-    for name in names:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        is_exact = {other for other in all_names if fnmatchcase(other, pattern)} <= set(names)
-        patterns.append(pattern if pattern != "*" and is_exact else name)
-    return list(dict.fromkeys(patterns))

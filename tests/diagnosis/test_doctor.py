@@ -29,10 +29,10 @@ def command(monkeypatch, tmp_path, capsys):
 
 def test_a_working_torch_has_no_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    trials = {what: attempt(what) for what in ("torch", "group:gloo", "run:cpu:fp32", "import")}
+    trials = {what: attempt(what) for what in ("torch", "group:gloo", "run:cpu", "import")}
     assert not [trial for trial in trials.values() if "error" in trial]
     group = torch_findings.group_finding("gloo", trials["group:gloo"])
-    (run,) = torch_findings.run_findings("cpu", {"fp32": trials["run:cpu:fp32"]})
+    run = torch_findings.run_finding("cpu", trials["run:cpu"])
     assert (group.state, run.state, torch_findings.import_finding(trials["import"]).state) == ("ok", "ok", "ok")
 
 
@@ -40,8 +40,7 @@ def test_a_working_torch_has_no_error(monkeypatch):
 def test_a_working_machine_trains(command):
     status, lines = command()
     assert (status, lines[-1]) == (0, "all well"), lines
-    (runs,) = [line for line in lines if "runs on cpu" in line]
-    assert "fp32, tf32, bf16, fp16, fp64: three steps each" in runs
+    assert any(line.startswith("ok") and "run on cpu" in line for line in lines)
     assert any(line.startswith("ok") and "a process group of one rank works" in line for line in lines)
     assert list(Path().iterdir()) == []
 
@@ -125,11 +124,8 @@ def test_failing_groups_and_runs_are_named():
     gloo = torch_findings.group_finding("gloo", {"error": "RuntimeError: Unable to resolve hostname"})
     assert ("hostname" in gloo.found, "loopback" in gloo.fix) == (True, True)
     assert torch_findings.group_finding("nccl", {"sum": 4.0}).state == "ok"
-    trials = {"fp32": {"loss": 2.0}, "bf16": {"refused": "bf16; expected another"}, "fp16": {"error": "ValueError: x"}}
-    found = {one.part: one for one in torch_findings.run_findings("cuda", trials)}
-    assert [one.state for one in found.values()] == ["note", "error", "ok"]
-    assert "ValueError: x" in found["fp16 on cuda"].found
-    (crashed,) = torch_findings.run_findings("cuda", {"error": "its process was ended by SIGSEGV"})
+    assert torch_findings.run_finding("cuda", {"loss": 2.0}).state == "ok"
+    crashed = torch_findings.run_finding("cuda", {"error": "its process was ended by SIGSEGV"})
     assert (crashed.state, "SIGSEGV" in crashed.found) == ("error", True)
 
 
@@ -137,9 +133,9 @@ def test_failing_groups_and_runs_are_named():
 def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert "SIGSEGV" in doctor.tried("import")["error"]
-    assert "nothing" in doctor.tried("group:nothing")["error"]
-    assert doctor.tried("group:gloo")["sum"] == 4.0
+    assert "SIGSEGV" in doctor.try_in_process("import")["error"]
+    assert "nothing" in doctor.try_in_process("group:nothing")["error"]
+    assert doctor.try_in_process("group:gloo")["sum"] == 4.0
     assert torch_findings.import_finding({"error": "OSError: torchvision/_C.so"}).fix.startswith("Install torch and")
 
 

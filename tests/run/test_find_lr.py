@@ -206,11 +206,11 @@ ERRORS: Mapping[str, tuple[list[str], str]] = {
     "rates that fall": (["--max", "1e-9"], "--max: 1e-09; expected a rate above --min, 1e-08"),
     "few steps": (["--steps", "5"], "--steps: 5; expected a number above 19"),
     "a sweep": (["-m", "seed=0,1"], "--multirun: several runs; expected one"),
-    "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0; expected "),
-    "phases": (["phases=[body_and_head]"], "phases: head, body, each with an optimizer of its own; expected none"),
+    "a rate of the config": (["optimizer.lr=0"], "optimizer.lr: 0 with exp.find_lr; expected "),
+    "phases": (["phases=[body_and_head]"], "phases: head, body with exp.find_lr; expected none"),
     "a schedule that is none": (["scheduler=cosine", "scheduler.end_factor=x"], "scheduler.end_factor"),
     "two machines": (["strategy=ddp", "launch.nodes=2"], "launch.nodes: 2; expected 1"),
-    "torchrun": ([], "exp.find_lr alone"),
+    "torchrun": ([], "expected exp.find_lr without torchrun"),
 }
 
 
@@ -230,7 +230,7 @@ def test_a_wrong_command_is_refused_before_anything_is_written(
 def test_a_test_starts_from_given_weights_but_not_from_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     exp.fit(exp.compose([*SHORT, "trainer.max_epochs=1", "hydra.run.dir=first"]))
     assert main([*SHORT, "resume=first/checkpoints/last.ckpt"]) == 2
-    assert "resume: first/checkpoints/last.ckpt; expected null" in capsys.readouterr().err
+    assert "resume: 'first/checkpoints/last.ckpt'; expected null" in capsys.readouterr().err
     assert main([*SHORT, "train=false", "weights.from=first"]) == 2
     assert "train: false; expected true" in capsys.readouterr().err
     # From its weights, the loss begins where that run's ended.
@@ -290,8 +290,8 @@ def own(write: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["optimizer=fixed"], "optimizer._target_: Fixed, which takes no lr"),
-        (["strategy={_target_: mine.Owner, name: owner}"], "whose engine makes the optimizer's steps"),
+        (["optimizer=fixed"], "Fixed with exp.find_lr; expected an optimizer with the parameter lr"),
+        (["strategy={_target_: mine.Owner, name: owner}"], "strategy: owner with exp.find_lr"),
         (
             [*UNCHECKED, "module={_target_: mine.Lit}"],
             "the command shortens exp's own training",

@@ -1,6 +1,6 @@
 """python -m exp.doctor: checks the installation and the machine, and prints a fix for each error.
 
-python -m exp.doctor                        everything, with three steps of a run on each device and precision
+python -m exp.doctor                        everything, with a run of three steps on each device
 python -m exp.doctor --quick                everything except the runs
 python -m exp.doctor --outputs /big/outputs   checks the disk of another directory for results
 """
@@ -51,7 +51,7 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
     """Check everything, and stop at an error on which the rest depends. Only other processes import torch."""
     yield from installation.findings()
     yield from machine.findings(outputs)
-    torch = tried("torch")
+    torch = try_in_process("torch")
     if "error" in torch:
         yield torch_findings.broken(torch["error"], PathFinder.find_spec("torch"))
         return
@@ -59,19 +59,19 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
     yield Finding("ok", "torch", f"{torch['version']}, {build}, {torch['threads']} threads, {torch['file']}")
     yield from torch_findings.gpu_findings(torch, drivers=machine.nvidia_drivers(), environment=os.environ)
     for backend in ["gloo", *(["nccl"] if torch["gpus"] else [])]:
-        yield torch_findings.group_finding(backend, tried(f"group:{backend}"))
-    imports = torch_findings.import_finding(tried("import"))
+        yield torch_findings.group_finding(backend, try_in_process(f"group:{backend}"))
+    imports = torch_findings.import_finding(try_in_process("import"))
     yield imports
     devices = ["cpu", *(["cuda"] if torch["gpus"] else []), *(["mps"] if torch["mps"] else [])]
     for device in devices if trains and imports.state == "ok" else ():
-        yield from torch_findings.run_findings(device, tried(f"runs:{device}"))
+        yield torch_findings.run_finding(device, try_in_process(f"run:{device}"))
 
 
-def tried(what: str) -> Mapping[str, Any]:
-    """Try something in another process, because it may crash or hang.
+def try_in_process(what: str) -> Mapping[str, Any]:
+    """Run a try in another process, because it may crash or hang.
 
     Args:
-        what: A try of `exp.extras.doctor.probe`.
+        what: The name of the try in `exp.extras.doctor.probe`.
 
     Returns:
         The facts; {"error": words} if it failed, crashed or took longer than SECONDS.

@@ -11,10 +11,10 @@ class Finding:
     """A finding about a part of the installation or the machine.
 
     Args:
-        state: `error` if something that exp needs does not work. A `note` is worth knowing and breaks nothing.
+        state: `error` if exp cannot work. `note` if exp works, but users should know the finding.
         part: The part's name, such as torch, gloo or outputs.
-        found: What was found.
-        fix: What to type or to change. Each error has one.
+        found: The finding.
+        fix: The command or change that fixes it. Each error has one.
     """
 
     state: Literal["ok", "note", "error"]
@@ -23,6 +23,6 @@ class Finding:
     fix: str = ""
 
     def text(self) -> str:
-        """Return the finding as the doctor prints it, with the fix on a line of its own."""
+        """Return the finding as text, with the fix on a second line."""
         first = f"{self.state:<5}  {self.part:<16}  {self.found}"
         return f"{first}\n{'':<23}  -> {self.fix}" if self.fix else first

@@ -1,4 +1,4 @@
-"""Explains what the probe found about torch, its GPUs, process groups and runs, with a fix for each error."""
+"""Findings about torch, its GPUs, process groups and runs, with a fix for each error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HIDDEN = "CUDA_VISIBLE_DEVICES"
 
 
 def broken(error: str, spec: ModuleSpec | None) -> Finding:
-    """Return why torch cannot be imported.
+    """Return the finding that torch cannot be imported.
 
     Args:
         error: The error of the import.
-        spec: What an import of torch finds.
+        spec: The module that an import of torch finds.
     """
     if spec is None or spec.origin is None:
         return Finding("error", "torch", "it is not installed", f"pip install {REQUIREMENT}")
@@ -37,10 +37,10 @@ def broken(error: str, spec: ModuleSpec | None) -> Finding:
 
 
 def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Say whether torch can use the GPUs of this machine, and why not.
+    """Yield whether torch can use the GPUs of this machine, and the reason if it cannot.
 
     Args:
-        torch: What the probe found.
+        torch: The facts of the probe.
         drivers: The version of NVIDIA's driver for each GPU that the system lists.
         environment: The environment variables.
     """
@@ -78,7 +78,7 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
 
 
 def group_finding(backend: str, trial: Facts) -> Finding:
-    """Say whether ranks can exchange tensors."""
+    """Return whether ranks can exchange tensors."""
     if "error" not in trial:
         return Finding("ok", backend, "a process group of one rank works")
     fixes = {
@@ -90,26 +90,18 @@ def group_finding(backend: str, trial: Facts) -> Finding:
 
 
 def import_finding(trial: Facts) -> Finding:
-    """Say whether the packages of a run can be imported."""
+    """Return whether the packages of a run can be imported."""
     if "error" not in trial:
-        return Finding("ok", "imports", "all that a run needs")
+        return Finding("ok", "imports", "all packages of a run")
     fix = "pip install --force-reinstall --no-deps the package that the error names"
     if "torchvision" in trial["error"]:
         fix = "Install torch and torchvision of one build, such as +cpu for both, or uninstall torchvision"
     return Finding("error", "imports", shorten(trial["error"], most=200), fix)
 
 
-def run_findings(device: str, trials: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which precisions train on a device, by the trial of each; `error` stands for all if the process crashed."""
-    well = []
-    for precision, trial in trials.items():
-        part = f"{precision} on {device}"
-        if precision == "error" or "error" in trial:
-            error = shorten(trial if precision == "error" else trial["error"], most=200)
-            yield Finding("error", part, f"a run of three steps fails: {error}", f"Use another precision, or {AGAIN}")
-        elif "refused" in trial:
-            yield Finding("note", part, shorten(trial["refused"], most=200))
-        else:
-            well.append(precision)
-    if well:
-        yield Finding("ok", f"runs on {device}", f"{', '.join(well)}: three steps each")
+def run_finding(device: str, trial: Facts) -> Finding:
+    """Return whether a run of three steps trains on a device."""
+    if "error" not in trial:
+        return Finding("ok", f"run on {device}", "three steps")
+    error = shorten(trial["error"], most=200)
+    return Finding("error", f"run on {device}", f"a run of three steps fails: {error}", AGAIN)

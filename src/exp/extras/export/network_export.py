@@ -24,7 +24,7 @@ from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
 from exp.data.value_names import value_names
-from exp.errors import ConfigError, ErrorDetails, RunError, shorten
+from exp.errors import RunError, config_error, shorten
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
@@ -38,6 +38,7 @@ from exp.spelling import among
 
 Format = Literal["onnx", "torch_export"]
 ENDINGS: Mapping[Format, str] = {"onnx": "network.onnx", "torch_export": "network.pt2"}
+SOURCE = "command line"
 SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # Parts of the data in the order of preference: validation and test have no augmentation.
@@ -241,22 +242,20 @@ def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights
     Raises:
         ConfigError: The output is a directory, a file of the run, or has the suffix of another format.
     """
+    name = ENDINGS[format]
     if output is None:
         if run.directory is None:
-            got = f"nothing, and {run.checkpoint} lies outside of its run directory"
-            raise ConfigError([_error(got, fix=f"Write output={ENDINGS[format]}")])
-        return run.directory / EXPORTS / ENDINGS[format]
+            got = f"null, and {run.checkpoint} is not in a run directory"
+            raise config_error("output", got=got, expected="a file", fix=f"Write output={name}", source=SOURCE)
+        return run.directory / EXPORTS / name
     path = Path(output)
     if path.is_dir():
-        raise ConfigError([_error(f"{path}, a directory", fix=f"Write output={path / ENDINGS[format]}")])
+        fix = f"Write output={path / name}"
+        raise config_error("output", got=f"{path}, a directory", expected="a file", fix=fix, source=SOURCE)
     run.refuse_own_file(path, weights=weights)
     for other in get_args(Format):
         if other != format and path.suffix == Path(ENDINGS[other]).suffix:
             got = f"{path}, whose suffix is that of format={other}, with format={format}"
-            right = path.with_suffix(Path(ENDINGS[format]).suffix)
-            raise ConfigError([_error(got, fix=f"Write output={right}, or format={other}")])
+            fix = f"Write output={path.with_suffix(Path(name).suffix)}, or format={other}"
+            raise config_error("output", got=got, expected="a file", fix=fix, source=SOURCE)
     return path
-
-
-def _error(got: str, *, fix: str) -> ErrorDetails:
-    return ErrorDetails(key="output", got=got, expected="a file", fix=fix, source="command line")

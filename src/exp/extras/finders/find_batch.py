@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
-from exp.errors import ErrorDetails, RunError, config_error, raise_errors
+from exp.errors import ErrorDetails, RunError, config_error, missing_value, not_supported_with, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path, write_table
 from exp.output import command, survive_output_errors
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)
-        raise_errors(unfit(decided, limit=limit))
+        raise_errors(unsuitable(decided, limit=limit))
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
         print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)
@@ -86,19 +86,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unfit(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
-    """Yield the errors of a run without one size, or without a limit."""
+def unsuitable(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
+    """Yield the errors of a run without one batch size, or without a limit."""
     data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:
-        expected = "null: it makes batches of several sizes, and data.batch_size is not one"
-        yield ErrorDetails(key="data.batch_sampler", got=str(data["batch_sampler"]["_target_"]), expected=expected)
-    if limit is None and decided.placement.accelerator != "cuda":
-        yield ErrorDetails(
-            key="--memory",
-            got=f"no limit, on {decided.placement.accelerator}",
-            expected="one: what does not fit there is swapped, or has the system end programs",
-            fix="Write --memory 2GiB",
-        )
+        expected = "null: its batches have several sizes"
+        yield not_supported_with("data.batch_sampler", data["batch_sampler"]["_target_"], PROGRAM, expected)
+    accelerator = decided.placement.accelerator
+    if limit is None and accelerator != "cuda":
+        expected = "a limit: beyond the memory the system swaps or ends programs"
+        yield missing_value("--memory", expected, "Write --memory 2GiB", got=f"no limit, on {accelerator}")
 
 
 def samples_of(decided: Plan) -> int | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exp.errors import ErrorDetails, RunError, config_error, raise_errors
+from exp.errors import ErrorDetails, RunError, config_error, not_supported_with, raise_errors
 from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
 from exp.output import command, survive_output_errors
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with survive_output_errors():
         config, decided = decide(arguments)
-        raise_errors(unfit(decided))
+        raise_errors(unsuitable(decided))
         test = {
             "_target_": "exp.extras.finders.range_test.RangeTest",
             "lowest": flags.min,
@@ -71,28 +71,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unfit(decided: Plan) -> Iterator[ErrorDetails]:
+def unsuitable(decided: Plan) -> Iterator[ErrorDetails]:
     """Yield the errors of a run without one learning rate to raise."""
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of
 
     settings = decided.settings
     if settings.phases:
-        yield ErrorDetails(
-            key="phases",
-            got=f"{', '.join(settings.phases)}, each with an optimizer of its own",
-            expected="none: the range test raises the rate of one optimizer",
-        )
+        expected = "none: the range test raises the rate of one optimizer"
+        yield not_supported_with("phases", ", ".join(settings.phases), PROGRAM, expected)
     if "owns_step" in traits_of(decided.strategy):
-        got = f"{settings.strategy['name']}, whose engine makes the optimizer's steps"
-        yield ErrorDetails(key="strategy", got=got, expected="a strategy that leaves them to the optimizer")
-    kind = resolve(settings.optimizer["_target_"], allow=settings.security.allow)
-    parameters = inspect.signature(kind).parameters
-    if "lr" not in parameters:
-        got = f"{kind.__name__}, which takes no lr"
-        yield ErrorDetails(key="optimizer._target_", got=got, expected="an optimizer with a learning rate of that name")
+        expected = "a strategy that leaves the steps to the optimizer"
+        yield not_supported_with("strategy", settings.strategy["name"], PROGRAM, expected)
+    target = settings.optimizer["_target_"]
+    if "lr" not in inspect.signature(resolve(target, allow=settings.security.allow)).parameters:
+        yield not_supported_with("optimizer._target_", target, PROGRAM, "an optimizer with the parameter lr")
     elif "lr" in settings.optimizer and settings.optimizer["lr"] == 0:
-        yield ErrorDetails(key="optimizer.lr", got="0", expected="above 0: the rates of groups are multiples of it")
+        yield not_supported_with("optimizer.lr", "0", PROGRAM, "above 0: the rates of groups are multiples of it")
 
 
 def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:

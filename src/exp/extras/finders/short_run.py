@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
-from exp.errors import ErrorDetails, Interrupted, raise_errors
+from exp.errors import ErrorDetails, Interrupted, config_error, invalid_value, missing_value, raise_errors
 from exp.files import write_atomic
 from exp.output import announce_torch_import
 
@@ -93,17 +93,14 @@ def parse(
     for flag in flags:
         parser.add_argument(flag.name, type=flag.kind, default=flag.default, help=f"{flag.help}; {flag.default}")
     own, rest = parser.parse_known_args(argv)
-    errors = []
+    errors: list[ErrorDetails] = []
     for flag in flags:
         value = vars(own)[flag.name.lstrip("-").replace("-", "_")]
         if value is not None and flag.above is not None and not value > flag.above:  # also a nan
-            errors.append(ErrorDetails(key=flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}"))
+            errors += config_error(flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}").errors
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
-        error = ErrorDetails(
-            key="--multirun", got="several runs", expected="one", fix="Leave -m out, and call it once each"
-        )
-        errors.append(error)
+        errors.append(missing_value("--multirun", "one", "Leave -m out, and call it once each", got="several runs"))
     raise_errors(errors)
     if answer_question(arguments):
         return own, None
@@ -129,11 +126,11 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     decided = plan(resolve(config))
     settings = decided.settings
     raise_errors(
-        ErrorDetails(key=key, got=str(got), expected=expected)
+        invalid_value(key, got, expected)
         for key, is_wrong, got, expected in (
             ("module", settings.module is not None, settings.module, "null: the command shortens exp's own training"),
             ("launch.nodes", settings.launch.nodes != 1, settings.launch.nodes, "1: it starts its own ranks"),
-            ("train", settings.train is not True, "false", "true: it trains for some steps"),
+            ("train", settings.train is not True, False, "true: it trains for some steps"),
             ("resume", settings.resume is not None, settings.resume, "null; weights.from=RUN_DIR begins with weights"),
         )
         if is_wrong

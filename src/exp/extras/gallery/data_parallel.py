@@ -1,6 +1,6 @@
-"""torch.nn.DataParallel: one process, a replica of the network on each of its GPUs for each forward.
+"""torch.nn.DataParallel: one process, with a replica of the network on each of its GPUs for each forward.
 
-Lightning dropped it, and PyTorch advises against it; it is here for what runs under it already.
+Lightning removed it, and PyTorch advises against it. It is here for code that already uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, not_supported_with
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint, Load, Place, Transfer
 from exp.strategies.placement import Demand, Placement
@@ -30,7 +30,7 @@ ADVICE = (
 
 
 class DataParallel(Strategy):
-    """Inputs are cut along their first dimension, outputs gathered on the first device; on CPU there is no replica."""
+    """Splits inputs along their first dimension and gathers outputs on the first device. On CPU it has one replica."""
 
     replicates_in_threads = True
 
@@ -43,11 +43,11 @@ class DataParallel(Strategy):
         return Demand(rest="layers")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Several nodes; on GPUs a compiled network, and what casts at the edges of layers."""
+        """Return the errors of several nodes and, on GPUs, of a compiled network and of casts at layers."""
         return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
-        """All of it on the first device, and on each other one a copy of the weights while it computes."""
+        """Return everything on the first device, and a copy of the weights on each other device during a step."""
         count = load.placement.layers if load.placement.accelerator == "cuda" else 1
         if count == 1:
             return Footprint(places=[Place(ranks=(0,), held=load.whole_parameters())])
@@ -61,48 +61,34 @@ class DataParallel(Strategy):
         return Footprint(places=places, transfers=transfers, work=1 / count)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """One device for Lightning; the others are nn.DataParallel's own."""
+        """Return a strategy with one device for Lightning; nn.DataParallel has the others."""
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
     def _errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
-        placement = planned.placement
+        placement, fix, strategy = planned.placement, "Or write strategy=ddp", "data_parallel"
         if placement.world_size > 1:
-            yield ErrorDetails(
-                key="launch.nodes",
-                got=f"{placement.nodes} with data_parallel",
-                expected="1: it is one process",
-                fix="Write strategy=ddp",
-            )
-        if planned.settings.runtime.compile and placement.accelerator == "cuda":
-            yield ErrorDetails(
-                key="runtime.compile",
-                got="true with data_parallel, whose replicas would all call the first one's compiled code",
-                expected="false",
-                fix="Or write strategy=ddp",
-            )
-        if placement.accelerator == "cuda" and placement.layers > 1:
-            yield from self._precision_errors(planned)
-
-    def _precision_errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
-        # Their hooks remember a forward from its start to its end, and the replicas run at once, in threads.
-        reason = "with data_parallel, whose replicas would share what casts their numbers"
-        word = WORDS[planned.precision]
-        if word.half_parameters:
-            yield ErrorDetails(
-                key="precision.word",
-                got=f"{planned.precision} {reason}",
-                expected=word.mixed_word.name,
-                fix="Or write strategy=ddp",
-            )
-        if keep := planned.settings.precision.keep:
-            yield ErrorDetails(
-                key="precision.keep", got=f"{dict(keep)} {reason}", expected="{}", fix="Or write strategy=ddp"
-            )
+            yield not_supported_with("launch.nodes", placement.nodes, strategy, "1: it is one process", fix)
+        if placement.accelerator != "cuda":
+            return
+        if planned.settings.runtime.compile:
+            reason = f"{strategy}, whose replicas would all call the compiled code of the first"
+            yield not_supported_with("runtime.compile", True, reason, "false", fix)
+        if placement.layers > 1:
+            # The hooks of casts keep values from the start of a forward to its end, and replicas run in threads.
+            word, reason = WORDS[planned.precision], f"{strategy}, whose replicas would share the hooks that cast"
+            if word.half_parameters:
+                yield not_supported_with("precision.word", planned.precision, reason, word.mixed_word.name, fix)
+            if keep := planned.settings.precision.keep:
+                yield not_supported_with("precision.keep", dict(keep), reason, "{}", fix)
 
 
 class ReplicatingStrategy(SingleDeviceStrategy):
-    """One process on its first device. devices: torch's names of all of them; on CPU the network is called as it is."""
+    """One process on its first device. On CPU the network is called without replicas.
+
+    Args:
+        devices: torch's names of all devices.
+    """
 
     def __init__(self, *, devices: Sequence[str]) -> None:
         super().__init__(device=torch.device(devices[0]).type if devices[0].startswith("cpu") else devices[0])
@@ -111,7 +97,7 @@ class ReplicatingStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self._devices[0].type == "cuda":
-            # Past nn.Module: the state dict has the network once.
+            # Not a child of the module, so that the state dict has the network once.
             vars(module_of(self))["run_network"] = Replicated(network_of(self), device_ids=self._devices)
 
     def teardown(self) -> None:
@@ -121,10 +107,10 @@ class ReplicatingStrategy(SingleDeviceStrategy):
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """Replicas that draw different numbers, the same in a resumed run."""
+    """Replicas with different random numbers, which a resumed run repeats."""
 
     def forward(self, *inputs: object, **named: object) -> object:
-        # A step seeds the CPU and the first device.
+        # A step seeds only the CPU and the first device.
         seed = torch.initial_seed()
         for index, device in enumerate(self.device_ids[1:], start=1):
             with torch.cuda.device(device):

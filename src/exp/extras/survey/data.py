@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import ConfigError, ErrorDetails, RunError, config_error
+from exp.errors import ConfigError, RunError, config_error, not_supported_with
 from exp.output import announce_torch_import, command, describe_write_error, show_transient_line, survive_output_errors
 
 if TYPE_CHECKING:
@@ -99,12 +99,9 @@ def _built(resolved: Resolved) -> Data:
         raise ConfigError(locate_errors(resolved.config, error.errors)) from error
     if isinstance(data, Data):
         return data
-    detail = ErrorDetails(
-        key="data._target_",
-        got=f"{resolved.settings.data['_target_']}, whose loaders give batches and know no samples",
-        expected="exp.data.data.Data, which gives each sample of a part",
-        fix="Name its data sets in data.train, data.val and data.test of a YAML in conf/data",
-    )
+    expected = "exp.data.data.Data, which has samples: the loaders of other classes have only batches"
+    fix = "Name its data sets in data.train, data.val and data.test of a YAML in conf/data"
+    detail = not_supported_with("data._target_", str(resolved.settings.data["_target_"]), "exp.data", expected, fix)
     raise ConfigError(locate_errors(resolved.config, [detail]))
 
 

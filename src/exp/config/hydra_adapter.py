@@ -55,19 +55,19 @@ HYDRA_ERRORS = (
 MAX_MESSAGE = 300
 # The line that states where the values of a file belong.
 HEADER = re.compile(r"#\s*@package\s+(\S+)")
-# Messages of Hydra 1.3.8 about a choice that has no place in the defaults list, with our words: got, expected, fix.
+# Messages of Hydra 1.3.8 and 1.4.0rc3 about a choice that the defaults list has no place for: got, expected, fix.
 REFUSED_CHOICES = {
-    r"In '(?P<file>[^']+)': Could not override '(?P<group>[^'@]+)@": (
-        "an override of the file's own node, where the file stands", "an override of the whole config",
+    r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^'@]+)@": (
+        "an override of the file's own node", "an override of the whole config",
         "Begin the file with the line `# @package _global_`, and put its own keys below the name of its group",
     ),
-    r"In '(?P<file>[^']+)': Could not override '(?P<group>[^']+)'": (
-        "`override /{group}`, and no entry /{group} of the defaults list that it could replace",
+    r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^']+)'": (
+        "`override /{group}` without an entry /{group} in the defaults list",
         "a group that the primary config chooses before this file",
         "Write `- /{group}/NAME` to add an option of it, or correct the name",
     ),
     r"Could not override '(?P<group>[^']+)'.*To append to your default list use (?P<added>\S+)": (
-        "= on a group of which the defaults list chooses nothing", "+ to add to it", "Write {added}",
+        "= on a group without a choice in the defaults list", "+ to add to it", "Write {added}",
     ),
     r"In '(?P<file>(?P<group>[^'/]+)[^']*)': .*Cannot merge ((Dict|List)Config with|incompatible container)": (
         "a mapping for a list of another file, or a list for a mapping", "the same kind in both",

@@ -48,13 +48,13 @@ def test_the_help_lists_each_command(words, capsys):
 def test_a_misspelled_command_suggests_a_line_that_runs(typed, meant, capsys):
     assert main(shlex.split(typed)) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"exp: {shlex.split(typed)[0]} is no command. Write:"
+    assert first == f"exp: {shlex.split(typed)[0]} is not a command. Write:"
     assert second.endswith(f"exp {meant}")
 
 
 def test_an_unknown_command_lists_all_commands(capsys):
     assert main(["zebra"]) == 2
-    assert capsys.readouterr().err.endswith(f"is no command. The commands are {', '.join(COMMANDS)}\n")
+    assert capsys.readouterr().err.endswith(f"is not a command. The commands are {', '.join(COMMANDS)}\n")
 
 
 @pytest.mark.parametrize(

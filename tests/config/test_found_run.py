@@ -278,7 +278,7 @@ def test_a_sweep_may_start_from_a_run(folder):
         (["from_run=file"], r"from_run: file, which holds no config.yaml; expected a run directory"),
         (["from_run=empty"], r"from_run: empty, which holds no config.yaml; expected a run directory"),
         (["from_run=half"], r"from_run: half, which holds no overrides.yaml"),
-        (["from_run=wrong"], r"from_run: wrong, whose overrides.yaml is no list"),
+        (["from_run=wrong"], r"from_run: wrong, whose overrides.yaml is not a list"),
         (["from_run=sweep"], r"from_run: sweep, a directory of 1 runs; .*Write from_run=sweep/0"),
         (["from_run=a,b"], r"from_run: from_run=a,b; expected one run. Sweep over what differs"),
         (["+from_run=half"], r"expected from_run=DIR"),

@@ -140,7 +140,7 @@ def test_a_user_function_may_return_a_module(name):
     [
         ("check_output", "which is subprocess.check_output"),
         ("says_nothing", "a function that returns nothing; expected a function that returns a Module"),
-        ("Net.method", "which is no class method of makers.Net"),
+        ("Net.method", "which is not a class method of makers.Net"),
         ("Net.from_widht", "Did you mean makers.Net.from_width"),
         ("says_modul", r"Did you mean makers.says_module\?"),
         ("cached", "a _lru_cache_wrapper; expected a class, or a function"),

@@ -287,7 +287,7 @@ def test_outputs_that_cannot_be_written_are_refused(pets_directory, pets, write_
     for given, output, message in (
         ("same.csv", "answers.xlsx", "a file in .npz, .csv, .jsonl"),
         ("same.csv", "nowhere/answers.csv", "mkdir -p nowhere"),
-        ("same.csv", "same.csv/answers.csv", "whose folder is not there"),
+        ("same.csv", "same.csv/answers.csv", "whose folder does not exist"),
         ("missing.csv", "answers.csv", "which does not exist"),
         ("same.csv", "same.csv", is_input),
         ("same.csv", "link.csv", is_input),

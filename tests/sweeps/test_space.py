@@ -78,7 +78,7 @@ def test_values_that_cannot_be_swept_are_refused(value, message):
 
 
 def test_wrong_values_of_a_file_name_their_key():
-    with pytest.raises(ConfigError, match=r"cannot be read: 16\.5 is no whole number") as refused:
+    with pytest.raises(ConfigError, match=r"cannot be read: 16\.5 is not an integer") as refused:
         listed("+hydra.sweeper.params={optimizer.lr:'int(16.5)'}")
     assert [error.source for error in refused.value.errors] == ["hydra.sweeper.params"]
 

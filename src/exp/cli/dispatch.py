@@ -94,7 +94,7 @@ def _refuse(words: Sequence[str]) -> int:
     program = "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
     line = suggest_line(words)
     fix = f"Write:\n  {program} {line}" if line else f"The commands are {', '.join(COMMANDS)}"
-    print(f"exp: {words[0] or 'an empty word'} is no command. {fix}", file=sys.stderr)
+    print(f"exp: {words[0] or 'an empty word'} is not a command. {fix}", file=sys.stderr)
     return 2
 
 

@@ -36,7 +36,7 @@ def refuse_place(path: Path, *, given: Path) -> None:
     if path.suffix not in FORMATS:
         got, expected = str(path), f"a file in {', '.join(FORMATS)}"
     elif not path.absolute().parent.is_dir():
-        got, expected = f"{path}, whose folder is not there", "a file in a folder that is there"
+        got, expected = f"{path}, whose folder does not exist", "a file in an existing folder"
         fix = f"mkdir -p {path.parent}"
     elif path.is_dir():
         got, expected = f"{path}, a directory", "a file"

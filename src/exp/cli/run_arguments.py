@@ -56,7 +56,7 @@ def read_arguments(
     for text in argv:
         key, sign, given = text.partition("=")
         if key in keys and values[key] is not None:
-            errors.append(command_line_error(key, f"{text}, and it is there twice", f"{key}=..., once"))
+            errors.append(command_line_error(key, f"{text}, which is given twice", f"{key}=..., once"))
         elif key in keys and sign:
             values[key] = _unquoted(given)
         elif text.startswith("-") or (not sign and not text.startswith("~")):

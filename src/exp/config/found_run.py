@@ -65,7 +65,7 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
             got = f"{run}, a directory of {len(jobs)} runs" if jobs else f"{run}, which holds no {name}"
             raise _refusal(got, WHERE, f"Write {KEY}={run / jobs[0]}" if jobs else None)
     if not isinstance(read_overrides(run), list):
-        raise _refusal(f"{run}, whose overrides.yaml is no list", "the file that exp wrote")
+        raise _refusal(f"{run}, whose overrides.yaml is not a list", "the file that exp wrote")
     lost = lost_keys(read_frozen(run))
     if lost:
         got = f"{run}, whose config.yaml has no {among(lost)}: a part of it is lost"

@@ -88,13 +88,13 @@ def _whole(convert: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError("an interval of whole numbers has two ends")
         if math.ceil(low) > math.floor(high) and low <= high:
-            raise ValueError(f"there is no whole number from {low:g} to {high:g}")
+            raise ValueError(f"there is no integer from {low:g} to {high:g}")
         # An interval with its ends swapped stays swapped, and the sweep reports it.
         start, end = (math.ceil(low), math.floor(high)) if low <= high else (math.floor(low), math.ceil(high))
         return IntervalSweep(start=start, end=end, tags=set(given[0].tags))
     for number in _floats_in(given):
         if not number.is_integer():
-            raise ValueError(f"{number:g} is no whole number")
+            raise ValueError(f"{number:g} is not an integer")
     return convert(*args, **kwargs)
 
 

@@ -398,7 +398,7 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
     is_merged = line.sign == "" and not line.is_sweep and isinstance(line.value, dict) and isinstance(node, DictConfig)
     if is_merged and not ("_target_" in line.value and "_target_" in node) and adds_keys(node, line.value):
         fix = f"Write '+{line.text}', which adds to the mapping"
-        return _error(line.key, f"{_shorten(line.text)}, with keys that are not there", "a value that fits", fix)
+        return _error(line.key, f"{_shorten(line.text)}, with keys that do not exist", "a value that fits", fix)
     if line.sign == "~" and line.value not in (None, "", node):
         return _error(line.key, f"{line.value_text}, and the value is {node}", "the present value")
     return None

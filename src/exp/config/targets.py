@@ -152,7 +152,7 @@ def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
     home = _home_of_name(dotted, allow=allow)
     value = _attribute(dotted, home=home)
     if not inspect.isroutine(value) or dotted in FUNCTIONS:
-        raise TargetError(f"{dotted}, which is no function of yours", "a function of yours")
+        raise TargetError(f"{dotted}, which is not a function of yours", "a function of yours")
     _require_function(dotted, value, home=home, returns=("builtins.object",))
     return value
 
@@ -203,7 +203,7 @@ def _attribute(dotted: str, *, home: str) -> Any:
         if attribute.startswith("_") or not isinstance(own, classmethod | staticmethod):
             expected = f"a class, such as {module_name}, or a class method that makes an object"
             fix = _similar(attribute, vars(owner), of=module_name)
-            raise TargetError(f"{dotted}, which is no class method of {module_name}", expected, fix)
+            raise TargetError(f"{dotted}, which is not a class method of {module_name}", expected, fix)
         return getattr(owner, attribute)
     module = _import(module_name, dotted)
     value = _member(module, attribute)
@@ -282,7 +282,7 @@ def _require_base(dotted: str, value: object, *, bases: list[str]) -> None:
     classes = tuple(class_of(base) for base in bases)
     if not (inspect.isclass(value) and issubclass(value, classes)):
         wanted = " or ".join(bases)
-        raise TargetError(f"{dotted}, which is no {wanted}", f"a subclass of {wanted}")
+        raise TargetError(f"{dotted}, which is not a {wanted}", f"a subclass of {wanted}")
 
 
 def class_of(dotted: str) -> type:
@@ -325,7 +325,7 @@ def _absent_error(dotted: str, module: ModuleType, *, home: str) -> TargetError:
         known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
     module_name, _, word = dotted.rpartition(".")
     fix = _similar(word, known, of=module_name)
-    return TargetError(f"{dotted}, which is not there", f"a class of {module_name}", fix)
+    return TargetError(f"{dotted}, which does not exist", f"a class of {module_name}", fix)
 
 
 def _absent_module_error(dotted: str, missing: str) -> TargetError:

@@ -54,6 +54,12 @@ def fix_of_subcommand(word: str) -> str | None:
     return _entry(habits(), "subcommands", word)
 
 
+def call_forms() -> Mapping[str, str]:
+    """Return the functions of Hydra's overrides, each with its form."""
+    forms: Mapping[str, str] = habits()["calls"]
+    return forms
+
+
 def command_of(word: str) -> str | None:
     """Return the command of exp that does what a command of another trainer does; None for any other word."""
     return _entry(habits(), "commands", word)

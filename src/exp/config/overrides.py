@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.grammar import Numbers, parse_override
 from exp.config.groups import USED_GROUPS, Vocabulary, dotted_keys
-from exp.config.habits import fix_of_key, fix_of_option, fix_of_subcommand
+from exp.config.habits import call_forms, fix_of_key, fix_of_option, fix_of_subcommand
 from exp.config.hydra_node import hydra_key_error
 from exp.config.plain_tree import leaves
 from exp.config.slots import AXIS, MANY, OF_CLASSES
@@ -462,6 +462,13 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
     message = str(error).split("\nSee ")[0].splitlines()
     problem = next((line for line in message if not line.startswith("Error parsing over")), type(error).__name__)
     got = f"{short!r} cannot be read: {re.sub(r'.* while evaluating .*?: ', '', problem)[:120]}"
+    if called := re.match(r"(\w+)\(", value):
+        word, forms = called[1], call_forms()
+        if word in forms:
+            return _error(key, got, forms[word])
+        near_forms = ["tag"] if "log" in word.lower() else find_nearest(word, forms) or ["interval"]
+        got = f"{short!r} cannot be read: there is no {word}(...)"
+        return _error(key, got, f"one of {', '.join(forms)}", f"Write {forms[near_forms[0]]}")
     return _error(key, got, "key=value", f"Quote a value with spaces or signs twice: '{key}=\"...\"'")
 
 

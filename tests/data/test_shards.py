@@ -265,7 +265,7 @@ def pack(*members):
         ("tar", pack(("1.row.pkl", b"x"), ("1.cls", b"1")), r"row.npy, which sample 0 of .*1.tar does not have"),
         ("tar", pack(("1.cls", b"one"), ("1.row.npy", npy(NUMBERS[0]))), r"sample 0: its cls: "),
         ("tar", pack(("1.cls", b"1"), ("1.row.npy", npy(np.array([{}])))), r"sample 0: its row.npy: "),
-        ("tar", pack(("1.cls", b"1"), ("1.cls", b"1")), r"/1.cls is there twice"),
+        ("tar", pack(("1.cls", b"1"), ("1.cls", b"1")), r"/1.cls occurs twice"),
     ],
 )
 def test_errors_name_the_file_and_the_sample(tmp_path, kind, spoil, message):

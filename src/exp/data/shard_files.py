@@ -280,7 +280,7 @@ class TarShard(ShardFile):
                     number, held = number + 1, {}
                 key = (folder, stem)
                 if column in held:
-                    raise self.damage_error(number, f"{folder}/{stem}.{column} is there twice")
+                    raise self.damage_error(number, f"{folder}/{stem}.{column} occurs twice")
                 held[column] = place
         except (tarfile.TarError, EOFError, OSError) as error:
             raise self.damage_error(number, error) from error

@@ -26,7 +26,7 @@ Patterns = str | Sequence[str]
 
 
 class Shards(Dataset[object]):
-    """Files of records, of which each split reads some as a stream; see ShardStream.
+    """Files of records. Each split reads some of the files as a stream; see ShardStream.
 
     A file ends in .csv or .tsv (rows after a header), .jsonl (a JSON mapping on each line), .parquet, .npz (arrays
     `[N, ...]`) or .tar (see TarShard). All files are of one kind.

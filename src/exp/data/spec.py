@@ -75,7 +75,7 @@ def read_spec(
     if outputs is None and target is not None:
         got = "null, and the data set does not state it"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
-    # A network receives no entry such as boxes of which the first sample has none. Terms and hooks do.
+    # Terms and hooks receive entries of other dtypes, and empty ones, such as no boxes in the first sample.
     fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     is_alone = list(found) == ["input"] or declared.input_shape is not None
     return DataSpec(

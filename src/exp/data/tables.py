@@ -119,7 +119,7 @@ class Table(Dataset[object]):
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Raise ConfigError at `key`: a table that was not read from a file has no other columns."""
-        raise data_error(key, got=name, expected="a column of a file that is no input")
+        raise data_error(key, got=name, expected="a column of a file that is not an input")
 
     def fit(self) -> Fitted:
         """Return names of columns, means, deviations, fills, words and classes of these rows.

@@ -80,7 +80,7 @@ class Text(Dataset[object]):
             ConfigError: The text is shorter than a block, or the training split is not text.
         """
         vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
-        tokens = vocabulary.encode_codes(self.codes)
+        tokens = vocabulary.encode(self.codes)
         return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
 
 
@@ -114,14 +114,10 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.characters)
 
-    def encode(self, text: str) -> Tensor:
-        """Return the numbers of the characters, int64 `[T]`."""
-        return self.encode_codes(code_points(text)).long()
-
     def decode(self, tokens: Tensor) -> str:
         return "".join(self.characters[token] for token in tokens.tolist())
 
-    def encode_codes(self, codes: np.ndarray) -> Tensor:
+    def encode(self, codes: np.ndarray) -> Tensor:
         """Return the numbers of the code points in the smallest dtype, `[T]`."""
         numbers = np.append(self._numbers, self._numbers.dtype.type(0))
         return torch.from_numpy(numbers[np.minimum(codes, len(self._numbers))])

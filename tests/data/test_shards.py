@@ -363,7 +363,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path):
     with pytest.raises(ConfigError, match=r"dataset.files: .*the package pyarrow.*'exp-framework\[parquet\]'"):
         Shards(files=str(tmp_path / "a.parquet"), target="kind")
     with pytest.raises(ConfigError, match=r"a.parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
-        exp.validate(exp.compose(["data=parquet", "data.dataset.path=a.parquet", "data.dataset.target=y"]))
+        exp.validate(exp.compose(["data=parquet", f"data.dataset.path={tmp_path}/a.parquet", "data.dataset.target=y"]))
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):

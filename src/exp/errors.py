@@ -70,9 +70,6 @@ def invalid_value(
     fix: str | None = None,
     *,
     because: str = "",
-    source: str | None = None,
-    origins: tuple[str, ...] = (),
-    subject: str = "",
 ) -> ErrorDetails:
     """Return the error of a value that is not what is expected: `KEY: VALUE, BECAUSE; expected EXPECTED. FIX`.
 
@@ -82,12 +79,8 @@ def invalid_value(
         expected: Noun phrase.
         fix: The fix. Default: none.
         because: What makes the value invalid, such as "and the data has 3 classes". Default: nothing.
-        source: The file with its line, or the command line. Default: found from the key.
-        origins: As in ErrorDetails.
-        subject: As in ErrorDetails.
     """
-    got = f"{show(value)}, {because}" if because else show(value)
-    return ErrorDetails(key, got, expected, fix, source=source, origins=origins, subject=subject)
+    return ErrorDetails(key, f"{show(value)}, {because}" if because else show(value), expected, fix)
 
 
 def unknown_word(
@@ -101,7 +94,8 @@ def unknown_word(
 ) -> ErrorDetails:
     """Return the error of a word that is not one of the known words, with the closest one as the default fix.
 
-    got: a text about the word; by default the word.
+    Args:
+        got: Text about the word. Default: the word.
     """
     words, got = list(known), word if got is None else got
     return ErrorDetails(key, got, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
@@ -153,29 +147,9 @@ def unsuitable(
     return ErrorDetails(key, f"{name}, {because}", expected, fix, origins=origins)
 
 
-def out_of_range(
-    key: str,
-    value: object,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    unit: str = "",
-    fix: str | None = None,
-) -> ErrorDetails:
-    """Return the error of a number outside its range, which includes its bounds."""
-    bounds = [f"at least {least:g}" if least is not None else "", f"at most {most:g}" if most is not None else ""]
-    expected = " and ".join(filter(None, bounds)) + (f" {unit}" if unit else "")
-    return ErrorDetails(key, show(value), expected, fix)
-
-
 def missing_value(key: str, expected: str, fix: str | None = None, *, got: str = "null") -> ErrorDetails:
     """Return the error of a key without a value. got: `null`, or `nothing` for a key that is absent."""
     return ErrorDetails(key, got, expected, fix)
-
-
-def not_installed(key: str, package: str, install: str, *, feature: str) -> ErrorDetails:
-    """Return the error of a feature whose package is not installed. install: Argument of pip install."""
-    return ErrorDetails(key, f"{feature}, without the package {package}", "it installed", f"pip install {install}")
 
 
 def constructor_error(

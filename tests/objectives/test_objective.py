@@ -175,7 +175,7 @@ def test_classes_are_on_the_last_axis(output: tuple[int, ...], target: tuple[int
     [
         (nn.MSELoss(), (8, 1), (8,), "MSELoss compares element by element: the output is [8, 1], the target [8]; both must have one shape. End the model with {_target_: torch.nn.Flatten, start_dim: 0}"),
         (nn.L1Loss(), (8, 3), (8, 2), "The model's last layer must give 2 numbers for a sample"),
-        (CrossEntropy(), (8, 5), (8, 1), "so that the target must be [8]; it is [8, 1]. The model must give one row of scores"),
+        (CrossEntropy(), (8, 5), (8, 1), "so that the target must be [8]; it is [8, 1]. Drop the target's last axis of 1"),
         (CrossEntropy(), (8, 5, 7), (8, 7), "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"),
         (CrossEntropy(), (8, 7, 5), (8,), "pool or select one, as x.mean(1) or x[:, -1]"),
     ],

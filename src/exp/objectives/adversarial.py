@@ -13,7 +13,7 @@ arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -52,6 +52,8 @@ class DiscriminatorLoss(AbstractTerm):
         fake: The name of the scores of generated samples, `[B, ...]`.
     """
 
+    selects = ("real", "fake")
+
     def __init__(
         self,
         *,
@@ -63,10 +65,6 @@ class DiscriminatorLoss(AbstractTerm):
         super().__init__(weight=weight)
         self._of_real, self._of_fake, _ = FORMULAS[loss]
         self.loss_name, self.real, self.fake = loss, real, fake
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {"real": self.real, "fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the loss, 0-d. Raise RunError if a score is missing."""
@@ -83,14 +81,12 @@ class GeneratorLoss(AbstractTerm):
         fake: The name of their scores, `[B, ...]`.
     """
 
+    selects = ("fake",)
+
     def __init__(self, *, weight: float = 1.0, loss: Adversarial = "non_saturating", fake: str = "fake_score") -> None:
         super().__init__(weight=weight)
         *_, self._of_fake = FORMULAS[loss]
         self.loss_name, self.fake = loss, fake
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {"fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the loss, 0-d. Raise RunError if the score is missing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -33,14 +32,11 @@ class Consistency(AbstractTerm):
     """
 
     needs = frozenset({"forward_passes"})
+    selects = ("output",)
 
     def __init__(self, *, weight: float = 1.0, output: str = "output", distance: Distance = "mse") -> None:
         super().__init__(weight=weight)
         self.output, self.distance = output, distance
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {"output": self.output}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the distance, 0-d. Raise RunError if the output is missing."""

@@ -28,6 +28,7 @@ class DerivativeTerm(AbstractTerm):
     """
 
     needs = frozenset({"input_gradients"})
+    selects = ("output", "input")
 
     def __init__(
         self, *, weight: float = 1.0, output: str = "output", input: str = "input", precision: Precision = "step"
@@ -37,10 +38,6 @@ class DerivativeTerm(AbstractTerm):
         self.precision = precision
         if precision == "full":
             self.needs = self.needs | {"forward_passes"}
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {"output": self.output, "input": self.input}
 
     def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
         """Return the output and the input, of this pass or of an additional one. Raise RunError if one is missing."""
@@ -84,6 +81,7 @@ class WGANGP(AbstractTerm):
     """
 
     needs = frozenset({"input_gradients", "forward_passes"})
+    selects = ("real", "fake")
 
     def __init__(
         self,
@@ -99,10 +97,6 @@ class WGANGP(AbstractTerm):
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
         self.parts = (critic,)
         self.precision = precision
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        return {"real": self.real, "fake": self.fake}
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the penalty, 0-d. Raise RunError if a value is missing or the shapes differ."""

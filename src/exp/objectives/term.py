@@ -33,11 +33,13 @@ class AbstractTerm(nn.Module, ABC):
     Attributes:
         needs: Words of NEEDS, of the class or the instance. With any of them `forward` is given `passes`.
         parts: Dotted names of the network's parts that the term calls. The check looks for them.
+        selects: Attributes that hold names of values. The check looks for the values.
         weight: The term's factor in the sum.
     """
 
     needs: frozenset[str] = frozenset()
     parts: tuple[str, ...] = ()
+    selects: tuple[str, ...] = ()
 
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class AbstractTerm(nn.Module, ABC):
     @property
     def names(self) -> Mapping[str, str]:
         """The names of the values that the term reads, by their keys below its node, for the check."""
-        return {}
+        return {key: getattr(self, key) for key in self.selects}
 
     @property
     def is_weighed(self) -> bool:

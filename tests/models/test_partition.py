@@ -24,9 +24,9 @@ def run(network, parts, *inputs, **named):
     """The parts one after the other, each given only what it says that it reads."""
     bound, values = parts.bind(inputs, named), {}
     for index, part in enumerate(parts.parts):
-        assert set(part.takes) <= set(parts.carried(index - 1) if index else ())
+        assert set(part.takes) <= set(parts.values_after(index - 1) if index else ())
         result = part.run(network, *[bound[name] for name in part.inputs], *[values[name] for name in part.takes])
-        values = {name: value for name, value in values.items() if name in parts.carried(index)}
+        values = {name: value for name, value in values.items() if name in parts.values_after(index)}
         if index < len(parts.parts) - 1:
             values.update(zip(part.gives, result, strict=True))
     return result
@@ -62,7 +62,7 @@ def test_several_values_and_residuals_are_carried_over_several_cuts():
     layers = {name: nn.Linear(6, 6) for name in "abcd"}
     network = lines(layers, "y = a(x)\nz = b(y)\nw = c(z)\nreturn d(w + y) + x")
     parts = require_equal_to_the_whole(network, 4, torch.randn(3, 6))
-    assert [len(parts.carried(index)) for index in range(3)] == [1, 2, 1]
+    assert [len(parts.values_after(index)) for index in range(3)] == [1, 2, 1]
     # The input is there for every part and is not carried.
     assert parts.parts[3].inputs == ("x",)
 
@@ -71,7 +71,7 @@ def test_the_tuple_of_a_recurrent_layer_is_carried_whole():
     layers = {"first": nn.LSTM(5, 7, batch_first=True), "second": nn.LSTM(7, 7, batch_first=True)}
     network = lines(layers, "y, state = first(x)\nz, state = second(y, state)\nreturn z + y")
     parts = require_equal_to_the_whole(network, 2, torch.randn(2, 4, 5))
-    kinds = [map_tensors(parts.values[name], lambda _: "tensor") for name in parts.carried(0)]
+    kinds = [map_tensors(parts.values[name], lambda _: "tensor") for name in parts.values_after(0)]
     assert sorted(map(str, kinds)) == sorted(["tensor", "('tensor', 'tensor')"])
 
 

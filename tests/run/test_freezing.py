@@ -17,7 +17,7 @@ from exp.engine.forward import named_values
 from exp.errors import ConfigError
 from exp.models.freezing import find_frozen
 from exp.models.initialisation import initialise
-from exp.models.matching import matching_parameters
+from exp.models.matching import find_parameters
 
 NETS = """
 from torch import nn
@@ -87,7 +87,7 @@ def refused(*overrides: str) -> str:
     ],
 )
 def test_a_pattern_names_parameters_layers_or_types(pattern, names):
-    assert matching_parameters(net(), pattern, key="freeze.0") == names.split()
+    assert find_parameters(net(), pattern, key="freeze.0") == names.split()
 
 
 def test_a_wrong_freeze_is_refused_with_the_closest_name():

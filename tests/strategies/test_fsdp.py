@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from exp.errors import ConfigError
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 from exp.strategies.units import choose_units, split_by_dtype
 
 
@@ -27,7 +27,7 @@ def test_a_type_means_what_it_means_to_hooks_and_to_precision():
     # Not heads.out_proj: MultiheadAttention reads the weights of that Linear and never calls it.
     for word in ("Linear", "torch.nn.Linear"):
         assert list(choose_units(network, [word], key="k")) == ["plain", "wide"]
-        assert list(matching(network, [word], key="k")) == ["plain", "wide", "heads.out_proj"]
+        assert list(find_modules(network, [word], key="k")) == ["plain", "wide", "heads.out_proj"]
     with pytest.raises(ConfigError, match=r"k: 'Multi\*', which matches no layer"):
         choose_units(network, ["Multi*"], key="k")
 

@@ -50,7 +50,7 @@ from exp.errors import (
     config_error,
     raise_errors,
 )
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 from exp.models.weights import Matching, match_weights
 from exp.precision.keep import keep_errors
 from exp.precision.words import WORDS
@@ -314,7 +314,7 @@ def _callbacks(check: Check) -> Iterator[ErrorDetails]:
 def _hooks(check: Check) -> Iterator[ErrorDetails]:
     if "precision" not in check.passed or not check.knows(KEYS_OF_HOOKS):
         for name, hook in build_entries(check.settings, "hooks").items():
-            matching(check.network, hook.modules, key=f"hooks.{name}.modules")
+            find_modules(check.network, hook.modules, key=f"hooks.{name}.modules")
         return
     own, hooks = check.decided.own, check.decided.hooks
     planned = dataclasses.replace(check.blueprint, hooks=hooks)

@@ -15,7 +15,7 @@ from exp.hooks.hook import Hook, Period, Values, is_due_at
 from exp.hooks.norms import norms, with_total
 from exp.hooks.panels import BINS, Column, Healthy, Histogram, Panel, bin_counts, finite_range
 from exp.hooks.step import Step
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 from exp.strategies.whole_state import local_part
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Gradients(Hook):
     def setup(self, network: nn.Module) -> None:
         chosen = {
             id(parameter)
-            for module in matching(network, self.modules, key=f"hooks.{self.name}.modules").values()
+            for module in find_modules(network, self.modules, key=f"hooks.{self.name}.modules").values()
             for parameter in module.parameters()
         }
         named = [

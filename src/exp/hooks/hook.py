@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.hooks.declarations import class_errors
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 from exp.nested import tensors_in
 from exp.shared_types import Stage
 
@@ -129,7 +129,7 @@ class Hook:
         if not self.modules:
             yield self.error("modules", got="[]", expected="one pattern or more; ['*'] is every module")
         try:
-            matching(planned.network, self.modules, key=f"hooks.{self.name}.modules")
+            find_modules(planned.network, self.modules, key=f"hooks.{self.name}.modules")
         except ConfigError as error:
             yield from error.errors
 
@@ -289,7 +289,7 @@ class Hook:
         """
         self.name = name or self.name
         self.directory, self._loss_scale, self._class_names = directory, loss_scale, class_names or {}
-        modules = matching(network, self.modules, key=f"hooks.{self.name}.modules")
+        modules = find_modules(network, self.modules, key=f"hooks.{self.name}.modules")
         self._attached = Attached(self, modules, network=network)
         self.setup(network)
 

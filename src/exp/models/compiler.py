@@ -150,7 +150,7 @@ class _Plain(ast.NodeTransformer):
         assert isinstance(tree, ast.Module)
         return tree.body
 
-    def listed(self, name: str, home: str, node: ast.AST) -> ast.expr:
+    def refer_to(self, name: str, home: str, node: ast.AST) -> ast.expr:
         key = f"{home}.{name}"
         value: object = Listed(name, home)
         if home != GIVEN:
@@ -165,9 +165,9 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Store) or node.id in self.program.variables:
             return node
         if node.id in self.program.names.functions:
-            return self.listed(node.id, GIVEN, node)
+            return self.refer_to(node.id, GIVEN, node)
         home = "builtins" if node.id in vocabulary.BUILTINS else vocabulary.home_of(node.id)
-        return self.listed(node.id, home, node)
+        return self.refer_to(node.id, home, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         # `x += y` is `x = x + y`: an input, or a tensor that another name holds, keeps its values.
@@ -189,7 +189,7 @@ class _Plain(ast.NodeTransformer):
         prefix = prefix_of(node, self.program.variables)
         if prefix is None:
             return self.generic_visit(node)
-        return self.listed(node.attr, vocabulary.PREFIXES[prefix], node)
+        return self.refer_to(node.attr, vocabulary.PREFIXES[prefix], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         changed = self.generic_visit(node)
@@ -216,7 +216,7 @@ class _Guarded(_Plain):
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         nothing = ast.arguments([], [], None, [], [], None, [])
-        call = self.guard("asserted", node)
+        call = self.guard("check_assertion", node)
         for one in (node.test, node.msg or ast.copy_location(ast.Constant(None), node)):
             call.args.append(ast.copy_location(ast.Lambda(nothing, self.visit(one)), node))
         return ast.copy_location(ast.Expr(call), node)

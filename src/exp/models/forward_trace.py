@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
     def __enter__(self) -> Recorder:
         self._handles = [
             register_module_forward_pre_hook(lambda module, inputs: self._stack.append(Call(module, inputs))),
-            register_module_forward_hook(self._returned),
+            register_module_forward_hook(self._record_return),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
         return self
@@ -242,7 +242,7 @@ class Recorder(TorchFunctionMode):
                 if is_certain and not OF_HALF.search(str(error)):
                     raise
 
-    def _returned(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def _record_return(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         # If a module caught an exception of an inner module, the inner call is still on the stack.
         while self._stack and self._stack.pop().module is not module:
             pass

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import nn
 
 from exp.errors import ErrorDetails, invalid_value, raise_errors
-from exp.models.matching import ANY_BATCH_NORM, matching_parameters
+from exp.models.matching import ANY_BATCH_NORM, find_parameters
 
 Statistics = Literal["train", "eval"]
 NEVER = float("inf")
@@ -89,7 +89,7 @@ def find_frozen(
 
     Args:
         network: The network.
-        parameters: Patterns of frozen parameters, see `matching_parameters`.
+        parameters: Patterns of frozen parameters, see `find_parameters`.
         batch_norm: `eval`: a BatchNorm with frozen parameters or statistics keeps its statistics and normalizes by
             them. `train` (default): it uses and updates those of each batch.
         unfreeze: Epoch, counted from 0, to patterns of frozen parameters that are trained from then on. Epoch 0 makes
@@ -105,12 +105,12 @@ def find_frozen(
     until: dict[str, float] = {}
     known = (*names, *statistics.values())
     for index, pattern in enumerate(parameters):
-        meant = matching_parameters(network, pattern, known=known, key=f"{key}.{index}", errors=errors)
+        meant = find_parameters(network, pattern, known=known, key=f"{key}.{index}", errors=errors)
         until |= dict.fromkeys(meant, NEVER)
     for epoch, patterns in sorted((unfreeze or {}).items(), reverse=True):
         place = f"{UNFREEZE}.{epoch}"
         for pattern in patterns:
-            found = matching_parameters(network, pattern, known=known, key=place, errors=errors)
+            found = find_parameters(network, pattern, known=known, key=place, errors=errors)
             if found and not until.keys() & set(found):
                 expected = "a pattern of what freeze.parameters freezes"
                 errors.append(invalid_value(place, pattern, expected, because="which matches nothing frozen"))

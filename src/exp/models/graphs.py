@@ -134,11 +134,11 @@ def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> 
 def on_meta(network: nn.Module) -> nn.Module:
     """Return a copy of a network whose parameters and buffers are on the meta device, without memory."""
     tensors = [*network.parameters(), *network.buffers()]
-    memo: dict[int, Any] = {id(tensor): _meta(tensor) for tensor in tensors}
+    memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in tensors}
     return copy.deepcopy(network, memo)
 
 
-def _meta(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

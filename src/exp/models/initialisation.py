@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.errors import config_error
-from exp.models.matching import matching_parameters
+from exp.models.matching import find_parameters
 from exp.spelling import did_you_mean
 
 NAMES = (
@@ -31,7 +31,7 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
 
     Args:
         network: The network.
-        patterns: Pattern (see `matching_parameters`) to a scheme: a name of SCHEMES, or a mapping with `name` and the
+        patterns: Pattern (see `find_parameters`) to a scheme: a name of SCHEMES, or a mapping with `name` and the
             parameters of the function of torch.nn.init.
 
     Raises:
@@ -40,7 +40,7 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
     parameters = dict(network.named_parameters(remove_duplicate=False))
     chosen: dict[Tensor, str] = {}  # a tied parameter matches by any of its names
     for pattern in patterns:
-        meant = matching_parameters(network, pattern, key=f"initialisation.{pattern}")
+        meant = find_parameters(network, pattern, key=f"initialisation.{pattern}")
         chosen.update({parameters[name]: pattern for name in meant})
     tables = [module for module in network.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     padding = {table.weight: table.padding_idx for table in tables if table.padding_idx is not None}

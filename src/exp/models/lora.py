@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from exp.errors import ErrorDetails, RunError, invalid_value, raise_errors
 from exp.models.freezing import Statistics, find_frozen
-from exp.models.matching import matching_parameters
+from exp.models.matching import find_parameters
 from exp.spelling import among
 
 # torch.nn.utils.parametrize puts this between the names of a layer and its weight.
@@ -69,7 +69,7 @@ def adapt(
 
     Args:
         network: The network.
-        layers: Patterns, see `matching_parameters`. Matched weights with two or more axes are adapted.
+        layers: Patterns, see `find_parameters`. Matched weights with two or more axes are adapted.
         rank: See LowRank.
         alpha: See LowRank. None: the rank.
         trained: Patterns of parameters that are trained in full, such as a new head, even if `layers` matches them.
@@ -81,7 +81,7 @@ def adapt(
     errors: list[ErrorDetails] = []
     found = [_weights(network, one, key=f"lora.layers.{index}", errors=errors)
              for index, one in enumerate(layers)]  # fmt: skip
-    whole = [matching_parameters(network, one, key=f"lora.trained.{index}", errors=errors)
+    whole = [find_parameters(network, one, key=f"lora.trained.{index}", errors=errors)
              for index, one in enumerate(trained)]  # fmt: skip
     raise_errors(errors)
     targets = [name for name in dict.fromkeys(itertools.chain(*found)) if name not in set(itertools.chain(*whole))]
@@ -150,7 +150,7 @@ def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
     """Return the names of the weights that a pattern matches."""
-    meant = matching_parameters(network, pattern, key=key, errors=errors)
+    meant = find_parameters(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
         because = f"which matches {among(meant, count=4)}"

@@ -29,7 +29,7 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
 
 
-def matching(
+def find_modules(
     network: nn.Module,
     patterns: Sequence[str],
     *,
@@ -51,7 +51,7 @@ def matching(
     """
     modules = dict(network.named_modules()) if modules is None else modules
     raise_errors(
-        unmatched(pattern, network, key=key, got=f"{pattern!r}{got}")
+        unmatched_error(pattern, network, key=key, got=f"{pattern!r}{got}")
         for pattern in patterns
         if not any(matches(name, module, pattern) for name, module in modules.items())
     )
@@ -60,7 +60,7 @@ def matching(
     }
 
 
-def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
+def unmatched_error(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
     """Return the error of a pattern that matches no module."""
     names = [name for name, _ in network.named_modules() if name]
     types = _type_names(network)
@@ -71,7 +71,7 @@ def unmatched(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorD
     return ErrorDetails(key, got, expected, did_you_mean(pattern, [*names, *types]))
 
 
-def matching_parameters(
+def find_parameters(
     network: nn.Module,
     pattern: str,
     *,

@@ -70,7 +70,7 @@ class Split:
     inputs: Mapping[str, object]
     values: Mapping[str, object]
 
-    def carried(self, part: int) -> tuple[str, ...]:
+    def values_after(self, part: int) -> tuple[str, ...]:
         """Return the values that later parts read, of this part and earlier ones, in order."""
         later = {name for other in self.parts[part + 1 :] for name in other.takes}
         return tuple(name for other in self.parts[: part + 1] for name in other.gives if name in later)
@@ -200,7 +200,7 @@ class _Cutter:
             inputs=tuple(str(node.target) for node in inputs),
             takes=tuple(node.name for node in takes),
             gives=tuple(node.name for node in gives),
-            run=_compiled(graph),
+            run=_compile(graph),
         )
 
     def _owner(self, name: str) -> int:
@@ -209,7 +209,7 @@ class _Cutter:
         return self.found[max(owners, key=len)] if owners else 0
 
 
-def _compiled(graph: fx.Graph) -> Callable[..., object]:
+def _compile(graph: fx.Graph) -> Callable[..., object]:
     """Return the function of a graph. It looks layers up in the network, so that replaced layers run."""
     code = graph.python_code("self")
     namespace = dict(code.globals)
@@ -292,7 +292,7 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
     """
     units = units_of(network, graph)
     if layers is None:
-        return _balanced(units, count)
+        return _balance(units, count)
     found: dict[str, int] = {}
     errors = list(_name_errors(units, layers, found))
     if len(layers) != count:
@@ -338,7 +338,7 @@ def _order_errors(units: Sequence[Unit], found: Mapping[str, int]) -> Iterator[E
             yield ErrorDetails(KEY, f"{names} in parts {', '.join(map(str, parts))}", expected)
 
 
-def _balanced(units: Sequence[Unit], count: int) -> dict[str, int]:
+def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
     """Return consecutive parts whose largest has the fewest bytes."""
     blocks = _blocks(units)
     sizes = [sum(unit.bytes for unit in block) for block in blocks]

@@ -38,7 +38,7 @@ class Reporter(Protocol):
     def refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
         """Keep an error at the running place of the program, and return a substitute for the result."""
 
-    def computed(self, *operands: object, **named: object) -> Unknown:
+    def compute(self, *operands: object, **named: object) -> Unknown:
         """Check the operands of an operation on tensors or of a layer, and return its result."""
 
 
@@ -50,7 +50,7 @@ class Unknown:
 
     def __getattr__(self, name: str) -> object:
         if name in METHODS:
-            return self._reporter.computed
+            return self._reporter.compute
         if name in ATTRIBUTES | RESULTS:
             return self
         if name.startswith("_"):  # of Python
@@ -76,7 +76,7 @@ class Unknown:
         return iter(())
 
     def __getitem__(self, index: object) -> Unknown:
-        return self._reporter.computed(index)
+        return self._reporter.compute(index)
 
     def __setitem__(self, index: object, value: object) -> None:
         self._reporter.refuse("an assignment into this tensor", INSTEAD_OF_WRITING)
@@ -106,7 +106,7 @@ class Limits:
 
     def __getattr__(self, name: str) -> Unknown:
         if name in LIMIT_ATTRIBUTES:
-            return self._reporter.computed()
+            return self._reporter.compute()
         return self._reporter.refuse(f"this value has no attribute `.{name}`", "a limit, such as .min")
 
 
@@ -129,7 +129,7 @@ class Layer:
     def __call__(self, *inputs: object, **named: object) -> object:
         if isinstance(self._module, _NOT_CALLABLE):
             return self._refuse("is called", "a layer or a listed function before the parenthesis")
-        return self._reporter.computed(*inputs, **named)
+        return self._reporter.compute(*inputs, **named)
 
     def __getattr__(self, name: str) -> object:
         """Return the stand-in of a sublayer or tensor, or a method of a dict of layers."""

@@ -82,7 +82,7 @@ def try_out(
         stand_ins = {name: stand_in(name, one, trial) for name, one in held.items()}
         network = SimpleNamespace(_modules=stand_ins, **stand_ins)
         listed = {
-            name: partial(trial.called, one) if isinstance(one, Listed) else one for name, one in functions.items()
+            name: partial(trial.call_listed, one) if isinstance(one, Listed) else one for name, one in functions.items()
         }
         guards = {f"{GUARDS}.{name}": getattr(trial, name) for name in Trial.GUARDS}
         # Without Python's builtins: a name without a value must not become one of them.
@@ -111,7 +111,7 @@ class Trial:
     """A run of a program on stand-ins, which counts its steps and keeps its errors by their place."""
 
     # The methods that the compiled program calls.
-    GUARDS = ("asserted", "binary", "key", "operand", "result", "text")
+    GUARDS = ("binary", "check_assertion", "key", "operand", "result", "text")
 
     def __init__(self, program: Program, code: CodeType, found: dict[tuple[int, int], ProgramError]) -> None:
         self.program, self.code, self.found = program, code, found
@@ -172,8 +172,8 @@ class Trial:
     def binary(self, kind: str, left: object, right: object) -> object:
         self.count(1 + (_size(left) + _size(right)) // 100)
         if isinstance(left, Unknown) or isinstance(right, Unknown):
-            return self.computed(left, right)
-        return _bounded(kind, left, right)
+            return self.compute(left, right)
+        return _apply_bounded(kind, left, right)
 
     def text(self, *parts: object) -> str:
         """Return the text of an f-string."""
@@ -183,7 +183,7 @@ class Trial:
         _bound_length(sum(map(_size, parts)))
         return "".join(map(str, parts))
 
-    def asserted(self, holds: Callable[[], object], text: Callable[[], object]) -> None:
+    def check_assertion(self, holds: Callable[[], object], text: Callable[[], object]) -> None:
         """Check an assertion about constants. Assertions about tensors are checked when the network runs."""
         self.is_asserting = True
         try:
@@ -205,11 +205,11 @@ class Trial:
 
     # -- operations and functions --
 
-    def computed(self, *operands: object, **named: object) -> Unknown:
+    def compute(self, *operands: object, **named: object) -> Unknown:
         self.operand([operands, named])
         return self.unknown
 
-    def called(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
+    def call_listed(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
         """Return the result of a listed function."""
         name, home = listed.name, listed.home
         is_of_tensor = bool(arguments) and isinstance(arguments[0], Unknown)
@@ -217,15 +217,15 @@ class Trial:
             return self._builtin(name, arguments, named)
         if home == "math" and not any(isinstance(one, Unknown) for one in arguments):
             return getattr(math, name)(*arguments, **named)
-        given = _named(listed, arguments, named)
-        written = _written(name, given)
+        given = _arguments_by_name(listed, arguments, named)
+        written = _written_argument(name, given)
         if written is not None:
             message = f"`{written}` of `{name}` writes into a tensor that other names may hold"
             return self.refuse(message, "the function's result, or a layer for it")
         if home == "torch.nn.functional" and name in vocabulary.NEEDS_TRAINING and "training" not in given:
             message = f"`{name}` without `training` would drop values in evaluation, too"
             return self.refuse(message, f"`{name}(x, p, training=training)`, or a layer for it")
-        found = self.computed(*arguments, **named)
+        found = self.compute(*arguments, **named)
         return Limits(self) if home == "torch" and name in vocabulary.LIMITS else found
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
@@ -257,7 +257,7 @@ class Trial:
         return list(found) if name in ("enumerate", "range", "zip") else found
 
 
-def _bounded(kind: str, left: object, right: object) -> object:
+def _apply_bounded(kind: str, left: object, right: object) -> object:
     """Return `left kind right` of two constants, or raise Refusal if it is too large.
 
     Python's integers grow without limit (`9 ** 9 ** 9`), as do sequences (`[0] * 10 ** 10`).
@@ -285,7 +285,7 @@ def _bound_length(length: int) -> None:
         raise Refusal(f"a sequence of over {MAX_LENGTH} elements")
 
 
-def _named(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+def _arguments_by_name(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the arguments of a function of torch.nn.functional by name, if it is written in Python."""
     function = getattr(torch.nn.functional, called.name) if called.home == "torch.nn.functional" else None
     if not isinstance(function, FunctionType):
@@ -296,7 +296,7 @@ def _named(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) 
         return kwargs  # torch's error is reported when the shapes are checked
 
 
-def _written(name: str, given: Mapping[str, object]) -> str | None:
+def _written_argument(name: str, given: Mapping[str, object]) -> str | None:
     """Return the argument that makes a function of torch.nn.functional write into a tensor. None without one."""
     if given.get("inplace", False) is not False:
         return "inplace"

@@ -218,7 +218,7 @@ class Measure:
         for path, part in self.parts:
             with part.sync_context():
                 # Copies: synced states are reset afterwards, and other states change with the next batch.
-                found.update({_joined(path, name): _copied(state) for name, state in part.metric_state.items()})
+                found.update({_join(path, name): _copy(state) for name, state in part.metric_state.items()})
         return found
 
     def restore(self, states: Mapping[str, State], *, rank: int, ranks: int) -> None:
@@ -233,7 +233,7 @@ class Measure:
             # First, so that the restored states have the dtypes of the other ranks.
             self._double_states(part.device)
             own: dict[str, State] = {
-                name: states[_joined(path, name)] for name in part.metric_state if _joined(path, name) in states
+                name: states[_join(path, name)] for name in part.metric_state if _join(path, name) in states
             }
             apart = {
                 name: state
@@ -366,9 +366,9 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.to(summing_dtype(tensor.device)) if tensor.is_floating_point() else tensor
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _copied(value: State) -> State:
+def _copy(value: State) -> State:
     return value.detach().clone() if isinstance(value, Tensor) else [item.detach().clone() for item in value]

@@ -60,7 +60,7 @@ class R2(Metric):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # Count, origin, sums of deviations from the origin, of their squares, and of squared residuals: `[5, D]`.
-        self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_joined_moments)
+        self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_join_moments)
 
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add a batch. Raise ValueError for other shapes."""
@@ -71,7 +71,7 @@ class R2(Metric):
         origin, away = target[0], target - target[0]
         sums = away.sum(0), away.square().sum(0), (target - output).square().sum(0)
         batch = torch.stack([torch.full_like(origin, len(target)), origin, *sums])
-        self.moments = _joined_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
+        self.moments = _join_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
 
     def compute(self) -> Tensor:
         """Return the mean over outputs, 0-d. If all targets are equal, it is 1 for exact outputs and 0 for others."""
@@ -82,7 +82,7 @@ class R2(Metric):
         return torch.where(total > 0, 1 - residual / total, (residual == 0).to(total.dtype)).mean()
 
 
-def _joined_moments(moments: Tensor) -> Tensor:
+def _join_moments(moments: Tensor) -> Tensor:
     """Return the moments of R2 over several sets of samples, `[5, D]`, given those of each set, `[R, 5, D]`."""
     counts, origins, firsts, seconds, residuals = moments.unbind(1)
     origin = origins[counts[:, 0].argmax()]

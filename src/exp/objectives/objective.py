@@ -246,7 +246,7 @@ class Objective(nn.Module):
         found: dict[str, Tensor | float] = {}
         for name in self.weighed:
             try:
-                found[name] = detached(self.terms[name].divisor(values))
+                found[name] = detach_divisor(self.terms[name].divisor(values))
             except Exception as error:
                 got = f"a divisor that needs the network's output ({type(error).__name__}: {error})"
                 expected = "a divisor of the batch alone: a step over several micro-batches needs it before the forward"
@@ -306,7 +306,7 @@ class Objective(nn.Module):
             if name in self.weighed:
                 whole = None if batch is None or batch.step is None else batch.step.divisors[name]
                 own, divisor = term.weighed(values, batch, given)
-                self._divisors[name] = detached(divisor)
+                self._divisors[name] = detach_divisor(divisor)
                 loss = shared_mean(own, self._divisors[name], batch, whole)
             else:
                 own = loss = term(values, batch) if given is None else term(values, batch, given)
@@ -377,7 +377,7 @@ def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whol
     return loss * share * (batch.mean_size / batch.size)
 
 
-def detached(divisor: Tensor | float | None) -> Tensor | float:
+def detach_divisor(divisor: Tensor | float | None) -> Tensor | float:
     """Return a term's divisor without a gradient. Raise RunError if it is None."""
     if divisor is None:
         raise RunError("a term's divisor is None; expected the divisor of its mean: a number, or a 0-d tensor")

@@ -48,7 +48,7 @@ def parameter_groups(
     Raises:
         ConfigError: If a pattern matches no trained parameter, a parameter is in two groups, or nothing is trained.
     """
-    everything = _trained(network)
+    everything = _names_of_trained(network)
     taken = {one: names for one, names in everything.items() if parameters is None or matches_any(names, parameters)}
     if not taken:
         frozen = sum(not one.requires_grad for one in network.parameters())
@@ -75,18 +75,18 @@ def parameter_groups(
 
 def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
     """Return the parameters with requires_grad that match one of the patterns, each once."""
-    return [one for one, names in _trained(network).items() if matches_any(names, patterns)]
+    return [one for one, names in _names_of_trained(network).items() if matches_any(names, patterns)]
 
 
 def pattern_errors(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[ErrorDetails]:
     """Return an error for each pattern that matches no parameter with requires_grad, at its config key."""
-    trained = _trained(network)
-    return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _matched(trained, pattern)]
+    trained = _names_of_trained(network)
+    return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _match(trained, pattern)]
 
 
 def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Return the names of the parameters with requires_grad that match none of the patterns."""
-    return [names[0] for names in _trained(network).values() if not matches_any(names, patterns)]
+    return [names[0] for names in _names_of_trained(network).values() if not matches_any(names, patterns)]
 
 
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -94,7 +94,7 @@ def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _trained(network: nn.Module) -> Trained:
+def _names_of_trained(network: nn.Module) -> Trained:
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -102,7 +102,7 @@ def _trained(network: nn.Module) -> Trained:
     return found
 
 
-def _matched(trained: Trained, pattern: str) -> list[nn.Parameter]:
+def _match(trained: Trained, pattern: str) -> list[nn.Parameter]:
     return [one for one, names in trained.items() if matches_any(names, [pattern])]
 
 
@@ -134,7 +134,7 @@ def _owners(
             continue
         patterns = options["parameters"]
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        errors += [_no_match(network, taken, one, key=place) for one in patterns if not _matched(known, one)]
+        errors += [_no_match(network, taken, one, key=place) for one in patterns if not _match(known, one)]
         for parameter, names in taken.items():
             if matches_any(names, patterns) and (other := found.setdefault(parameter, group)) != group:
                 got = f"{other} and {group} both match {' = '.join(names)}"
@@ -153,8 +153,8 @@ def _exempt(
         elif word == "biases":
             found |= {one for one, names in taken.items() if any(map(_is_bias, names))}
         else:
-            found |= set(_matched(taken, word))
-            if not _matched(known, word):
+            found |= set(_match(taken, word))
+            if not _match(known, word):
                 key = "optimizer.exempt_from_decay"
                 errors.append(_no_match(network, taken, word, key=key, words="norms, biases, or "))
     return found

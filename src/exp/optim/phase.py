@@ -74,9 +74,9 @@ class Phase:
                 shared=not self.owns_optimizer,
             )
         except ConfigError as error:
-            raise ConfigError([self._placed(error) for error in error.errors]) from error
+            raise ConfigError([self._at_phase(error) for error in error.errors]) from error
 
-    def _placed(self, error: ErrorDetails) -> ErrorDetails:
+    def _at_phase(self, error: ErrorDetails) -> ErrorDetails:
         node = error.key.partition(".")[0]
         if (node == "optimizer" and self.owns_optimizer) or (node == "scheduler" and self.owns_scheduler):
             return dataclasses.replace(error, key=f"phases.{self.name}.{error.key}")

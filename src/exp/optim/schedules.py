@@ -60,7 +60,7 @@ class Cosine(LambdaLR):
         warmup_fraction: Annotated[float, "a share of the run", Interval(ge=0, lt=1)] | None = None,
         end_factor: Annotated[float, Interval(ge=0, le=1)] = 0.0,
     ) -> None:
-        total = _known(total_steps)
+        total = _require_length(total_steps)
         warmup = _warmup_steps(total, warmup_steps, warmup_fraction)
         super().__init__(optimizer, lambda done: _cosine_factor(done, total, warmup, end_factor))
 
@@ -88,7 +88,7 @@ class OneCycle(OneCycleLR):
         super().__init__(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
-            total_steps=_known(total_steps),
+            total_steps=_require_length(total_steps),
             pct_start=pct_start,
             anneal_strategy=anneal_strategy,
             cycle_momentum=cycle_momentum,
@@ -284,7 +284,7 @@ def _warmup_steps(total_steps: int, warmup_steps: int, warmup_fraction: float | 
     return warmup_steps
 
 
-def _known(total_steps: int | None) -> int:
+def _require_length(total_steps: int | None) -> int:
     if not total_steps:
         raise ValueError(f"total_steps is {total_steps}; expected a number of steps, 1 or more")
     return total_steps

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
-from exp.models.matching import matches, unmatched
+from exp.models.matching import matches, unmatched_error
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 KEY = "precision.keep"
@@ -30,7 +30,7 @@ def kept_layers(
     """
     modules = dict(network.named_modules())
     raise_errors(
-        unmatched(pattern, network, key=f"{KEY}.{pattern}", got="it matches no layer")
+        unmatched_error(pattern, network, key=f"{KEY}.{pattern}", got="it matches no layer")
         for pattern in keep
         if not any(matches(name, module, pattern) for name, module in modules.items())
     )

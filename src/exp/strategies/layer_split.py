@@ -104,7 +104,7 @@ def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> li
 
 def carried_bytes(parts: Split, part: int, load: Load) -> int:
     """Return the bytes of a rank's micro-batch that the parts after this one read."""
-    values = [parts.values[name] for name in parts.carried(part)]
+    values = [parts.values[name] for name in parts.values_after(part)]
     stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
     return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
 

@@ -51,8 +51,8 @@ class Stage:
     def __init__(self, network: nn.Module, split: Split, index: int, *, around: Context) -> None:
         self.network, self.split, self.index, self.around = network, split, index, around
         self.part: Part = split.parts[index]
-        self.takes = split.carried(index - 1) if index else ()
-        self.gives = split.carried(index)
+        self.takes = split.values_after(index - 1) if index else ()
+        self.gives = split.values_after(index)
         self.is_last = index == len(split.parts) - 1
         # Structure of the network's output, known after the first forward.
         self.output: object = None

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint
 
 from exp.errors import ErrorDetails, not_supported_with
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 
 AUTO = "auto"
 # They are never called, so their parameters could not be gathered in time. torch's MultiheadAttention reads the weights
@@ -91,7 +91,7 @@ def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> d
         ConfigError: A pattern matches no module that is called.
     """
     modules = {name: one for name, one in network.named_modules() if name and not isinstance(one, NEVER_CALLED)}
-    return matching(network, patterns, key=key, modules=modules, got=", which matches no layer")
+    return find_modules(network, patterns, key=key, modules=modules, got=", which matches no layer")
 
 
 def checkpoint_activations(modules: Iterable[nn.Module]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.hooks.hook import Hook
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 from exp.nested import map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class GradientTransform(Hook, ABC):
         """Yield the errors of every hook, of nested modules, and of modules without a gradient."""
         yield from super().errors(planned)
         try:
-            chosen = matching(planned.network, self.modules, key="")
+            chosen = find_modules(planned.network, self.modules, key="")
         except ConfigError:  # reported above
             return
         nested = [

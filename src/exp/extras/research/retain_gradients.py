@@ -13,7 +13,7 @@ from exp.hooks.hook import Boundary, Hook, Period
 from exp.hooks.norms import norm
 from exp.hooks.panels import Column, Panel
 from exp.hooks.step import Step
-from exp.models.matching import matching
+from exp.models.matching import find_modules
 
 # The network itself has the empty name, which no tag can end with.
 WHOLE = "network"
@@ -57,7 +57,7 @@ class RetainGradients(Hook):
         self._index = self._batches = 0
 
     def setup(self, network: nn.Module) -> None:
-        self._names = list(matching(network, self.modules, key=f"hooks.{self.name}.modules"))
+        self._names = list(find_modules(network, self.modules, key=f"hooks.{self.name}.modules"))
         self._forwards = []
 
     def passed(self, boundary: Boundary, step: Step) -> None:

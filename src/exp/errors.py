@@ -152,6 +152,11 @@ def missing_value(key: str, expected: str, fix: str | None = None, *, got: str =
     return ErrorDetails(key, got, expected, fix)
 
 
+def not_installed(key: str, package: str, install: str, *, feature: str) -> ErrorDetails:
+    """Return the error of a feature whose package is not installed. install: Argument of pip install."""
+    return ErrorDetails(key, f"{feature}, without the package {package}", "it installed", f"pip install {install}")
+
+
 def constructor_error(
     error: BaseException,
     *,

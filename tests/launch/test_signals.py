@@ -133,7 +133,7 @@ def test_ranks_that_hang_are_killed_and_named(started):
     done = end(command, signal.SIGTERM)
     assert done.returncode == 143
     assert "interrupted by signal 15; no state was saved: a rank hung" in done.stdout
-    assert all(f"rank {rank} did not leave within 1 s" in done.stdout for rank in (0, 1))
+    assert all(f"rank {rank} did not exit within 1 s" in done.stdout for rank in (0, 1))
     assert are_gone(pids)
 
 
@@ -142,7 +142,7 @@ def test_a_growing_checkpoint_extends_the_grace(started, run_directory):
     command, _ = started(PATIENT + GROWING + INTERRUPTED, grace_seconds=1)
     done = end(command, signal.SIGTERM)
     assert done.returncode == 143
-    assert "did not leave" not in done.stdout
+    assert "did not exit" not in done.stdout
     assert (run_directory / "checkpoints" / ".part0").read_text() == "state" * 20
 
 

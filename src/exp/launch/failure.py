@@ -20,14 +20,14 @@ from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RankErr
 from exp.files import write_atomic
 from exp.redaction import redact
 
-# What gloo, NCCL and torch's stores say when another rank is gone or does not come (seen in torch 2.13).
+# Messages of gloo, NCCL and torch's stores about a rank that died or does not answer (torch 2.13).
 NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|gloo/transport|socket ?timeout|"
     r"ncclRemoteError|ncclSystemError|remote process exited|wait timeout|watchdog caught|"
     r"collective operation timeout|store.*(timeout|timed out)",
     re.IGNORECASE,
 )
-# The exit status of a rank that could not even write its failure down: EX_IOERR of sysexits.h.
+# Exit status of a rank that cannot write its failure: EX_IOERR of sysexits.h.
 UNWRITABLE = 74
 Kind = Literal["config", "known", "bug", "neighbour", "death", "hang", "interrupted"]
 TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -35,13 +35,14 @@ TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The reason why one rank ended otherwise than well.
+    """The reason why a rank failed.
 
-    time: seconds since the epoch, of this machine's clock.
-    kind: config (an error in the config), known (an ExpError), bug (any other exception), neighbour (a collective that
-        failed because of another rank), death (a signal, or an exit without a word), hang (a step took longer than
-        runtime.step_timeout), interrupted.
-    detail: a traceback, a stack or the end of a log; empty for known errors.
+    Attributes:
+        time: Seconds since the epoch, by this machine's clock.
+        kind: config (an error in the config), known (an ExpError), bug (any other exception), neighbour (a collective
+            that failed because of another rank), death (a signal, or an exit without a message), hang (a step took
+            longer than runtime.step_timeout), interrupted.
+        detail: Traceback, stack or end of a log; empty for known errors.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """Return what a rank has to say about the exception that ends it."""
+    """Return the failure of a rank that ends with an exception."""
     now = time.time()
     if isinstance(error, Interrupted):
         return Failure(
@@ -81,7 +82,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
     if isinstance(error, UserCodeError):
-        # As any other exception: another attempt may go well, and a neighbour may be to blame.
+        # Treated like its cause: a restart may succeed, and another rank may be the cause.
         kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
         reason, detail = redact(f"failed with {error.cause}"), redact(f"{error.what}\n{error.frames}".rstrip())
         return Failure(rank=rank, time=now, kind=kind, reason=reason, detail=detail)
@@ -102,7 +103,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
 
 
 def death(*, rank: int, returncode: int, detail: str) -> Failure:
-    """Return what the parent knows of a rank that said nothing. returncode: subprocess's, -9 for a killed one."""
+    """Return the failure of a rank without a report. returncode: That of subprocess, -9 for a killed rank."""
     if returncode < 0:
         number = -returncode
         reason = f"was killed by {_signal_name(number)}"
@@ -117,12 +118,12 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
 
 
 def write_failure(failure: Failure, directory: Path) -> None:
-    """Write a failure whole or not at all."""
+    """Write a failure atomically."""
     write_atomic(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(directory: Path, *, rank: int) -> Failure | None:
-    """Read what the rank wrote; None where it wrote nothing."""
+    """Return the failure that a rank wrote, or None."""
     path = directory / f"rank{rank}.json"
     if not path.is_file():
         return None
@@ -148,24 +149,24 @@ def read_hang(directory: Path, *, rank: int) -> Failure | None:
 
 
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
-    """Find the failure that the others follow from.
+    """Return the failure that caused the others.
 
-    A death or a hang beats a report, because neighbours report it before the parent can see it; the earliest report
-    wins among the others; a neighbour's complaint counts where there is nothing else. Where it is a complaint that a
-    rank did not come, one of those that were still running is to blame.
+    A death or a hang comes before reports, because other ranks report it before the parent can see it. Then comes the
+    earliest report, and last the failure of a collective. If a collective timed out, a silent rank is the cause.
 
-    silent: the ranks that had not ended, nor reported, when the first failure was seen.
+    Args:
+        silent: Ranks that were running without a report when the first failure was seen.
     """
     hangs = [failure for failure in failures if failure.kind == "hang"]
     deaths = [failure for failure in failures if failure.kind == "death"]
     reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if hangs and not deaths:
-        # A rank that waits for the others in a collective hangs, too: the stacks tell them apart.
+        # Ranks that wait in a collective hang as well. The stacks show the difference.
         stacks = "\n".join(failure.detail for failure in hangs)
         return dataclasses.replace(min(hangs, key=lambda failure: failure.time), detail=stacks)
     if deaths or reports:
         return min(deaths or reports, key=lambda failure: failure.time)
-    # A rank that a signal ended is why its neighbours complain.
+    # A rank that a signal ended is the cause of failed collectives.
     first = min(failures, key=lambda failure: (failure.kind == "neighbour", failure.time))
     if first.kind == "neighbour" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(str(rank) for rank in silent)

@@ -1,7 +1,7 @@
-"""Start a frozen run: one fresh interpreter a rank, watched until all of them have ended.
+"""Starts a frozen run with one new interpreter per rank, and waits for all of them.
 
-`in_process` says whether a run needs none of that. Else `launch` starts `python -m exp.worker DIRECTORY` once a rank,
-each of which adopts the plan of the frozen config.yaml there; the report is read afterwards.
+If `in_process` is false for a run, `launch` starts `python -m exp.worker DIRECTORY` once per rank. Each rank recreates
+the plan from the frozen config.yaml. The caller reads the report afterwards.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from exp.launch.supervision import Grace, collected_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-# An error that a second start would meet again.
+# Failures that a restart would repeat.
 FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
 
 
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
-    """Return whether a run needs no process of its own: one rank, no process group, nobody who would restart it.
+    """Return whether a run can use this process: one rank, no process group, no restarts, no timeout.
 
-    step_timeout: of `runtime`. With a limit, the launcher reports that the process hangs.
+    Args:
+        step_timeout: `runtime.step_timeout`. If it is set, a launcher has to report a hang of the process.
     """
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 
@@ -49,19 +50,23 @@ def launch(
     resume: Path | None = None,
     allow: Sequence[str] = (),
 ) -> None:
-    """Start the ranks of a frozen run on this machine and return when all of them have ended well.
+    """Start the ranks of a frozen run on this machine, and return when all of them have finished.
 
-    Each is `python -m <worker> DIRECTORY`, with `--resume CHECKPOINT` when it is started again. The ranks see nothing
-    of another job's variables, and nothing of theirs stays in this process.
+    Each rank runs `python -m <worker> DIRECTORY`, with `--resume CHECKPOINT` after a restart. Ranks do not see
+    variables of other jobs, and do not change variables of this process.
 
-    max_restarts: how often all ranks are started again, from checkpoints/last.ckpt, after one of them died.
-    threads: of each rank's operators; None shares the cores.
-    allow: the packages of `security.allow`, which a rank does not believe by its frozen config alone.
-    grace_seconds: how long ranks have to save and leave after a signal, before they are killed; see `Grace`.
-    resume: a checkpoint to go on from, instead of the config's.
-    Raises: RankError with the first failing rank's own words; ConfigError where a rank found an error in the config;
-        Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, to this process or to a rank; RunError for several nodes,
-        and where the run directory cannot be written.
+    Args:
+        max_restarts: How often all ranks restart from checkpoints/last.ckpt after one of them died.
+        threads: Threads of each rank's operators. None: the cores divided by the ranks.
+        allow: Packages of `security.allow`. Ranks do not trust those in their frozen config.
+        grace_seconds: Time to save and exit after a signal, in seconds; see `Grace`.
+        resume: Checkpoint to resume from, instead of the config's.
+
+    Raises:
+        RankError: A rank failed. The message is that of the first failing rank.
+        ConfigError: A rank found an error in the config.
+        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 reached this process or a rank.
+        RunError: The run has several nodes, or its directory cannot be written.
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:
@@ -80,7 +85,7 @@ def launch(
             return
         if failure.kind in FINAL or restart >= max_restarts:
             raise failure.error()
-        # What an attempt reported is not what the next one will have done.
+        # The report of the failed attempt does not describe the next one.
         (directory / "report.json").unlink(missing_ok=True)
         resume = last_checkpoint(directory) or resume
         log.warning(
@@ -90,11 +95,12 @@ def launch(
 
 
 def requeue(error: BaseException, *, most: int | None = None) -> None:
-    """Have SLURM start this job's command again, where SIGUSR1 has announced the end of its machine.
+    """Let SLURM queue this job again after SIGUSR1, which announces its time limit.
 
-    It is what Lightning's SLURMEnvironment does. Elsewhere, and after any other end, nothing happens.
+    Lightning's SLURMEnvironment does the same. Without SLURM, or after other errors, nothing happens.
 
-    most: how often a job may have been started again; None is without a bound.
+    Args:
+        most: Largest number of restarts of a job. None: no limit.
     """
     if not isinstance(error, Interrupted) or error.signum != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
         return
@@ -120,7 +126,7 @@ def allowing(packages: Sequence[str]) -> list[str]:
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """Return checkpoints/last.ckpt of a run directory; None where there is none yet."""
+    """Return checkpoints/last.ckpt of a run directory, or None if it does not exist."""
     last = directory / LAST_CHECKPOINT
     return last if last.is_file() else None
 
@@ -157,7 +163,7 @@ def _once(
             last = last_checkpoint(directory)
             saved = None if last is None else str(last)
             if failure is None and received:
-                # The run was done before the signal came to it; whoever sent it asked for the end all the same.
+                # The run had finished before the signal reached it, but the signal still ends the command.
                 raise Interrupted(signum=received[0], checkpoint=saved)
             if failure is not None and failure.kind == "hang" and directory.is_dir():
                 with (directory / "train.log").open("a", encoding="utf-8") as file:
@@ -166,7 +172,7 @@ def _once(
                 return dataclasses.replace(failure, checkpoint=saved)
             return failure
     finally:
-        # Somebody may have taken the run directory away.
+        # The run directory may have been removed.
         shutil.rmtree(exchange, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Surround a run in each of its ranks: end with the parent, say why it failed, leave together."""
+"""The life of a rank: it ends with its parent, reports its failure, and waits for the others at exit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def live(body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body` as this process's rank, and end the process.
+    """Run `body` as this process's rank, and exit.
 
-    Exit status: 0 done, 1 failed, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
-    process is left by os._exit: threads of collectives may keep an interpreter from ending, or abort it (seen with
-    DTensor).
+    Exit status: 0 success, 1 failure, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
+    process exits by os._exit: threads of collectives may block an interpreter's exit, or abort it (with DTensor).
     """
     status = 1
     with survive_output_errors():
@@ -46,7 +45,7 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process by os._exit, with what libraries do at the exit of one that did well (an upload, a flush)."""
+    """Exit by os._exit. After a success the exit functions of libraries run, such as uploads and flushes."""
     try:
         if status == 0:
             run_exit_functions()
@@ -75,22 +74,22 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 
 
 def _told(error: BaseException, *, rank: Rank) -> int:
-    """Tell why this rank ends, and return its exit status."""
+    """Report why this rank ends, and return its exit status."""
     failure = failure_of(error, rank=rank.global_rank)
     try:
-        _tell(failure, error)
+        _report(failure, error)
     except OSError as second:
         print(f"rank {failure.rank} {failure.reason}\nIt cannot write that down: {second}", file=sys.stderr)
         return UNWRITABLE
     return failure.exit_status
 
 
-def _tell(failure: Failure, error: BaseException) -> None:
-    """Tell exp's launcher by a file, torchrun by its own, and whoever reads the output."""
+def _report(failure: Failure, error: BaseException) -> None:
+    """Write a failure to the file of exp's launcher or torchrun, and print it."""
     if EXCHANGE in os.environ:
         write_failure(failure, Path(os.environ[EXCHANGE]))
         if failure.rank == 0:
-            return  # the parent says it on the same terminal
+            return  # the parent prints it on the same terminal
     elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -101,16 +100,17 @@ def _tell(failure: Failure, error: BaseException) -> None:
 
 
 def hang_path(directory: Path, *, rank: Rank) -> Path:
-    """Return the file for the stacks of a rank that hangs: exp's launcher reads it; without a launcher train.log."""
+    """Return the file for the stacks of a rank that hangs: a file of exp's launcher, or train.log."""
     if EXCHANGE in os.environ:
         return hang_file(Path(os.environ[EXCHANGE]), rank=rank.global_rank)
     return directory / "train.log"
 
 
 def _install_first_handlers(early: list[Interrupted]) -> None:
-    """End a rank at once at a signal, until the engine has handlers: nothing has been done that could be saved.
+    """End a rank at a signal until the engine installs its handlers: there is nothing to save.
 
-    early: gets what was raised.
+    Args:
+        early: List to which the raised exceptions are appended.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -118,17 +118,17 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         raise early[-1]
 
     install_handler(leave)
-    # A process of Ray's starts others with SIGINT blocked.
+    # Processes of Ray start others with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process with its parent, where that is killed."""
+    """Let this process end if its parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # It may have died before this process could ask to be told.
+    # The parent may have died before the call above.
     if os.getppid() != parent:
         os._exit(1)
 

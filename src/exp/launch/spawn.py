@@ -1,4 +1,4 @@
-"""Start fresh interpreters for the ranks of one machine, each in a clean environment and a session of its own."""
+"""Starts new interpreters for the ranks of one machine, each with a clean environment in a new session."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from exp.signals import SUPERVISED
 from exp.strategies.rank import STORE
 
-# How a rank finds its parent and the folder in which the two exchange words.
+# Variables with a rank's parent, and with the folder in which they exchange files.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
-# The parent's sys.path, one folder a line. Not PYTHONPATH, whose folders come before the standard library, and whose
-# sitecustomize.py Python would run: what the parent finds last, a rank finds last.
+# The parent's sys.path, one folder per line, in the same order. Folders of PYTHONPATH would come before the standard
+# library, and Python would run their sitecustomize.py.
 IMPORT_PATH = "EXP_IMPORT_PATH"
 BOOTSTRAP = (
     "import os, runpy, sys; "
@@ -24,7 +24,7 @@ BOOTSTRAP = (
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
-# Another job's variables would tell a rank that it is somebody else.
+# Variables of another job, which would give a rank a wrong number.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -37,7 +37,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """A started rank. log: where its output goes; None for rank 0, which has the parent's terminal."""
+    """A started rank. log: File of its output; None for rank 0, which uses the parent's terminal."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -47,9 +47,10 @@ class RankProcess:
 def rank_environment(
     *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return a rank's environment: the outer one without another job's variables, and torchrun's names for this one.
+    """Return a rank's environment: the outer one without variables of other jobs, with torchrun's variables.
 
-    threads: of each rank's operators; None shares the cores evenly, or leaves OMP_NUM_THREADS where it is set.
+    Args:
+        threads: Threads of each rank's operators. None: OMP_NUM_THREADS, or the cores divided by the ranks.
     """
     environment = {
         name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
@@ -62,7 +63,7 @@ def rank_environment(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
-        # Nobody listens there: the process group meets in a file. Libraries want to read them, though.
+        # Read by libraries only: the ranks meet in a file, and no port is open.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "TORCHELASTIC_RUN_ID": exchange.name,
@@ -78,7 +79,7 @@ def rank_environment(
 def start_ranks(
     *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
 ) -> list[RankProcess]:
-    """Start the ranks, rank 0 on this process's output, the others on train.rank<n>.log in the run directory."""
+    """Start the ranks. Rank 0 writes to this process's output, the others to train.rank<n>.log."""
     started: list[RankProcess] = []
     try:
         for rank in range(world_size):
@@ -94,7 +95,7 @@ def start_ranks(
 
 
 def import_path() -> list[str]:
-    """Return the folders from which this process imports, in its order: the ranks must find the same modules."""
+    """Return the folders from which this process imports, in order: ranks must find the same modules."""
     folders = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
     return [folder for folder in folders if os.path.exists(folder) and "\n" not in folder]
 

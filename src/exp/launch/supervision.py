@@ -1,4 +1,4 @@
-"""Watch the ranks of one launch until all have ended: a failure ends the others, a signal is passed on once."""
+"""Watches the ranks of a launch until all have ended: a failure ends the others, a signal is passed on once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from exp.launch.spawn import RankProcess
 from exp.signals import handle_signals
 
 POLL_SECONDS = 0.05
-# Neighbours of a failed rank get so long to say what they saw, and so long after SIGTERM to leave.
+# Time for the other ranks to report after a failure, and to exit after SIGTERM, in seconds.
 SETTLE_SECONDS = 0.5
 COMPLAINT_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
 LOG_TAIL_LINES = 20
-# Of a stack that faulthandler writes, the innermost frames; a line that names the cause comes before them.
+# Innermost frames of a stack of faulthandler, after a line with the cause.
 STACK_FRAMES = 5
 
 
 class _Collector:
-    """A handler that keeps every signal."""
+    """A handler that records every signal."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -38,9 +38,9 @@ class _Collector:
 
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run for `supervise`, and put the handlers back; none outside the main thread.
+    """Collect the signals that end a run, for `supervise`. Outside the main thread there are none.
 
-    Inside another of these it is that one's list, so that whoever asked first hears of every signal.
+    A nested context yields the list of the outer one, so that the outer one sees every signal.
     """
     before = signal.getsignal(signal.SIGTERM)
     if isinstance(before, _Collector) and threading.current_thread() is threading.main_thread():
@@ -52,12 +52,13 @@ def collected_signals() -> Iterator[list[int]]:
 
 
 class Grace:
-    """The time that ranks have after a signal, to save and to leave together; a second one ends it at once.
+    """The time that ranks have to save and exit after a signal. A second signal ends it.
 
-    A rank that waits in a collective for one that hangs hears no signal, for its handlers are Python's.
+    A rank that waits in a collective for a hanging rank cannot handle signals, because its handlers are in Python.
 
-    seconds: from the signal on, and again from each moment at which a file of a checkpoint grew.
-    checkpoints: the folder in which they are written.
+    Args:
+        seconds: Time after the signal, extended whenever a file of a checkpoint grows, in seconds.
+        checkpoints: Folder of the checkpoints.
     """
 
     def __init__(self, *, seconds: float, checkpoints: Path) -> None:
@@ -67,14 +68,14 @@ class Grace:
         self._ends: float | None = None
 
     def begin(self) -> None:
-        """Begin now; a second call changes nothing."""
+        """Begin now. A second call has no effect."""
         if self._ends is None:
             self._written = self._seen()
             self._ends = time.monotonic() + self.seconds
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has begun, and ended."""
+        """Return whether the time has begun and is over."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
         before, self._written = self._written, self._seen()
@@ -86,17 +87,18 @@ class Grace:
     def _seen(self) -> dict[str, tuple[int, int]]:
         seen = {}
         for path in self._checkpoints.rglob("*"):
-            with suppress(FileNotFoundError):  # a whole file takes the place of the one that was written
+            with suppress(FileNotFoundError):  # a finished file replaces the partial one
                 status = path.stat()
                 seen[str(path)] = (status.st_size, status.st_mtime_ns)
         return seen
 
 
 def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
-    """Wait until every rank has ended, and say why the run failed; None where it did not.
+    """Wait until every rank has ended, and return the cause of a failure, or None.
 
-    received: signals that came to this process; the first is passed on, the second ends the ranks at once.
-    grace: how long ranks have to leave after the first.
+    Args:
+        received: Signals to this process. The first one is passed on, the second one ends the ranks.
+        grace: Time to exit after the first signal.
     """
     passed_on = 0
     try:
@@ -108,11 +110,11 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             if grace.is_over or any(rank.process.poll() not in (None, 0) for rank in ranks):
                 break
             time.sleep(POLL_SECONDS)
-        failures = _hear(ranks, exchange=exchange, received=received, grace=grace)
+        failures = _collect_failures(ranks, exchange=exchange, received=received, grace=grace)
         silent = [rank.rank for rank in ranks if rank.process.poll() is None]
         within = f"within {grace.seconds:g} s (launch.grace_seconds)"
         late = "\n".join(
-            f"rank {rank} did not leave {within}, and was killed" for rank in (silent if grace.is_over else ())
+            f"rank {rank} did not exit {within}, and was killed" for rank in (silent if grace.is_over else ())
         )
         if received:
             return _after_signal(failures, received[0], late=late)
@@ -125,20 +127,22 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
         _end(ranks)
 
 
-def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> list[Failure]:
-    """Hear what the ranks that ended have to say, once one of them has ended otherwise than well.
+def _collect_failures(
+    ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace
+) -> list[Failure]:
+    """Return the failures of the ranks after the first rank failed.
 
-    The others get a moment: interrupted ranks leave together when all have saved, and a complaint about a neighbour may
-    come before the death that it is about.
+    The other ranks get some time: interrupted ranks exit together when all have saved, and a failed collective may be
+    reported before the death of the rank that caused it.
     """
-    heard: set[Kind] = set()
+    known: set[Kind] = set()
     deadline = time.monotonic()
     signals = len(received)
     while True:
         failures = _failures(ranks, exchange)
         kinds = {failure.kind for failure in failures}
-        if kinds != heard:
-            heard = kinds
+        if kinds != known:
+            known = kinds
             deadline = time.monotonic() + (COMPLAINT_SECONDS if kinds <= {"neighbour", "hang"} else SETTLE_SECONDS)
         if kinds == {"interrupted"}:
             grace.begin()
@@ -152,7 +156,7 @@ def _hear(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[in
 
 
 def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Failure:
-    """Say what a signal came to: a failure while saving is told, everything else is an interruption."""
+    """Return the failure after a signal: an error while saving, or an interruption."""
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
         return first_cause(errors, silent=())
@@ -171,7 +175,7 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Fai
 
 
 def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
-    """Return the failures of the ranks that have ended otherwise than well."""
+    """Return the failures of the ranks that have failed."""
     found = []
     for rank in ranks:
         returncode = rank.process.poll()
@@ -184,7 +188,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
 
 
 def _left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
-    """Return the ranks that ended as if all were done, where the others say no more than that a neighbour is gone."""
+    """Return failures for ranks that exited successfully, if all others only report failed collectives."""
     if any(failure.kind != "neighbour" for failure in failures):
         return []
     left = [rank for rank in ranks if rank.process.poll() == 0]
@@ -192,18 +196,18 @@ def _left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Fai
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:
-    """End what still runs, with its children: SIGTERM, two seconds, SIGKILL. Leaves no zombie."""
+    """End the running ranks with their children: SIGTERM, two seconds, SIGKILL. Leave no zombies."""
     _signal_ranks(ranks, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     for rank in ranks:
-        # The whole session: a loader's workers outlive a rank that was killed.
+        # The whole session, because a loader's workers outlive a killed rank.
         try:
             os.killpg(rank.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        except PermissionError:  # macOS says so of a group whose last member is a zombie
+        except PermissionError:  # macOS raises it for a group of zombies
             pass
         rank.process.wait()
 
@@ -215,7 +219,7 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
 
 
 def end_of(log: Path | None) -> str:
-    """The last lines of what a rank printed, for a message; empty where there is nothing."""
+    """Return the last lines of a rank's output for a message, or an empty text."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:

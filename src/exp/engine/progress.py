@@ -42,9 +42,6 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
     """Return the arguments of Lightning's Trainer and exp's limits, from the config's trainer node.
 
     With a limit of steps or time and none of epochs, epochs are not limited.
-
-    Raises:
-        ConfigError: max_time cannot be read.
     """
     arguments = dict(trainer)
     max_steps, max_time = arguments.pop("max_steps", -1), arguments.pop("max_time", None)
@@ -57,36 +54,14 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
     return arguments, limits
 
 
-def seconds_of(max_time: float | str | Mapping[str, float] | timedelta) -> float:
-    """Return the seconds of a max_time: a number, a time such as 1h30m, or a form of Lightning.
-
-    Raises:
-        ConfigError: max_time cannot be read.
-    """
-    try:
-        if isinstance(max_time, timedelta):
-            time = max_time
-        elif isinstance(max_time, Mapping):
-            time = timedelta(**max_time)
-        elif isinstance(max_time, str):
-            if ":" in max_time:
-                days, hours, minutes, seconds = map(int, max_time.strip().split(":"))
-                time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-            else:
-                time = timedelta(seconds=span_seconds(max_time))
-        elif isinstance(max_time, bool):
-            raise TypeError("a boolean is not a time")
-        else:
-            time = timedelta(seconds=max_time)
-        if time < timedelta():
-            raise ValueError("a time is not negative")
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise config_error(
-            "trainer.max_time",
-            got=repr(max_time),
-            expected="seconds, a time such as 1h30m, DD:HH:MM:SS, or a mapping of days, hours, minutes and seconds",
-        ) from error
-    return time.total_seconds()
+def seconds_of(max_time: float | str | Mapping[str, float]) -> float:
+    """Return the seconds of a max_time: a number, a time such as 1h30m, or a form of Lightning. See the check."""
+    if isinstance(max_time, Mapping):
+        return timedelta(**max_time).total_seconds()
+    if isinstance(max_time, str) and ":" in max_time:
+        days, hours, minutes, seconds = map(int, max_time.split(":"))
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    return span_seconds(max_time) if isinstance(max_time, str) else float(max_time)
 
 
 def total_epochs(trainer: Trainer) -> int | None:

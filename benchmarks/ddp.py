@@ -105,7 +105,7 @@ def live(number: int, store: str, directories: list[Path], steps: int, results: 
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank = Rank(global_rank=number, local_rank=number, world_size=RANKS, local_world_size=RANKS, store=store)
-    join(rank, plan.adopt(plan.frozen(directories[0][0]), rank=rank).placement, timeout_seconds=600)
+    join(rank, plan.adopt(plan.read_resolved(directories[0][0]), rank=rank).placement, timeout_seconds=600)
     for turn in directories:
         times = [*by_hand(steps)]
         for directory in turn:

@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from exp.build import Parts, build
-from exp.check.plan import Plan, adopt, frozen
+from exp.check.plan import Plan, adopt, read_resolved
 from exp.check.starting_point import newest_of
 from exp.config.frozen import read_overrides
 from exp.data.in_memory import AnyDataset, samples_in
@@ -60,7 +60,7 @@ def run(
         BaseException: The error that ended the run.
     """
     directory = Path(directory).absolute()
-    resolved = frozen(directory) if decided is None else decided.resolved
+    resolved = read_resolved(directory) if decided is None else decided.resolved
     block_launches(resolved.settings.runtime.cuda_blocking)
     overrides = read_overrides(directory)
     forget_peak_memory()

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.examination import examine, plan
 from exp.check.first_samples import refuse_other_data
-from exp.check.plan import Plan, frozen
+from exp.check.plan import Plan, read_resolved
 from exp.check.resolution import resolve
 from exp.check.starting_point import Found, newest_of, sweep_runs_beside
 from exp.config.freeze import clear, freeze, take_directory
@@ -63,7 +63,7 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
     Raises:
         RunError: There is no such checkpoint.
     """
-    decided = plan(frozen(directory))
+    decided = plan(read_resolved(directory))
     found = newest_of(directory) if found is None else found
     if found.path is None:
         raise RunError(f"{directory} has no whole checkpoint to resume from")
@@ -129,7 +129,7 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     directory = freeze(resolved)
     raw = OmegaConf.to_container(resolved, resolve=False)
     if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(raw)):
-        decided = plan(frozen(directory))
+        decided = plan(read_resolved(directory))
     sweep_runs_beside(directory, str(decided.settings.name))
     if notes:
         with run_log(directory, rank=ALONE):

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.examination import examine, plan
-from exp.check.plan import frozen
+from exp.check.plan import read_resolved
 from exp.check.resolution import resolve
 from exp.check.stages import early_errors
 from exp.cli.check import main as check
@@ -103,7 +103,7 @@ def test_a_user_group_owns_its_node(place):
     directory = freeze(plan(resolve(exp.compose(["experiment=own"]))).resolved.config)
     kept = OmegaConf.load(directory / "config.yaml")
     assert (kept.paths.root, kept.vars.width, kept.model.layers.hidden.out_features) == ("here", 48, 24)
-    assert frozen(directory).plain["model"]["layers"]["hidden"]["out_features"] == 24
+    assert read_resolved(directory).plain["model"]["layers"]["hidden"]["out_features"] == 24
     assert check([f"from_run={directory}", "seed=3"]) == 0
 
 
@@ -168,7 +168,7 @@ def test_a_resolver_gives_one_value_per_config(place):
     resolved = resolve(first)
     directory = freeze(plan(resolved).resolved.config)
     kept = OmegaConf.load(directory / "config.yaml")
-    assert kept.seed == resolved.plain["seed"] == first.seed == frozen(directory).plain["seed"]
+    assert kept.seed == resolved.plain["seed"] == first.seed == read_resolved(directory).plain["seed"]
     assert kept.name == first.name != kept.seed
     # Other arguments and another config get new values.
     first.vars.a = 6

@@ -16,7 +16,7 @@ import exp
 from exp.build import build
 from exp.check.examination import config_errors, examine, plan
 from exp.check.first_samples import refuse_other_data
-from exp.check.plan import adopt, frozen
+from exp.check.plan import adopt, read_resolved
 from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
@@ -135,7 +135,7 @@ def test_data_without_targets_have_neither_classes_nor_outputs(tmp_path, monkeyp
 
 def test_a_rank_plans_what_its_parent_planned() -> None:
     decided = plan(resolve(exp.compose(["data=wine", "model=mlp", "+precision=bf16"])))
-    adopted = adopt(frozen(freeze(decided.resolved.config)), rank=ALONE)
+    adopted = adopt(read_resolved(freeze(decided.resolved.config)), rank=ALONE)
     assert adopted.resolved.yaml == decided.resolved.yaml
     assert (adopted.placement, adopted.spec) == (decided.placement, decided.spec)
     shapes = [(name, tuple(p.shape)) for name, p in decided.shapes.network.named_parameters()]

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 import exp
 from exp.check.examination import plan
-from exp.check.plan import frozen
+from exp.check.plan import read_resolved
 from exp.check.resolution import resolve
 from exp.cli.check import main as check
 from exp.cli.command_line import parse_arguments
@@ -108,7 +108,7 @@ def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():
     assert shuffled("trainer.overfit_batches=3") is False
     assert shuffled("trainer.overfit_batches=0.1", "data.shuffle=true") is True
     directory = freeze(plan(resolve(exp.compose(["trainer.overfit_batches=3"]))).resolved.config)
-    assert frozen(directory).plain["data"]["shuffle"] is False
+    assert read_resolved(directory).plain["data"]["shuffle"] is False
 
 
 @pytest.mark.parametrize(("typed", "key", "value"), [

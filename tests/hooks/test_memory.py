@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exp.check.plan import frozen
+from exp.check.plan import read_resolved
 from exp.construct import build_data, build_network, build_objective
 from exp.hooks.memory import Memory, mebibytes
 from exp.hooks.memory_peaks import HOST, AllocatedPeak, ResidentPeak
@@ -165,7 +165,7 @@ def test_the_four_parts_of_a_run(fit, text, model: str) -> None:
     overrides = [f"model={model}", "hooks=[memory]", "trainer.max_steps=1", *(text if model == "gpt" else [])]
     run = fit(*overrides)
     found = {tag: round(steps[1] * MIB) for tag, steps in run.values.items() if tag.startswith("memory/")}
-    settings = frozen(run.directory).settings
+    settings = read_resolved(run.directory).settings
     data = build_data(settings)
     network = build_network(settings, data.spec)
     sizes = [parameter.numel() * 4 for parameter in network.parameters()]

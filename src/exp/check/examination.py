@@ -29,7 +29,7 @@ from exp.check.plan import Plan, Resolved
 from exp.check.resolution import resolve
 from exp.check.runtime_switches import switch_errors
 from exp.check.shapes import double_backward_errors, objectives_by_forward, shape_errors, term_errors
-from exp.check.stages import allowed, concern_keys, locate_errors, unique_errors
+from exp.check.stages import allowed_packages, concern_keys, locate_errors, unique_errors
 from exp.check.training_notes import training_notes
 from exp.config.frozen import COMPOSITION
 from exp.config.module_key import has_module
@@ -536,7 +536,9 @@ def _are_numbers(value: object) -> bool:
 def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, checked: Plan) -> None:
     plain = with_changes(checked.plain, changed)
     groups = {path[0] for path in changed} & set(OPTIMIZATION_KEYS)
-    errors = target_errors({name: plain[name] for name in sorted(groups)}, allow=allowed(plain), has_module=False)
+    errors = target_errors(
+        {name: plain[name] for name in sorted(groups)}, allow=allowed_packages(plain), has_module=False
+    )
     decided = Plan(resolved=Resolved(config=config, plain=plain, errors=tuple(errors)))
     # None of these follows from the changes.
     vars(decided).update(

@@ -20,6 +20,7 @@ from exp.models.forward_trace import Call, Refused
 from exp.models.inference import LAZY_CLASSES
 from exp.models.matching import FEATURE_NORMS
 from exp.nested import is_dataclass_instance, named_parts, tensors_in
+from exp.shared_types import dtype_name
 from exp.spelling import among
 
 # Samples of the stand-in batch in models/inference.py. An axis 0 of this size is the batch axis.
@@ -111,7 +112,7 @@ def describe_value(value: object, *, batch: int | None = None) -> str:
     if isinstance(value, Tensor):
         is_batch = not isinstance(value, nn.Parameter) and batch in (None, *value.shape[:1])
         sizes = ["B" if is_batch and not axis else str(size) for axis, size in enumerate(value.shape)]
-        return f"[{', '.join(sizes)}] {_name(value.dtype)}"
+        return f"[{', '.join(sizes)}] {dtype_name(value.dtype)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {describe_value(item, batch=batch)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -123,10 +124,6 @@ def describe_value(value: object, *, batch: int | None = None) -> str:
     return (
         repr(value) if is_plain else f"a {type(value).__module__}.{type(value).__qualname__}, which is no torch.Tensor"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _given(values: object) -> str:
@@ -198,16 +195,16 @@ def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand
     if not own or not others or not _is_of_dtypes(error):
         return None
     wanted, other = next(iter(own)), others[0]
-    expected = f"{_name(wanted)}, the dtype of its parameters"
+    expected = f"{dtype_name(wanted)}, the dtype of its parameters"
     inputs = _inputs(module)
     if inputs:
         expected = f"{_text(inputs[0], module)}, of {expected}"
     if not other.is_floating_point and not other.is_complex:
         fix = "Put a torch.nn.Embedding before it, or give it x.float() in a forward program"
     elif wanted is torch.float32:
-        fix = f"Give it float32: the layer or operation before it makes {_name(other)}"
+        fix = f"Give it float32: the layer or operation before it makes {dtype_name(other)}"
     else:
-        fix = f"Leave dtype out, or give it x.to({_name(wanted)}) in a forward program"
+        fix = f"Leave dtype out, or give it x.to({dtype_name(wanted)}) in a forward program"
     return Demand(expected=expected, fix=fix, parameters=("dtype",))
 
 

@@ -213,7 +213,7 @@ class Plan:
         return flops_of_a_sample(data, network=network, objective=objective, phases=phases, inputs=inputs)
 
 
-def frozen(directory: Path | str) -> Resolved:
+def read_resolved(directory: Path | str) -> Resolved:
     """Return the config of a run directory. It was resolved and checked before it was frozen."""
     from exp.construct import plain_config
 

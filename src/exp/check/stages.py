@@ -88,7 +88,7 @@ def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
     errors = [error for error in unread if error.key.partition(".")[0] in names]
     errors += [error for name in names for error in node_errors(name, plain)]
     if any(value is UNKNOWN for name in names for _, value in leaves({name: plain.get(name)})):
-        errors += resolver_errors(plain, allow=allowed(plain))
+        errors += resolver_errors(plain, allow=allowed_packages(plain))
     if found := unique_errors(errors):
         raise ConfigError(locate_errors(config, found))
 
@@ -96,7 +96,7 @@ def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
 def first_stage(reading: Reading) -> list[ErrorDetails]:
     """Return the errors that need no import of torch."""
     plain, errors = reading
-    resolvers = resolver_errors(plain, allow=allowed(plain))
+    resolvers = resolver_errors(plain, allow=allowed_packages(plain))
     return unique_errors([*errors, *structure_errors(plain), *rule_errors(plain), *resolvers])
 
 
@@ -111,7 +111,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
     from exp.check.parameters import program_errors, target_errors
 
     plain, _ = reading
-    allow, is_own = allowed(plain), has_module(plain)
+    allow, is_own = allowed_packages(plain), has_module(plain)
     # Values in `vars` and in the user's groups are checked where a key refers to them.
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
@@ -120,7 +120,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
     return unique_errors([*errors, *direction_errors(plain, allow=allow)])
 
 
-def allowed(plain: dict[str, Any]) -> list[str]:
+def allowed_packages(plain: dict[str, Any]) -> list[str]:
     """Return the packages in `security.allow`; none if the key has an error, so that no check imports them."""
     if list(allow_is_from_the_command_line(Values(plain))):
         return []

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.check.stages import allowed, compose
+from exp.check.stages import allowed_packages, compose
 from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
@@ -173,7 +173,7 @@ class Question:
         from exp.config.targets import resolve
 
         try:
-            target = resolve(holder["_target_"], returns=("builtins.object",), allow=allowed(self._plain))
+            target = resolve(holder["_target_"], returns=("builtins.object",), allow=allowed_packages(self._plain))
         except ExpError:
             return None  # the check reports it
         parameter = signature_of(target).parameters.get(key.rpartition(".")[2])

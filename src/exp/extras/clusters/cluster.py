@@ -85,14 +85,14 @@ def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | Non
     prepare: exp.start.prepare, which freezes.
     gpus: that the launcher asks for on a node; None: those of launch.devices, where launch.accelerator=cuda.
     """
-    from exp.check.plan import Plan, frozen, place
+    from exp.check.plan import Plan, place, read_resolved
     from exp.check.starting_point import newest_of
 
     try:
         directory = Path(config[COMPOSITION].directory)
         resume = newest_of(directory).path
         if (directory / "config.yaml").is_file():
-            decided = Plan(resolved=frozen(directory))
+            decided = Plan(resolved=read_resolved(directory))
         else:
             decided, directory = prepare(config)
         launch = decided.settings.launch

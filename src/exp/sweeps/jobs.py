@@ -25,7 +25,7 @@ from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Reading, Unknown, Values, plain_values, read
 from exp.config.sources import source_of
 from exp.config.values import set_value
-from exp.errors import ConfigError, ErrorDetails, config_error
+from exp.errors import ConfigError, ErrorDetails, config_error, missing_value, not_supported_with
 from exp.spelling import show
 
 MAX_ERRORS = 30
@@ -174,10 +174,7 @@ class Jobs:
         others = self._other_settings(composition.config)
         config = job_config(composition, job=job.number, sweep=str(self._directory))
         if others:
-            options = [key for key in job.swept if composition.vocabulary.group_exists(key)]
-            pairs = zip(lines, job.overrides, strict=True)
-            groups = [text for line, text in pairs if line.key_or_group in options]
-            fix = f"Start one sweep for each option: -m {' '.join(groups)}"
+            fix = "Start one sweep for each option"
             raise ConfigError([replace(one, fix=fix, source=source_of(config, one.key)) for one in others])
         job = with_config(job, config, Path(config[COMPOSITION].directory))
         if is_plain and job.error is None:
@@ -221,11 +218,8 @@ class Jobs:
         """Return an error for each setting of the sweep that a job has and the sweep has not, or the reverse."""
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
-        expected = "{}, the value of the whole sweep, which reads it before its jobs"
         return [
-            ErrorDetails(
-                key=name, got=f"{show(mine)} in an option that is swept", expected=expected.format(show(whole))
-            )
+            not_supported_with(name, mine, "an option that is swept", f"{show(whole)}, the value of the whole sweep")
             for name, (mine, whole) in both.items()
             if not are_same(mine, whole)
         ]
@@ -321,11 +315,10 @@ def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
             label = f"jobs {', '.join(map(str, numbers[:6]))}{' ...' if len(numbers) > 6 else ''}"
         if error.got in (NO_SUCH_KEY, IS_THERE) and len(having) < len(jobs):
             texts = [text for text in having[0].overrides if parse_override(text).key_or_group == error.key]
-            fix = f"Write ++{texts[0].lstrip('+')}, which sets it or adds it" if texts else None
-            error = replace(error, fix=fix)
+            error = replace(error, fix=f"Write ++{texts[0].lstrip('+')}, which sets or adds it" if texts else None)
         errors.append(replace(error, source=f"{label}, {error.source}" if error.source else label))
     if len(where) > MAX_ERRORS:
-        errors.append(ErrorDetails(key="sweep", got=f"{len(where) - MAX_ERRORS} more errors", expected="none"))
+        errors.append(missing_value("sweep", "none", got=f"{len(where) - MAX_ERRORS} more errors"))
     return errors
 
 

@@ -89,12 +89,6 @@ class Ledger:
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
 
-    @property
-    def unclaimed(self) -> list[Entry]:
-        """The entries of an earlier sweep that no job has claimed, sorted by number."""
-        left = (entry for entries in self._unclaimed.values() for entry in entries)
-        return sorted(left, key=lambda entry: entry.job)
-
     def next_number(self) -> int:
         """Return a number that no job of an earlier sweep has."""
         self._next += 1

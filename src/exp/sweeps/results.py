@@ -10,13 +10,11 @@ import csv
 import io
 import math
 import os
-import re
 import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exp.files import write_atomic
 from exp.output import markdown_table
@@ -36,12 +34,8 @@ NONE = "none"
 DEFAULT = "(default)"
 # The statuses of jobs that ended as they should and are not run again.
 FINISHED = ("completed", "pruned")
-# On the screen: characters of a swept number, and of any cell except the first.
-LONGEST, MOST_LETTERS = 10, 28
-# Of runs that are no jobs: a column is on the screen if this share of the runs differs from the others.
-LEAST_VARIETY = 0.1
-# Columns that a narrow screen drops first.
-LEAST = ("step", "seconds", "peak_mib")
+# Characters of a swept number, and of any other swept value, on the screen.
+LONGEST_NUMBER, LONGEST = 10, 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +110,16 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     done = [row for row in rows if row.has_value]
     if not done or _watch_several(rows):
         return None
-    best: Row = _pick(rows)(done, key=lambda row: row.value)
-    return best
+    return min(done, key=lambda row: _sign(rows) * row.value)
 
 
 def _watch_several(rows: Sequence[Row]) -> bool:
     return len({(row.monitor, row.mode) for row in rows}) > 1
 
 
-def _pick(rows: Sequence[Row]) -> Callable[..., Any]:
-    return max if rows[0].mode == "max" else min
+def _sign(rows: Sequence[Row]) -> int:
+    """Return the factor of a value with which the best row is the smallest."""
+    return -1 if rows[0].mode == "max" else 1
 
 
 def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
@@ -145,8 +139,7 @@ def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
     most = max((len(group.values) for group in groups), default=0)
     if not most or _watch_several(rows):
         return None
-    found: Repeats = _pick(rows)((one for one in groups if len(one.values) == most), key=lambda group: group.mean)
-    return found
+    return min((one for one in groups if len(one.values) == most), key=lambda group: _sign(rows) * group.mean)
 
 
 def best_of(rows: Sequence[Row], *, repeat_over: str | None = None) -> Row | None:
@@ -242,17 +235,11 @@ def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = No
         width: Columns of the screen.
         repeat_over: As of `write_table`.
     """
-    least_variety = -1.0
-    if _kind(rows) == "run" and len(rows) > 1:
-        least_variety = LEAST_VARIETY
-        if not _watch_several(rows):
-            sign = -1 if rows[0].mode == "max" else 1
-            rows = sorted(rows, key=lambda row: sign * row.value if row.has_value else math.inf)
+    if _kind(rows) == "run" and not _watch_several(rows):
+        sign = _sign(rows)
+        rows = sorted(rows, key=lambda row: sign * row.value if row.has_value else math.inf)
     best = best_row(rows)
     header, cells = table_cells(rows, brief=True)
-    varieties = [1 - max(Counter(column).values()) / len(rows) for column in zip(*cells, strict=True)]
-    kept = [place for place, variety in enumerate(varieties) if variety > least_variety or not place]
-    header, cells = [header[place] for place in kept], [[line[place] for place in kept] for line in cells]
     tables = [_rich(_counted(rows), header, cells, bold=[row is best for row in rows], width=width)]
     if repeat_over is not None:
         top = best_repeats(rows, over=repeat_over)
@@ -269,30 +256,22 @@ def _rich(
     from rich.markup import escape
     from rich.table import Table
 
-    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
-    first = [name for name in header if name == header[0] or name.startswith(("best ", "mean ")) or name == "status"]
-    most = {name: MOST_LETTERS if name != header[0] else width for name in header}
-    heads = {name: name for name in header}
-    widths = {name: min(most[name], max(map(len, cells))) for name, cells in columns.items()}
-    if 1 + sum(3 + max(len(name), widths[name]) for name in header) > width:
-        heads = {name: re.sub(r"([/.])| ", "\\1\n", name) for name in header}
+    texts = [[" ".join(cell.split()) for cell in line] for line in cells]
+    needed = {
+        name: 3 + max(map(len, [name, *column])) for name, column in zip(header, zip(*texts, strict=True), strict=True)
+    }
     kept: list[str] = []
-    left = width - 1
-    for name in sorted(header, key=lambda name: (name not in first, name in LEAST)):
-        needed = 3 + max(widths[name], *map(len, heads[name].splitlines()))
-        if needed <= left or name in first:
+    for name in sorted(header, key=lambda name: not name.startswith((header[0], "status", "best ", "mean "))):
+        if 1 + sum(needed[one] for one in (*kept, name)) <= width or name == header[0]:
             kept.append(name)
-            left -= needed
     if left_out := [name for name in header if name not in kept]:
         title = f"{title}; columns left out: {among(left_out)}"
     table = Table(title=title, title_justify="left")
-    shown = [name for name in header if name in kept]
-    for name in shown:
-        longest = max(map(len, heads[name].splitlines()))
-        table.add_column(heads[name], no_wrap=True, overflow="ellipsis", max_width=max(most[name], longest))
-    for place, is_best in enumerate(bold):
-        texts = (" ".join(columns[name][place].split()) for name in shown)
-        table.add_row(*map(escape, texts), style="bold" if is_best else None)
+    places = [place for place, name in enumerate(header) if name in kept]
+    for place in places:
+        table.add_column(header[place], no_wrap=True, overflow="ellipsis")
+    for line, is_best in zip(texts, bold, strict=True):
+        table.add_row(*(escape(line[place]) for place in places), style="bold" if is_best else None)
     return table
 
 
@@ -381,13 +360,11 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
 
 
 def _shortened(text: str) -> str:
-    """Return a drawn number with six digits, and any other text unchanged. table.csv has all digits."""
-    if len(text) <= LONGEST:
-        return text
+    """Return a swept value for the screen: a number with six digits, other text cut. table.csv has the whole text."""
     try:
-        return _number(float(text))
+        return text if len(text) <= LONGEST_NUMBER else _number(float(text))
     except ValueError:
-        return text
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _number(value: float) -> str:

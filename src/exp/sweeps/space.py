@@ -1,8 +1,9 @@
-"""What a sweep goes over: a list of values a key, or an interval; which combinations, none of them listed before it is
-asked for.
+"""The values that a sweep combines or draws: a list of values for each key, or an interval.
 
     optimizer.lr=1e-3,1e-2   seed=range(0,10)   model=glob(m*)       lists: a grid combines them
     optimizer.lr=tag(log,interval(1e-5,1e-1))   data.batch_size=int(interval(16,256))      intervals: a search draws
+
+Combinations are made one by one, and never listed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
 from exp.config.grammar import Numbers, parse_override
@@ -22,21 +23,28 @@ from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
-from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
-from exp.spelling import among
+from exp.errors import ConfigError, ErrorDetails, missing_value, raise_errors, unknown_word
+from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
 
 Combination = Mapping[str, str]
+Condition = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One key and the values it takes.
+    """One key and the values that it takes.
 
-    key: with its sign, as an override begins. texts: its values, as an override ends; none of an interval.
-    low, high: of an interval, both within; is_log: drawn evenly in its logarithm; is_integer. is_range: the values are
-        the numbers of a range, in their order.
-    when: this axis is there alone where another key has one of these values; else the key keeps its own.
+    Attributes:
+        key: Key with its sign, as an override begins.
+        texts: Values of a list, as an override ends.
+        low: Lower end of an interval, which belongs to it.
+        high: Upper end of an interval, which belongs to it.
+        is_log: Whether numbers are drawn uniformly in their logarithm.
+        is_integer: Whether the interval has whole numbers only.
+        is_interval: Whether a search draws numbers from an interval.
+        when: Values of other keys with which the key is swept. None: it is always swept.
+        is_range: Whether the values are the numbers of a range in their order.
     """
 
     key: str
@@ -46,16 +54,16 @@ class Axis:
     is_log: bool = False
     is_integer: bool = False
     is_interval: bool = False
-    when: Mapping[str, tuple[str, ...]] | None = None
+    when: Condition | None = None
     is_range: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
-        """The key alone."""
+        """The key without its sign."""
         return self.key.lstrip("+~")
 
     def ends(self) -> tuple[str, ...]:
-        """Every value of a list; the two ends of an interval, and of a range."""
+        """Return every value of a list, or both ends of an interval or a range."""
         if self.is_range:
             return tuple(dict.fromkeys((self.texts[0], self.texts[-1])))
         if not self.is_interval:
@@ -63,7 +71,7 @@ class Axis:
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
 
     def domain(self) -> Domain | None:
-        """What it goes over, as TensorBoard shows it; None where that is another in each job's config."""
+        """Return the values as TensorBoard shows them. Return None if they depend on the config of a job."""
         if self.is_interval:
             return Domain(low=self.low, high=self.high)
         parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
@@ -74,7 +82,7 @@ class Axis:
         )
 
     def texts_of(self, wanted: object) -> tuple[str, ...]:
-        """Return the texts of a value of a list, however the value is written: 1e-3 is 0.001."""
+        """Return the texts that stand for a value of a list: 1e-3 is 0.001."""
         parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
 
@@ -85,7 +93,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """axes: in the order in which they were typed, the last one varies fastest. fixed: overrides of every job."""
+    """The axes in the order in which they were typed, the last one fastest, and the overrides that all jobs share."""
 
     axes: tuple[Axis, ...]
     fixed: tuple[str, ...]
@@ -103,7 +111,7 @@ class Space:
         return [*self.fixed, *(f"{axis.key}={values[axis.key]}" for axis in self.axes if axis.key in values)]
 
     def is_there(self, axis: Axis, values: Combination) -> bool:
-        """Whether an axis is there beside the values of others."""
+        """Return whether the condition of an axis holds for the values of other axes."""
         return axis.when is None or all(
             any(values.get(other.key) in wanted for other in self.axes if other.name == name)
             for name, wanted in axis.when.items()
@@ -140,16 +148,15 @@ class Space:
         return list(found.values())
 
     def by_condition(self) -> list[Axis]:
-        """The axes, each behind those that it depends on."""
+        """Return the axes, each after the axes that its condition names."""
         left, done = list(self.axes), dict[str, Axis]()
         while left:
             ready = [
                 axis for axis in left if axis.when is None or axis.when.keys() <= {one.name for one in done.values()}
             ]
             if not ready:
-                names = [axis.name for axis in left]
-                got, expected = f"{' and '.join(names)} wait for each other", "conditions that come to an end"
-                raise config_error("sweep.when", got=got, expected=expected)
+                got = f"{' and '.join(axis.name for axis in left)} wait for each other"
+                raise ConfigError([missing_value("sweep.when", "conditions without a cycle", got=got)])
             done.update({axis.key: axis for axis in ready})
             left = [axis for axis in left if axis.key not in done]
         return list(done.values())
@@ -183,9 +190,8 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
         axes.append(axis)
     if not errors:
         axes = [replace(axis, when=_condition(axis.name, config, axes, errors)) for axis in axes]
-        for key in set(map(str, config.sweep.when)) - {axis.name for axis in axes}:
-            expected = f"one of {among([axis.name for axis in axes], word=key)}"
-            errors.append(ErrorDetails(key=f"sweep.when.{key}", got=f"{key}, which is not swept", expected=expected))
+        names = [axis.name for axis in axes]
+        errors += [_unswept(f"sweep.when.{key}", str(key), names) for key in config.sweep.when if key not in names]
     raise_errors(errors)
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
@@ -206,46 +212,35 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
             source = error.errors[0].source if text in typed else "hydra.sweeper.params"
             raise ConfigError([replace(error.errors[0], source=source)]) from error
         is_group = vocabulary.group_exists(line.key_or_group)
-        if not line.is_delete() and not is_group:
-            line = _behind_others(line, last)
+        if not is_group:
+            # A later override replaces a swept one, whatever their signs are.
+            name = line.key_or_group
+            last = {key: one for key, one in last.items() if one.key_or_group != name or not one.is_sweep_override()}
         # `+` of a group adds to the options that `=` and other `+` choose.
         last[text if is_group and line.is_add() else line.get_key_element()] = line
     return list(last.values())
 
 
-def _behind_others(line: Override, last: dict[str, Override]) -> Override:
-    """Return an override with the sign that it needs if it replaces a swept override with another sign."""
-    key = line.get_key_element().lstrip("+")
-    for sign in ("", "+", "++"):
-        before = last.get(f"{sign}{key}")
-        if before is None or before.type is line.type or not before.is_sweep_override():
-            continue
-        del last[f"{sign}{key}"]
-        if before.is_add() and line.type is OverrideType.CHANGE:
-            return parse_override(f"+{line.input_line}")
-    return line
+def _unswept(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
+    return missing_value(key, f"one of {among(swept, word=name)}", got=f"{name}, which is not swept")
 
 
-def _condition(
-    key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]
-) -> dict[str, tuple[str, ...]] | None:
-    """Return the values of other axes with which a key is there, from `sweep.when`. Add errors to `errors`."""
-    conditions = cast(dict[str, Any], OmegaConf.to_container(config.sweep.when, resolve=True))
+def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]) -> Condition | None:
+    """Return the values of other axes with which a key is swept, from `sweep.when`. Add errors to `errors`."""
+    conditions = cast(dict[str, dict[str, object]], OmegaConf.to_container(config.sweep.when, resolve=True))
     if key not in conditions:
         return None
     known = {axis.name: axis for axis in axes}
     found: dict[str, tuple[str, ...]] = {}
     for name, wanted in conditions[key].items():
         if name not in known:
-            expected = f"one of {among(known, word=name)}"
-            errors.append(ErrorDetails(key=f"sweep.when.{key}", got=f"{name}, which is not swept", expected=expected))
+            errors.append(_unswept(f"sweep.when.{key}", name, [*known]))
             continue
-        values = wanted if isinstance(wanted, list) else [wanted]
-        each = [known[name].texts_of(value) for value in values]
+        axis, values = known[name], wanted if isinstance(wanted, list) else [wanted]
+        each = [axis.texts_of(value) for value in values]
         if not values or not all(each):
-            got = "[]" if not values else f"{values[each.index(())]}, which {name} never is"
-            expected = f"one of {among(known[name].texts)}" if known[name].texts else "a key that is swept by a list"
-            errors.append(ErrorDetails(key=f"sweep.when.{key}.{name}", got=got, expected=expected))
+            value = "[]" if not values else show(values[each.index(())])
+            errors.append(unknown_word(f"sweep.when.{key}.{name}", value, axis.texts or ["the values of a list"]))
         found[name] = tuple(text for texts in each for text in texts)
     return found
 
@@ -257,25 +252,18 @@ def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Er
         # Their types stay, because sweep.json compares the axes of a resumed search.
         low, high, got = cast(float, value.start), cast(float, value.end), str(line.get_value_string())
         is_log, is_integer = "log" in value.tags, isinstance(low, int) and isinstance(high, int)
-        error = None
-        if tags := value.tags - {"log"}:
-            error = ErrorDetails(key=name, got=f"the tag {min(tags)}", expected="log, the one tag that a search reads")
-        elif not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            error = ErrorDetails(key=name, got=got, expected="an interval from a number to one that is not below it")
-        elif is_log and low <= 0:
-            error = ErrorDetails(key=name, got=got, expected="numbers above 0, of which there is a logarithm")
-        elif low == high:
-            got, fix = f"{got}, in which {low} is alone", f"Write {name}={low}"
-            error = ErrorDetails(key=name, got=got, expected="an interval of several numbers", fix=fix)
         axis = Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
-        return [] if error is None else [error], axis
+        if tags := value.tags - {"log"}:
+            return [unknown_word(name, min(tags), ["log"])], axis
+        if not (math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not is_log)):
+            expected = f"an interval from a {'positive ' if is_log else ''}number to a larger number"
+            return [missing_value(name, expected, f"Write {name}={low}" if low == high else None, got=got)], axis
+        return [], axis
     texts = _texts(line, vocabulary, seed=seed)
-    errors = []
-    if twice := [text for text, count in Counter(texts).items() if count > 1]:
-        once = ",".join(dict.fromkeys(texts))
-        short = f"Write {name}={once}" if len(once) < 60 else None
-        errors.append(ErrorDetails(key=name, got=f"{twice[0]}, twice", expected="each value once", fix=short))
-    return errors, Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
+    axis = Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
+    twice = [text for text, count in Counter(texts).items() if count > 1]
+    fix = f"Write {name}={','.join(dict.fromkeys(texts))}"
+    return [missing_value(name, "each value once", fix, got=f"{text}, twice") for text in twice[:1]], axis
 
 
 def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:
@@ -286,7 +274,7 @@ def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, .
         # Hydra draws another order each time, and a resumed sweep has to find its jobs again.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
-        value.shuffle = True  # other overrides of the same text share the object
+        value.shuffle = True  # overrides of the same text share the object
         random.Random(f"{seed} {line.key_or_group}").shuffle(texts)
         return tuple(texts)
     return tuple(line.sweep_string_iterator())

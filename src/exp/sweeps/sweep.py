@@ -33,7 +33,6 @@ from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, Interrupted, Run
 from exp.files import remove_partial_files
 from exp.output import describe_write_error
 from exp.signals import handle_signals
-from exp.spelling import among
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
 from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, packed
@@ -96,7 +95,6 @@ class Sweep:
         self.view = SweepView(directory, settings)
         self._runner = SweepRunner(directory, settings, executor=executor, ledger=self._ledger, view=self.view)
         self.planned: list[Job] = []
-        self._has_said_why = False
 
     def begin(self) -> None:
         """Write what the sweep is started with.
@@ -158,19 +156,8 @@ class Sweep:
         if not is_first or self._jobs.everything or not any(job.error for job in jobs):
             jobs = self._jobs.checked(jobs)
         if is_first and any(job.error for job in jobs):
-            errors = map(self._with_interval, job_errors(jobs)) if self.settings.is_search else job_errors(jobs)
-            raise ConfigError(list(dict.fromkeys(errors)))
+            raise ConfigError(list(dict.fromkeys(job_errors(jobs))))
         return list(jobs)
-
-    def _with_interval(self, error: ErrorDetails) -> ErrorDetails:
-        """Return the error of a drawn number with a fraction as an error of its interval."""
-        axis = self.settings.space.axis(error.key)
-        if axis is None or not axis.is_interval or axis.is_integer or "integer" not in error.expected:
-            return error
-        drawn = f"interval({axis.low:g},{axis.high:g})"
-        drawn = f"tag(log,{drawn})" if axis.is_log else drawn
-        got, fix = f"{drawn}, whose numbers have fractions", f"Write '{axis.key}=int({drawn})'"
-        return replace(error, got=got, fix=fix, source=COMMAND_LINE)
 
     def _known(self, job: Job) -> Job:
         """Return a job with the number and the directory that it has from an earlier sweep of this directory."""
@@ -187,10 +174,9 @@ class Sweep:
         wanted, count = self.settings.values["stack"], sum(job.error is None for job in jobs)
         if wanted is not False and self._executor.stacks and count >= LEAST_STACKED:
             return grouped(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
-        if wanted is True and count and not self._has_said_why:
-            self._has_said_why = True
-            why = f"fewer than {LEAST_STACKED} are known at a time, or this launcher starts each by itself"
-            print(f"sweep.stack=true: jobs run side by side, because {why}")
+        if wanted is True and count:
+            why = f"fewer than {LEAST_STACKED} are known at a time, or the launcher supports no stacks"
+            self.view.say_once(f"sweep.stack=true: jobs run side by side, because {why}")
         return [[job] for job in jobs]
 
     def _search(self) -> None:
@@ -231,20 +217,6 @@ class Sweep:
         repeated = settings.repeated
         repeats = [{}] if repeated is None else [{repeated.key: text} for text in repeated.texts]
         self._runner.run(Searched(search, make=make, repeats=repeats, group=group))
-
-    def left_out(self) -> list[str]:
-        """Return a line with the jobs of an earlier sweep of this directory that this command does not have."""
-        left = self._ledger.unclaimed
-        if self.settings.is_search:
-            # A search of fewer trials that ended early has not asked for all of its jobs.
-            repeated = self.settings.repeated
-            most = self.settings.trials * (1 if repeated is None else len(repeated.texts))
-            left = [entry for entry in left if entry.job >= most]
-        if not left:
-            return []
-        count = f"{len(left)} job{'s' if len(left) > 1 else ''} of before"
-        where, here = among([entry.directory for entry in left]), os.path.relpath(self._directory)
-        return [f"left out   {count}, not of this command: {where}; python -m exp.report {here} has all"]
 
 
 def compose_sweep(
@@ -335,7 +307,6 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     try:
         _finish(jobs, directory)
     except KeyboardInterrupt as error:
-        print(f"interrupted as the table was shown: {os.path.relpath(directory)}/table.md has it", file=sys.stderr)
         return _interrupted(error).exit_status
     if not jobs.view.rows and not is_dry:
         if jobs.view.ended_early:
@@ -377,7 +348,7 @@ def _finish(jobs: Sweep | None, directory: Path) -> None:
         _remove_unused(directory)
         return
     jobs.view.write()
-    jobs.view.print(jobs.left_out())
+    jobs.view.print()
 
 
 def _remove_unused(directory: Path) -> None:

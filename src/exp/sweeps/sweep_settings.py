@@ -15,7 +15,15 @@ from exp.check.stages import locate_errors, refuse_nodes
 from exp.config.compose import Composition, shared_config
 from exp.config.grammar import parse_override
 from exp.config.hydra_adapter import hydra_config, recorded_overrides
-from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, raise_errors
+from exp.errors import (
+    COMMAND_LINE,
+    ConfigError,
+    ErrorDetails,
+    invalid_value,
+    missing_value,
+    not_supported_with,
+    raise_errors,
+)
 from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
 from exp.sweeps.results import FOLD, NONE
@@ -102,40 +110,39 @@ class SweepSettings:
 
     def errors(self) -> Iterator[ErrorDetails]:
         """Yield an error for each setting that does not fit what is swept."""
-        if self.repeat_over is not None and self.repeated is None:
-            got, expected = f"{self.repeat_over}, which is not swept", "a swept key, such as seed=0,1,2"
-            yield ErrorDetails(key="sweep.repeat_over", got=got, expected=expected)
+        over = self.repeat_over
+        if over is not None and self.repeated is None:
+            yield not_supported_with("sweep.repeat_over", over, "one value", "a swept key, such as seed=0,1,2")
         yield from self._search_errors() if self.is_search else self._grid_errors()
 
     def _grid_errors(self) -> Iterator[ErrorDetails]:
         interval = next((axis for axis in self.space.axes if axis.is_interval), None)
         if interval is not None:
-            got, expected = f"grid, where {interval.name} is an interval", "auto, or a sampler, which draws from it"
-            yield ErrorDetails(key="sweep.sampler", got=got, expected=expected)
+            other, expected = f"{interval.name}, an interval", "auto, or a sampler, which draws from it"
+            yield not_supported_with("sweep.sampler", "grid", other, expected)
         fix = "Write sweep.sampler=random, or another, to draw from lists, too"
-        for name, none in (("trials", None), ("pruner", "none")):
-            if (value := self.values[name]) != none:
-                expected = f"{'null' if none is None else none}: only a search has {name if none is None else 'one'}"
-                yield ErrorDetails(key=f"sweep.{name}", got=f"{value}, of a grid", expected=expected, fix=fix)
+        for name, default, shown in (("trials", None, "null"), ("pruner", "none", "none")):
+            if (value := self.values[name]) != default:
+                expected = f"{shown}: a grid runs every combination to its end"
+                yield not_supported_with(f"sweep.{name}", value, "a grid", expected, fix)
 
     def _search_errors(self) -> Iterator[ErrorDetails]:
         if self.repeated is not None and self.repeated.is_interval:
-            yield ErrorDetails(key="sweep.repeat_over", got="an interval", expected="a list, such as seed=0,1,2")
+            key, expected = "sweep.repeat_over", "a list, such as seed=0,1,2"
+            yield not_supported_with(key, self.repeated.name, "an interval", expected)
         objectives, pruner = self.objectives, self.values["pruner"]
         if not objectives:
-            expected, fix = "the tag that a search compares", "Write monitor=loss/val"
-            yield ErrorDetails(key="monitor", got="null", expected=expected, fix=fix)
+            yield missing_value("monitor", "the tag that a search compares", "Write monitor=loss/val")
         if self.sampler == "cmaes" and len(objectives) > 1:
-            got, expected = "cmaes beside several tags in sweep.monitor", "one tag, or nsga2, tpe, gp or random"
-            yield ErrorDetails(key="sweep.sampler", got=got, expected=expected)
+            expected = "one tag, or the sampler nsga2, tpe, gp or random"
+            yield not_supported_with("sweep.sampler", "cmaes", "several tags in sweep.monitor", expected)
         if pruner != "none" and self.repeat_over is not None:
-            got, expected = f"{pruner} beside sweep.repeat_over", "one of the two: a mean has no steps"
-            yield ErrorDetails(key="sweep.pruner", got=got, expected=expected)
+            yield not_supported_with("sweep.pruner", pruner, "sweep.repeat_over", "one of the two: a mean has no steps")
         if pruner != "none" and objectives and dict(objectives) != {self.monitor: self.mode}:
             tag, mode = next(iter(objectives.items()))
-            got = f"{pruner} beside sweep.monitor={','.join(objectives)}, and jobs report {self.monitor}"
-            fix = f"Write monitor={tag} mode={mode} instead of sweep.monitor"
-            yield ErrorDetails(key="sweep.pruner", got=got, expected="one tag to compare", fix=fix)
+            other, fix = f"sweep.monitor={','.join(objectives)}", f"Write monitor={tag} mode={mode} instead of it"
+            expected = f"the tag that jobs report, {self.monitor}"
+            yield not_supported_with("sweep.pruner", pruner, other, expected, fix)
 
 
 def read_settings(master: Composition) -> SweepSettings:
@@ -156,30 +163,24 @@ def read_settings(master: Composition) -> SweepSettings:
 
 
 def refuse_settings(master: Composition) -> None:
-    """Raise ConfigError for settings of the sweep itself that no sweep can have, before any of them is read."""
+    """Raise ConfigError for settings that no sweep can have, before any of them is read."""
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
+    expected = "one value for the whole sweep"
     errors = [
-        ErrorDetails(
-            key=line.key_or_group, got="several values", expected="one for the whole sweep", source=COMMAND_LINE
-        )
+        invalid_value(line.key_or_group, line.get_value_string(), expected, source=COMMAND_LINE)
         for line in lines
         if line.is_sweep_override()
     ]
-    for line in lines:
-        if line.key_or_group == "sweep.trial" and not line.is_sweep_override() and line.value() is not None:
-            text = line.get_value_string()
-            fix, expected = f"Did you mean sweep.trials={text}?", "nothing: a search sets it in its jobs"
-            errors.append(ErrorDetails(key="sweep.trial", got=text, expected=expected, fix=fix, source=COMMAND_LINE))
     launcher = str(master.config.hydra.launcher["_target_"])
     if not launcher.startswith(OUR_LAUNCHERS):
-        fix = "Leave it out: several jobs run at a time, as sweep.jobs says"
-        errors.append(ErrorDetails(key="hydra/launcher", got=launcher, expected="exp, slurm or ray", fix=fix))
+        fix = "Leave it out: sweep.jobs sets the number of jobs at a time"
+        errors.append(invalid_value("hydra/launcher", launcher, "exp, slurm or ray", fix))
     raise_errors(errors)
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     if config.sweep.retry_failed and config.sweep.resume is None:
-        got, expected = "true, without sweep.resume", "a sweep whose failed jobs are run again"
-        error = ErrorDetails(key="sweep.retry_failed", got=got, expected=expected, fix="Add sweep.resume=auto")
+        other, expected = "sweep.resume=null", "a sweep whose failed jobs are run again"
+        error = not_supported_with("sweep.retry_failed", True, other, expected, "Add sweep.resume=auto")
         raise ConfigError(locate_errors(config, [error]))
 
 
@@ -191,19 +192,16 @@ def refuse_size(master: Composition) -> None:
     errors = [no_job(key) for key, count in counts.items() if count == 0]
     jobs = math.prod(counts.values())
     key = max(counts, key=lambda key: counts[key], default="")
-    if jobs > MAX_JOBS and master.config.sweep.sampler in ("auto", "grid"):
-        got = f"{counts[key]:,} values, which makes {jobs:,} jobs"
-        fix = "Take fewer values, or draw some of them: sweep.sampler=random sweep.trials=100"
-        errors.append(ErrorDetails(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} jobs at most", fix=fix))
-    elif jobs > MAX_JOBS and counts[key] > MAX_JOBS:
-        got, fix = f"{counts[key]:,} values", f"Draw from all numbers between two: {key}=interval(0,1000000)"
-        errors.append(ErrorDetails(key=key.lstrip("+~"), got=got, expected=f"{MAX_JOBS:,} at most", fix=fix))
+    if jobs > MAX_JOBS and (master.config.sweep.sampler in ("auto", "grid") or counts[key] > MAX_JOBS):
+        got, expected = f"{counts[key]:,} values in {jobs:,} combinations", f"at most {MAX_JOBS:,} jobs"
+        fix = "Use fewer values, or sample from an interval: sweep.sampler=random sweep.trials=100"
+        errors.append(missing_value(key.lstrip("+~"), expected, fix, got=got))
     raise_errors(errors)
 
 
 def no_job(key: str) -> ErrorDetails:
     """Return the error of a key without a value."""
-    return ErrorDetails(key=key.lstrip("+~"), got="no value to sweep over, so no job", expected="one value or more")
+    return missing_value(key.lstrip("+~"), "at least one value", got="no value, so the sweep has no job")
 
 
 def wanted_directory(master: Composition) -> Path:

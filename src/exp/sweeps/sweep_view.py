@@ -110,13 +110,12 @@ class SweepView:
         self._written = time.monotonic()
         self._write_seconds = self._written - started
 
-    def print(self, last_words: Sequence[str]) -> None:
-        """Print the table, why the sweep ended early, and further lines."""
+    def print(self) -> None:
+        """Print the table, and why the sweep ended early."""
         print()
         print_table(self._directory, self._sorted_rows, repeat_over=self._settings.repeat_over)
-        for line in (self.ended_early, *last_words):
-            if line:
-                print(line)
+        if self.ended_early:
+            print(self.ended_early)
 
     @property
     def _sorted_rows(self) -> list[Row]:

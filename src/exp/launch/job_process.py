@@ -153,10 +153,10 @@ class _Descriptor:
         self._number = number
 
     def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _detached, (DupFd(self._number),)
+        return _detach, (DupFd(self._number),)
 
 
-def _detached(duplicate: Any) -> int:
+def _detach(duplicate: Any) -> int:
     number: int = duplicate.detach()
     return number
 

@@ -69,11 +69,11 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        return _told(find_interruption(error, early), rank=rank)
+        return _report_end(find_interruption(error, early), rank=rank)
     return 0
 
 
-def _told(error: BaseException, *, rank: Rank) -> int:
+def _report_end(error: BaseException, *, rank: Rank) -> int:
     """Report why this rank ends, and return its exit status."""
     failure = failure_of(error, rank=rank.global_rank)
     try:

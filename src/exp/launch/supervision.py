@@ -70,7 +70,7 @@ class Grace:
     def begin(self) -> None:
         """Begin now. A second call has no effect."""
         if self._ends is None:
-            self._written = self._seen()
+            self._written = self._file_sizes()
             self._ends = time.monotonic() + self.seconds
 
     @property
@@ -78,13 +78,13 @@ class Grace:
         """Return whether the time has begun and is over."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
-        before, self._written = self._written, self._seen()
+        before, self._written = self._written, self._file_sizes()
         if self._written == before:
             return True
         self._ends = time.monotonic() + self.seconds
         return False
 
-    def _seen(self) -> dict[str, tuple[int, int]]:
+    def _file_sizes(self) -> dict[str, tuple[int, int]]:
         seen = {}
         for path in self._checkpoints.rglob("*"):
             with suppress(FileNotFoundError):  # a finished file replaces the partial one
@@ -120,7 +120,7 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             return _after_signal(failures, received[0], late=late)
         if not failures:
             return None
-        failures += _left(ranks, failures)
+        failures += _ranks_that_left(ranks, failures)
         cause = first_cause(failures, silent=silent)
         return dataclasses.replace(cause, detail=late) if cause.kind == "interrupted" else cause
     finally:
@@ -187,7 +187,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
     return found
 
 
-def _left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
+def _ranks_that_left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
     """Return failures for ranks that exited successfully, if all others only report failed collectives."""
     if any(failure.kind != "neighbour" for failure in failures):
         return []

@@ -68,7 +68,7 @@ class Pad:
             return batch
         return tuple(batch.values()) if len(batch) == 2 else batch["input"]
 
-    def _batch(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    def _batch(self, columns: Mapping[str, Sequence[object]]) -> dict[str, Any]:
         counted = {f"{key}.{name}": entry for key in ("masks", "lengths") for name, entry in getattr(self, key).items()}
         values = self.padding_value if isinstance(self.padding_value, Mapping) else {}
         named = {f"padding_value.{entry}": entry for entry in values} | {f"length.{one}": one for one in self.length}

@@ -264,7 +264,7 @@ class Data:
         )
 
 
-def form_of(inputs: Mapping[str, Any] | None, declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
+def form_of(inputs: Mapping[str, object] | None, declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
     """Return the form of batches: pairs, unless the config names inputs. float64 stays if the config states it."""
     dtypes = [declared.input_dtype, *(one.dtype for one in declared.inputs.values())]
     return BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)

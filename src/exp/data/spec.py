@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 from torch.utils.data import Subset
@@ -16,7 +16,7 @@ from exp.shared_types import DataSpec, SampleDtype, Stage, TensorSpec, dtype_nam
 
 
 def declared_spec(
-    inputs: Mapping[str, Mapping[str, Any]] | None,
+    inputs: Mapping[str, Mapping[str, object]] | None,
     input_shape: Sequence[int] | None,
     input_dtype: SampleDtype | None,
     num_classes: int | None,

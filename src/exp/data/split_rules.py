@@ -84,7 +84,7 @@ class SplitRules:
         return rules
 
 
-def chooser(split: Mapping[str, Any] | None, *, seed: int) -> Choose | None:
+def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
     """Return a function that chooses the samples of each split by the rules of `data.split`; None without a rule."""
     rules = SplitRules.of(split or {})
     return None if rules == SplitRules() else partial(split_by_rules, rules=rules, seed=seed)

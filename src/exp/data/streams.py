@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, _utils, get_worker_info
 
@@ -35,10 +35,10 @@ END = object()
 class Recorded(Protocol):
     """A stream of records that are cheap to skip. Only their order is random, a function of (seed, epoch)."""
 
-    def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Any]:
+    def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[object]:
         """Yield the records of one epoch."""
 
-    def sample(self, record: Any) -> object:
+    def sample(self, record: object) -> object:
         """Return the sample of a record."""
 
 

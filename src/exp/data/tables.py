@@ -127,16 +127,16 @@ class Table(Dataset[object]):
         Raises:
             ConfigError: A column has no number.
         """
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "numbers": list(self.columns),
             "dates": dict(self.dates),
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
             numbers = self._of_rows(self.numbers)
-            found["fills"] = self._fills(numbers)
+            found["fills"] = fills = self._fills(numbers)
             is_missing = np.isnan(numbers)
-            numbers = np.where(is_missing, found["fills"].numpy(), numbers) if is_missing.any() else numbers
+            numbers = np.where(is_missing, fills.numpy(), numbers) if is_missing.any() else numbers
             found["means"], found["deviations"] = moments(numbers)
         if self.words:
             counts = {name: self._counts(column) for name, column in self.words.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Reading:
 
 
 def readings_of(
-    objective: Objective, fitted: Mapping[str, Any], *, classes: Sequence[str] | None
+    objective: Objective, fitted: Mapping[str, object], *, classes: Sequence[str] | None
 ) -> dict[str, Reading]:
     """Return the description of each output that a loss compares with a target, by the output's name.
 

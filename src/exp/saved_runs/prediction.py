@@ -195,9 +195,9 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     return {"_target_": kind, "path": literal(str(path)), "options": options}
 
 
-def is_of(node: Mapping[str, Any], kind: type) -> bool:
+def is_of(node: Mapping[str, object], kind: type) -> bool:
     """Return whether a node of unlabelled_node is of a data set class."""
-    return resolve(node["_target_"], allow=()) is kind
+    return resolve(str(node["_target_"]), allow=()) is kind
 
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:

@@ -70,6 +70,7 @@ def invalid_value(
     fix: str | None = None,
     *,
     because: str = "",
+    source: str | None = None,
 ) -> ErrorDetails:
     """Return the error of a value that is not what is expected: `KEY: VALUE, BECAUSE; expected EXPECTED. FIX`.
 
@@ -79,8 +80,9 @@ def invalid_value(
         expected: Noun phrase.
         fix: The fix. Default: none.
         because: What makes the value invalid, such as "and the data has 3 classes". Default: nothing.
+        source: As in ErrorDetails.
     """
-    return ErrorDetails(key, f"{show(value)}, {because}" if because else show(value), expected, fix)
+    return ErrorDetails(key, f"{show(value)}, {because}" if because else show(value), expected, fix, source=source)
 
 
 def unknown_word(

@@ -212,7 +212,12 @@ NESTED = f"[{{_target_: {TORCHS}.ChainedScheduler, schedulers: {PARTS}}}, {{_tar
     ("schedulers", "milestones", "key", "message"),
     [
         (f"[{{_target_: {TORCHS}.LinearLR, total_itres: 3}}]", "[]", "schedulers.0.total_itres", "total_iters?"),
-        ("[{_target_: torch.nn.Linear}]", "[]", "schedulers.0._target_", "is not a torch.optim.lr_scheduler.LRScheduler"),
+        (
+            "[{_target_: torch.nn.Linear}]",
+            "[]",
+            "schedulers.0._target_",
+            "is not a torch.optim.lr_scheduler.LRScheduler",
+        ),
         (PARTS, "[3, 4]", "", "one more than the number of milestone points"),
         (f"[{{_target_: {TORCHS}.OneCycleLR, max_lr: 1}}]", "[]", "schedulers.0.total_steps", "a part of another"),
         (f"[{{_target_: {TORCHS}.ReduceLROnPlateau}}]", "[]", "", "does not support `ReduceLROnPlateau`"),

@@ -18,7 +18,7 @@ from exp.check.examination import examine, plan
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan, read_resolved
 from exp.check.resolution import resolve
-from exp.check.starting_point import Found, newest_of, sweep_runs_beside
+from exp.check.starting_point import Found, newest_of, remove_leftovers
 from exp.config.freeze import clear, freeze, take_directory
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, read_overrides
 from exp.config.plain_tree import text_values
@@ -130,7 +130,7 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     raw = OmegaConf.to_container(resolved, resolve=False)
     if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(raw)):
         decided = plan(read_resolved(directory))
-    sweep_runs_beside(directory, str(decided.settings.name))
+    remove_leftovers(directory, str(decided.settings.name))
     if notes:
         with run_log(directory, rank=ALONE):
             for note in notes:

@@ -91,7 +91,7 @@ NEEDS: Mapping[str, str] = {
     "whole_module": "a LightningModule of the user runs its own training_step",
     "lasting_writes": "a layer with max_norm writes into its weight in its forward",
 }
-# What a message expects of a part with a need. A hook's needs expect a run without the hook.
+# Expected values in error messages, by need. For hooks, a run without the hook is expected.
 EXPECTED: Mapping[str, str] = {
     "one_rank": "one process and one batch a step",
     "one_batch_a_step": "one process and one batch a step",
@@ -113,7 +113,7 @@ EXPECTED: Mapping[str, str] = {
     "lasting_writes": "single, or a layer without max_norm",
 }
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
-# For each need the traits of the strategy and the switches of the run that exclude it.
+# Traits of strategies and switches of a run that exclude a need.
 EXCLUDED: Mapping[str, Sequence[str]] = {
     "own_backward": ("owns_step",),
     "whole_parameters": (*_SHARDS, "splits_layers"),
@@ -174,7 +174,7 @@ REASONS: Mapping[str, str] = {
 
 
 class Part(NamedTuple):
-    """A part of a run, and what it needs of the rest.
+    """A part of a run with its needs.
 
     key: Its config key.
     named: The beginning of a message.

@@ -33,7 +33,7 @@ INCIDENTAL = (
     "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
 )  # fmt: skip
 SHOWN = 3
-# Parts of the optimizer that its state depends on.
+# Parts of the optimizer on which its state depends.
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
 LIGHTNING = "pytorch-lightning_version"
 RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -49,7 +49,7 @@ HELD: Mapping[str, Callable[[Any], bool]] = {
     POSITION: lambda held: isinstance(held, dict) and isinstance(held.get("epoch"), int),
     LIGHTNING: lambda held: isinstance(held, str) and RELEASE.match(held) is not None,
 }
-# Other keys that change the numbers of steps.
+# Keys that may change the numbers of steps, which is reported as a note.
 NUMERIC = (
     "precision",
     "strategy",
@@ -78,7 +78,7 @@ BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming:
-    """The result of a comparison with a checkpoint. notes: what may change the steps after the resume."""
+    """The result of a comparison with a checkpoint. notes: Differences that may change the steps after the resume."""
 
     errors: tuple[ErrorDetails, ...] = ()
     notes: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ SHAPE_KEYS = (
 # Keys that a strategy or a hook may refuse.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
-# Groups whose numbers change nothing but the optimizer.
+# Groups whose numbers affect only the optimizer.
 NUMBERS = ("optimizer", "scheduler")
 ANY_LENGTH = 1_000_000_000
 # The meaning of null in Lightning's Trainer.
@@ -297,7 +297,7 @@ def _calls(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _callbacks(check: Check) -> Iterator[ErrorDetails]:
-    """Yield callbacks that no run supports, and what libraries' callbacks refuse. The run constructs the user's own."""
+    """Yield the errors of callbacks. Callbacks of libraries are constructed, those of users only in the run."""
     nodes, allow = check.settings.callbacks, check.settings.security.allow
     kinds = check.classes_of(nodes)
     if check.knows(("trainer",)):
@@ -336,7 +336,7 @@ def _strategy(check: Check) -> Iterator[ErrorDetails]:
         return
     found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
     yield from found
-    # A strategy judges exp's models. Its errors do not concern a module that it does not support.
+    # Strategies check models of exp. Their errors do not apply to a user's module that they do not support.
     if isinstance(plan.strategy, Strategy) and not (plan.own is not None and found):
         hooks = plan.hooks if check.knows(("security", *KEYS_OF_HOOKS)) else {}
         yield from plan.strategy.errors(dataclasses.replace(check.blueprint, hooks=hooks))
@@ -519,7 +519,7 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
 
 
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
-    """Return whether only the optimizer, the schedule and random numbers follow from the changes."""
+    """Return whether the changes affect only the optimizer, the schedule and random numbers."""
     decided = before.decided
     if decided.own is not None or decided.network is None or decided.settings.phases:
         return False
@@ -540,7 +540,7 @@ def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, check
         {name: plain[name] for name in sorted(groups)}, allow=allowed_packages(plain), has_module=False
     )
     decided = Plan(resolved=Resolved(config=config, plain=plain, errors=tuple(errors)))
-    # None of these follows from the changes.
+    # The changes affect none of these.
     vars(decided).update(
         {part: getattr(checked, part) for part in ("spec", "objective", "phases", "metrics", "shapes")}
     )

@@ -1,4 +1,4 @@
-"""Hold the first samples of the data against objective and metrics.
+"""Compare the first samples of the data with objective and metrics.
 
 The losses of torch and exp are called with real targets and stand-in outputs of the network's shapes. Later samples are
 checked when the run reads them.
@@ -33,7 +33,7 @@ from exp.spelling import among, did_you_mean, show
 if TYPE_CHECKING:
     from exp.check.plan import Plan
 
-# Of reading, for each split.
+# Time limit for reading the first samples of a split.
 SECONDS = 5.0
 # Samples of data in memory with which a loss is called. The values of all samples are checked.
 CALLED = 64
@@ -252,7 +252,7 @@ def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: S
 
 
 def _first(where: Tensor) -> int | None:
-    """Return the place of the first sample for which a condition holds."""
+    """Return the index of the first sample for which a condition holds."""
     places = where.nonzero()
     return int(places[0, 0]) if len(places) else None
 

@@ -1,4 +1,4 @@
-"""Hold the metrics against the first samples and the network's output.
+"""Compare the metrics with the first samples and the network's output.
 
 The metrics of torchmetrics and exp are called with real targets and stand-in outputs of the network's shapes. A user's
 own metrics, and metrics that hold a network, are not called.

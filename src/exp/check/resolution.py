@@ -70,7 +70,7 @@ def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[obje
 
 
 def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]]:
-    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: the errors, and what there is to say."""
+    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: return errors and notes."""
     if config.resume != "auto" and config.runtime.autoresume is not True:
         return [], ()  # without an import of torch
     from exp.check.starting_point import find_start

@@ -1,4 +1,4 @@
-"""Rules between keys. Each takes the plain config and yields errors; none imports what a `_target_` names.
+"""Rules between keys. Each rule takes the plain config and yields errors. No rule imports a target.
 
 A rule ignores a key that is missing or has an error, because the first stage reports it.
 """
@@ -50,11 +50,11 @@ MIXING = (
 )
 # First parts of tags that need no hook and no metric.
 OF_EVERY_RUN = ("optimizer", "precision")
-# What a run may do after its training, or without it.
+# Stages after a training, or without one.
 AFTER = ("test", "validate", "predict")
-# The data of a schedule that its node leaves out.
+# Values of keys that the node of a schedule leaves out.
 SCHEDULER_DEFAULTS: Mapping[str, object] = {"interval": "step", "monitor": None}
-# Two switches that exclude each other: keys and values, then what is expected of the first key, and the fix.
+# Pairs of switches that exclude each other: keys with values, the expected value of the first key, and the fix.
 EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
     ("runtime.cudnn_benchmark", True, "runtime.deterministic", True,
      "one of the two: the fastest algorithm of one run need not be that of the next",
@@ -73,7 +73,7 @@ def rule_errors(plain: dict[str, object]) -> list[ErrorDetails]:
 
 
 def something_to_do(values: Values) -> Iterator[ErrorDetails]:
-    """A run trains, or evaluates a checkpoint."""
+    """Yield the error of a run that neither trains nor evaluates a checkpoint."""
     if all(values[key] is False for key in ("train", *AFTER)):
         yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "one of them to be true")
     elif values["train"] is True:
@@ -89,7 +89,7 @@ def something_to_do(values: Values) -> Iterator[ErrorDetails]:
 
 
 def files_are_there(values: Values) -> Iterator[ErrorDetails]:
-    """The checkpoint of resume and the weights of weights.from are on this machine."""
+    """Yield the errors of `resume` and `weights.from` without a file on this machine."""
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
         yield invalid_value("resume", path, "a file on this machine", "Download it first")
@@ -114,7 +114,7 @@ def _is_url(path: object) -> bool:
 
 
 def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
-    """LoRA freezes all parameters except its own and those of lora.trained."""
+    """Yield the error of keys of `freeze` with LoRA, which freezes all parameters except those of lora.trained."""
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
@@ -128,7 +128,7 @@ def weights_of_run(directory: Path) -> Path | None:
 
 
 def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
-    """Training has a limit."""
+    """Yield the error of a training without a limit."""
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
@@ -139,7 +139,7 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
-    """A limit of 0 batches would train, validate or test nothing, and exit with 0."""
+    """Yield the error of a limit of 0 batches in a stage that the run needs."""
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
         "train": (values["train"] is True, "To only test, write train=false"),
@@ -169,7 +169,7 @@ def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
 
 
 def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
-    """A metric's tags are `<metric>/<stage>`, a term's `loss/<stage>/<term>`; a hook's often begin with its name."""
+    """Yield the error of names of metrics and terms whose tags would be ambiguous."""
     hooks = values["hooks"] if isinstance(values["hooks"], dict) else {}
     for group in ("objective", "metrics"):
         for name in map(str, values[group] if isinstance(values[group], dict) else {}):
@@ -186,7 +186,7 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
-    """Mixup and CutMix turn the class numbers of a training batch into probabilities, which no metric compares."""
+    """Yield the error of metrics on training batches of Mixup or CutMix, whose targets are probabilities."""
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
         return
@@ -198,7 +198,7 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
 
 
 def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
-    """A monitor of a checkpoint, a callback or a schedule is a tag that the run logs before it ends."""
+    """Yield the error of a monitor of a checkpoint, callback or schedule that the run does not log."""
     yield from _monitor_errors(values, "monitor", values["monitor"])
     # Hooks and callbacks of the user may log other tags.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
@@ -212,7 +212,7 @@ def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
 
 
 def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDetails]:
-    """Yield the errors of the tags that a search reads after its jobs ended, those of hooks and the test among them."""
+    """Yield the errors of tags that a search reads after its jobs. Tags of hooks and of the test are allowed."""
     callbacks, hooks = (
         [str(node.get("_target_")) for node in values.entries(kind).values()] for kind in ("callbacks", "hooks")
     )
@@ -288,14 +288,14 @@ def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
 
 
 def mode_fits_a_loss(values: Values) -> Iterator[ErrorDetails]:
-    """A lower loss is better."""
+    """Yield the error of `mode=max` for a loss."""
     monitor = values["monitor"]
     if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
         yield ErrorDetails("mode", "'max'", f"min: {monitor} is a loss, lower is better")
 
 
 def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
-    """A schedule on plateau reads a tag, once an epoch."""
+    """Yield the error of a ReduceLROnPlateau without a monitor, or with steps as its interval."""
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
     for key, node in nodes.items():
@@ -310,7 +310,7 @@ def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
 
 
 def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
-    """Lightning raises an exception for these as training begins, or at the end of the first epoch."""
+    """Yield the errors of validation intervals for which Lightning raises an exception in the first epoch."""
     every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
     target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
     limit = values["trainer.limit_train_batches"]
@@ -333,7 +333,7 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
 
 
 def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
-    """Training needs a train split, and a monitor of val a val split."""
+    """Yield the error of a split that the training or its monitor needs and that is empty."""
     parts, data, monitor = values["data.parts"], values["data"], values["monitor"]
     if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
         return
@@ -348,7 +348,7 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
-    """A downloaded config may not allow its own code."""
+    """Yield the error of packages that a file allows, because a downloaded config must not allow its own code."""
     typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
     if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
         return
@@ -360,7 +360,7 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
 
 
 def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
-    """Yield errors of the data sets: one to split or one for each split is required, and each is a node."""
+    """Yield the error of data without a data set, or with one that is not a node."""
     data, target = values["data"], values["data._target_"]
     # A class that is not exp's may be a LightningDataModule, which is reported when it is imported.
     is_exps = isinstance(target, str) and target.startswith("exp.")
@@ -376,14 +376,14 @@ def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
 
 
 def parts_are_shares(values: Values) -> Iterator[ErrorDetails]:
-    """Splits are fractions, or numbers of samples."""
+    """Yield the errors of splits that are neither fractions nor numbers of samples."""
     parts = values["data.parts"]
     if isinstance(parts, dict):
         yield from share_errors({name: size for name, size in parts.items() if size is not UNKNOWN})
 
 
 def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
-    """Losses and metrics of classes need class numbers as targets, others need numbers.
+    """Yield the errors of losses and metrics of classes for a regression, and of numbers for classes.
 
     The first samples are compared with terms and metrics that read another target than the data's own.
     """
@@ -420,14 +420,14 @@ def _reads_target(node: Mapping[str, object]) -> bool:
 
 
 def the_test_has_weights(values: Values) -> Iterator[ErrorDetails]:
-    """The test loads the best checkpoint, or the last."""
+    """Yield the error of a test without a checkpoint to load."""
     if values["checkpoint.save_best"] is False and values["checkpoint.save_last"] is False and values["test"] is True:
         got = "false, and save_last is false, too"
         yield ErrorDetails("checkpoint.save_best", got, "a checkpoint for the test to load", "Or write test=false")
 
 
 def switches_agree(values: Values) -> Iterator[ErrorDetails]:
-    """No switch takes away what another asks for."""
+    """Yield the errors of switches that exclude each other."""
     for key, value, other, excluded, expected, fix in EXCLUSIVE:
         if values[key] == value and values[other] == excluded:
             yield not_supported_with(key, value, f"{other}={show(excluded)}", expected, fix)
@@ -439,7 +439,7 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
 
 
 def direction_errors(plain: dict[str, object], *, allow: Sequence[str]) -> list[ErrorDetails]:
-    """Return the errors of modes by which the worst value would be the best, as far as losses and metrics say it."""
+    """Return the errors of modes that contradict the direction that a loss or metric states."""
     monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
     if mode not in ("min", "max"):
         return []
@@ -502,7 +502,7 @@ RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     the_test_has_weights,
     switches_agree,
 )
-# A module may bring whatever the other rules are about.
+# The other rules concern parts that a user's module replaces.
 RULES: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     *RULES_OF_A_MODULE[1:],
     lora_freezes_the_rest,

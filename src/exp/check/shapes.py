@@ -196,7 +196,7 @@ def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
 
 
 def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, str] | None:
-    """Return the layer that decides the width of the output: the layer that made it, else the last of that width."""
+    """Return the layer that sets the width of the output: the layer that returned it, or the last of that width."""
     sized = [
         (call, name)
         for call in calls

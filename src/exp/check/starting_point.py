@@ -82,7 +82,7 @@ def newest_of(run: Path) -> Found:
     return Found(path=_newest([run], notes), notes=tuple(notes))
 
 
-def sweep_runs_beside(directory: Path, name: str) -> None:
+def remove_leftovers(directory: Path, name: str) -> None:
     """Remove partly written files of killed runs of this name. directory: Directory of a run of this name."""
     root = root_of(directory, name)
     for pattern in RUNS:

@@ -105,7 +105,7 @@ def value_error(
 
 
 def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
-    """Return the fix of a value that has another kind in YAML than it looks."""
+    """Return the fix of a value whose type in YAML differs from its appearance, such as '8'."""
     is_number = "number" in expected or "integer" in expected
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER and "integer" in expected:
         return f"Write {int(value)}"

@@ -1,4 +1,4 @@
-"""Note what trains badly without an error, as far as the config and the traced forward show it."""
+"""Find settings that train badly without an error, from the config and the traced forward."""
 
 # ruff: noqa: SIM905  (a list of words is easier to read as words)
 
@@ -43,7 +43,7 @@ class Note(NamedTuple):
 
 
 def training_notes(decided: Plan) -> Iterator[str]:
-    """Note what trains badly in a run without errors, one line each, with the file and line of its key."""
+    """Yield a line for each setting that trains badly, with the file and line of its key."""
     settings, network, traces = decided.settings, decided.network, decided.shapes.traces
     if network is None or not settings.train:
         return
@@ -73,7 +73,7 @@ def _rates(settings: Settings) -> Iterator[Note]:
 def _probabilities(
     traces: Mapping[str | None, ForwardTrace], by_forward: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Note outputs that are probabilities, if their loss expects scores."""
+    """Yield outputs that are probabilities although their loss expects scores."""
     for forward, trace in traces.items():
         outputs = {"output": trace.output, **named_parts(trace.output)}
         for name, term in by_forward[forward].terms.items() if forward in by_forward else ():
@@ -119,7 +119,7 @@ def _find_maker(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Modu
 
 
 def _batch_norms(settings: Settings, network: nn.Module, placement: Placement) -> Iterator[Note]:
-    """Note batch norms with few samples per rank, and frozen ones whose statistics change."""
+    """Yield batch norms with few samples per rank, and frozen ones whose statistics change."""
     norms: dict[str, Any] = {
         name: module for name, module in network.named_modules() if isinstance(module, ANY_BATCH_NORM)
     }
@@ -149,7 +149,7 @@ def _batch_norms(settings: Settings, network: nn.Module, placement: Placement) -
 def without_gradient(
     network: nn.Module, traces: Mapping[str | None, ForwardTrace], objectives: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Note layers whose parameters influence no output that the objective reads."""
+    """Yield layers whose parameters influence no output that the objective reads."""
     parts = {part for objective in objectives.values() for term in objective.terms.values() for part in term.parts}
     learning = {id(one): one for one in network.parameters() if one.requires_grad}
     if "" in parts or not objectives or not objectives.keys() <= traces.keys():

@@ -202,7 +202,7 @@ class Typed(NamedTuple):
             content = read_yaml(OWN_CONF / "train.yaml")
             kinds = {str(key): _kind(value) for key, value in content.items() if key not in ("defaults", "hydra")}
             return {**kinds, **dict.fromkeys((*NODES, *COLLECTIONS, PHASES), NODE)}
-        found = self.composed(self.choices())
+        found = self.compose_kinds(self.choices())
         start = f"{parent}."
         return {
             key.removeprefix(start): kind
@@ -217,7 +217,7 @@ class Typed(NamedTuple):
         chosen = [word for word, key in keys if key in (*groups, "from_run") or word[0] in "+~" or "_target_" in key]
         return [SEVERAL.sub(r"\1", word) for word in chosen]  # of a sweep the first choice
 
-    def composed(self, choices: Sequence[str]) -> dict[str, str]:
+    def compose_kinds(self, choices: Sequence[str]) -> dict[str, str]:
         """Return the kind of each key of the config that overrides compose."""
         from exp.check.stages import compose
         from exp.config.copying import raw_values
@@ -227,7 +227,7 @@ class Typed(NamedTuple):
             config = compose(choices, config_dir=self.config_dir, config_name=self.config_name)
         except ExpError:  # which the command itself reports
             default = self._replace(config_name="train")
-            return default.composed(()) if choices or default != self else {}
+            return default.compose_kinds(()) if choices or default != self else {}
         return {key: _kind(value) for key, value in leaves(raw_values(config)) if not key.startswith("_composition_")}
 
 

@@ -169,14 +169,14 @@ def with_values(state: State, changed: Changed, *, groups: Mapping[str, Any]) ->
 
 
 def _set_rate(group: dict[str, Any], schedules: Sequence[State], place: int, *, was: float, now: float) -> None:
-    def moved(rate: float) -> float:
+    def scale(rate: float) -> float:
         return now if rate == was else rate / was * now
 
     for key in {"lr", "initial_lr"} & group.keys():
-        group[key] = moved(group[key])
+        group[key] = scale(group[key])
     for schedule in schedules:
         for key in {"base_lrs", "_last_lr"} & schedule.keys():
-            schedule[key][place] = moved(schedule[key][place])
+            schedule[key][place] = scale(schedule[key][place])
     inner = [schedule for one in schedules for schedule in one.get("_schedulers", ())]
     if inner:
         _set_rate({}, inner, place, was=was, now=now)

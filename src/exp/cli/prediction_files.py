@@ -135,7 +135,7 @@ def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[s
     found: dict[str, Sequence[Any]] = {}
     for word, held in answers.items():
         if word == "class":
-            found[f"{start}class"] = [_named(one, reading.names) for one in held]
+            found[f"{start}class"] = [_class_name(one, reading.names) for one in held]
         elif word == "probabilities":
             names = reading.names or [str(number) for number in range(np.shape(held[0])[-1])]
             split = _split(held, [f"{start}probability_{one}" for one in names]) if np.ndim(held[0]) == 1 else None
@@ -164,9 +164,9 @@ def _split(values: Any, names: Sequence[str]) -> Mapping[str, Sequence[Any]]:
     return {name: [one[number].item() for one in values] for number, name in enumerate(names)}
 
 
-def _named(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
+def _class_name(numbers: np.ndarray, names: Sequence[str] | None) -> Any:
     if np.ndim(numbers):
-        return [_named(one, names) for one in numbers]
+        return [_class_name(one, names) for one in numbers]
     if numbers < 0:
         return None
     return int(numbers) if names is None else names[int(numbers)]

@@ -58,7 +58,7 @@ def read_arguments(
         if key in keys and values[key] is not None:
             errors.append(command_line_error(key, f"{text}, which is given twice", f"{key}=..., once"))
         elif key in keys and sign:
-            values[key] = _unquoted(given)
+            values[key] = _unquote(given)
         elif text.startswith("-") or (not sign and not text.startswith("~")):
             fix = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
             expected = f"key=value, such as {among(f'{key}=...' for key in keys)}"
@@ -98,7 +98,7 @@ def words_in(override: str) -> tuple[str, ...] | None:
     return tuple(value) if isinstance(value, list) and all(isinstance(word, str) for word in value) else None
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     """Return a value without the quotes that Hydra accepts around it."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value

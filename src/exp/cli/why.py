@@ -109,7 +109,7 @@ class Question:
             yield f"{key} = {default}"
             yield f"  not set: the default of {holder['_target_']}"
         else:
-            raise self._unknown(key)
+            raise self._unknown_error(key)
 
     def _value(self, key: str) -> tuple[object, str]:
         """Return the value of a key, and a note if the data, or a search before the run, determine it."""
@@ -181,7 +181,7 @@ class Question:
             return None
         return "(must be given)" if parameter.default is inspect.Parameter.empty else show_value(parameter.default)
 
-    def _unknown(self, key: str) -> ConfigError:
+    def _unknown_error(self, key: str) -> ConfigError:
         if key.partition(".")[0] == "hydra":
             return _error("a key of Hydra", "a key of the run", "See python -m exp.train --cfg hydra", key=key)
         parent, _, name = key.rpartition(".")

@@ -191,7 +191,7 @@ class _Reader:
         except (OmegaConfBaseException, RecursionError) as error:
             # A refused resolver has its own error, and so has the key that is referred to.
             if not is_of_a_target(error) and not self.refers_to_an_error(text):
-                self.unresolved(key, text, error)
+                self.report_unresolved(key, text, error)
             return UNKNOWN
 
     def awaits_data(self, text: str) -> bool:
@@ -204,7 +204,7 @@ class _Reader:
             return False
         return is_open(data) and any(name in data and data[name] is None for name in OF_DATA.findall(text))
 
-    def unresolved(self, key: str, text: str, error: Exception) -> None:
+    def report_unresolved(self, key: str, text: str, error: Exception) -> None:
         variables = ENVIRONMENT.findall(text)
         if variables and NOT_SET in str(error).lower():
             fix = f"Set it, or give a default: ${{oc.env:{variables[0]},DEFAULT}}"

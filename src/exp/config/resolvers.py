@@ -49,7 +49,7 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
     """
     kept = OmegaConf.get_cache(config)
     kept[NODE] = _Calls(allow, kept[NODE].values if NODE in kept else {})
-    for name in _declared(config):
+    for name in _declared_functions(config):
         if name in _registered or not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, _make_resolver(name), replace=True)
             _registered.add(name)
@@ -76,7 +76,7 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
                 yield from error.errors
 
 
-def _declared(config: DictConfig) -> dict[str, str]:
+def _declared_functions(config: DictConfig) -> dict[str, str]:
     """Return the functions of resolvers by name, where both can be names."""
     node = held_node(config, NODE)
     return {
@@ -90,7 +90,7 @@ def _make_resolver(name: str) -> Callable[..., object]:
     """Return a resolver that calls the function which the resolved config declares."""
 
     def called(*arguments: object, _root_: DictConfig) -> object:
-        declared, kept = _declared(_root_), OmegaConf.get_cache(_root_)
+        declared, kept = _declared_functions(_root_), OmegaConf.get_cache(_root_)
         if name not in declared or NODE not in kept:
             # OmegaConf's words for an unknown resolver.
             raise UnsupportedInterpolationType(f"Unsupported interpolation type {name}")

@@ -61,7 +61,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
     exp.compose did not compose the config.
     """
     setters = setters_of(config)
-    key = _as_written(setters, key)
+    key = _listed_key(setters, key)
     for at in (key, *above(key)):
         # No key stands for a whole file: its target does.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
@@ -73,7 +73,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
 def is_set(config: DictConfig, key: str) -> bool:
     """Return whether a file or the command line set exactly this key."""
     setters = setters_of(config)
-    return _as_written(setters, key) in setters
+    return _listed_key(setters, key) in setters
 
 
 def above(key: str) -> Iterator[str]:
@@ -83,7 +83,7 @@ def above(key: str) -> Iterator[str]:
         yield key
 
 
-def _as_written(setters: Mapping[str, Setting], key: str) -> str:
+def _listed_key(setters: Mapping[str, Setting], key: str) -> str:
     """Return the key of a layer in the `_args_` of its holder, as of torch.nn.Sequential, for `body.2`."""
     way: tuple[str, ...] = ()
     for part in split(key):

@@ -130,8 +130,8 @@ def test_a_misspelled_user_group_suggests_a_fix(place, override, key, fix):
     ("entry", "says"),
     [
         ("os.system", "outside the allowed packages"),
-        ("mine.halff", "not there"),
-        ("mine.Net", "no function of yours"),
+        ("mine.halff", "does not exist"),
+        ("mine.Net", "not a function of yours"),
         ("mine", "'mine'"),
     ],
 )

@@ -29,7 +29,7 @@ from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import error_of, job_return, run_sweeper
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
-from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
+from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
 from exp.files import remove_partial_files
 from exp.output import describe_write_error
 from exp.signals import handle_signals

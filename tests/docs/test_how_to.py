@@ -29,7 +29,7 @@ AT_LEAST = {
 AT_MOST = {
     "Text in tokens": ("perplexity/test", 20.0),
     "A forecast": ("mae/test", 0.15),
-    "How sure the network is": ("loss/test", 0.14),
+    "Estimate uncertainty": ("loss/test", 0.14),
     "A loss that the network computes: a variational autoencoder": ("loss/test/reconstruction", 0.13),
 }
 

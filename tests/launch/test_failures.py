@@ -8,7 +8,6 @@ import pytest
 
 from exp.errors import ConfigError, RankError, RunError
 from exp.launch.launcher import launch
-from exp.launch.supervision import end_of
 from exp.strategies.placement import Machine, placement
 
 
@@ -24,21 +23,11 @@ def failing(launched):
     return failing
 
 
-def test_the_cause_of_an_abort_stands_before_a_deep_stack(tmp_path):
-    frames = [f'  File "torch/{number}.py", line {number} in forward' for number in range(60)]
-    said = ["terminate called after throwing an instance of 'gloo::EnforceNotMet'", "  what():  96 vs 72"]
-    log = tmp_path / "train.rank1.log"
-    log.write_text("\n".join([*said, "Fatal Python error: Aborted", "", *frames, "", "Extension modules: numpy._core"]))
-    lines = end_of(log).splitlines()
-    assert lines[1:4] == [*said, "Fatal Python error: Aborted"]
-    assert lines[5:] == frames[:5]
-
-
 @pytest.mark.parametrize(
     ("end", "reason", "detail"),
     [
         ('raise ValueError("mine")', "failed with ValueError: mine", 'raise ValueError("mine")'),
-        ('print("odd", flush=True); os._exit(7)', "ended with status 7 without a word", "odd"),
+        ('print("odd", flush=True); os._exit(7)', "ended with status 7 without a message", "odd"),
         ('raise RunError("the disk is full. Free 3 GB")', "failed: the disk is full. Free 3 GB", ""),
     ],
     ids=["an exception", "an exit", "an error of exp"],
@@ -115,7 +104,7 @@ def test_a_config_error_of_a_rank_is_raised_whole(launched):
 
 
 def test_a_rank_that_cannot_be_imported_is_an_error(run_directory):
-    with pytest.raises(RankError, match="without a word"):
+    with pytest.raises(RankError, match="without a message"):
         launch(run_directory, placement=placement("ddp", machine=Machine(gpus=0)), worker="no_such_module")
     assert "no_such_module" in Path(run_directory, "train.rank1.log").read_text()
 

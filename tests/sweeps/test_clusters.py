@@ -228,7 +228,7 @@ def test_each_end_of_a_job_on_a_cluster_is_reported(name, cluster):
     messages = [str(outcome) for outcome in found]
     assert "MemoryError: raised by the user" in messages[0] or "out of memory" in messages[0]
     assert "was killed by SIGKILL" in messages[1]
-    assert "ended with status 0 without a word" in messages[2]
+    assert "ended with status 0 without a message" in messages[2]
     assert "was killed by SIGKILL" in messages[3]
     assert isinstance(found[4], Interrupted)
     assert Path(found[4].checkpoint).is_file()

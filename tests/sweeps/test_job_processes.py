@@ -14,12 +14,12 @@ SMALL = ("callbacks=[ends]", "hooks=[]", "logger=[]", "test=false", "trainer.lim
 ENDLESS = (*SMALL, "trainer.max_epochs=100000", "callbacks.ends.how=waits")
 # Part of the error of a job, by the way in which its process ends; an empty text if the job completes.
 ERRORS = {
-    "exit_0": "ended with status 0 without a word; the last line of its log",
+    "exit_0": "ended with status 0 without a message; the last line of its log",
     "segmentation_fault": "was killed by SIGSEGV; Segmentation fault in ends.py, line",
     "changes": "",
     "well": "",
     "sys_exit": "SystemExit: 0",
-    "killed": "was killed by SIGKILL (the system does so when the memory is used up)",
+    "killed": "was killed by SIGKILL (the system kills a process when memory runs out)",
     "no_memory": "out of memory",
     "limited_memory": "out of memory",
     "raises": "ValueError: raised by the user",
@@ -105,7 +105,7 @@ ENDS_OF_CHECKS = {
     "segmentation_fault": "was killed by SIGSEGV",
     "well": None,
     "ctrl_c": "ended with KeyboardInterrupt",
-    "exit_0": "ended with status 0 without a word",
+    "exit_0": "ended with status 0 without a message",
     "killed": "was killed by SIGKILL",
     "sys_exit": "SystemExit: 0",
     "base": "ended with BaseException: raised by the user",
@@ -159,7 +159,7 @@ def test_a_rank_that_ends_fails_its_job_alone(commands, table):
     done = commands.run("-m", *SMALL, *swept, "trainer.max_steps=2", "sweep.jobs=2")
     assert done.returncode == 1, done.stderr
     assert [row["status"] for row in table()] == ["completed", "failed", "completed", "completed"]
-    assert "rank 1 ended with status 0 without a word" in table()[1]["error"]
+    assert "rank 1 ended with status 0 without a message" in table()[1]["error"]
 
 
 CORES = len(os.sched_getaffinity(0))

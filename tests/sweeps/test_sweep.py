@@ -182,13 +182,13 @@ def test_a_signal_ends_the_sweep_with_its_table(capsys, table):
     shown = capsys.readouterr().out
     assert "best       job 0" in shown
     assert "not started: job 2" in shown
-    assert shown.splitlines()[-1] == "go on      python -m exp.train -m seed=1,98,2 sweep.resume=outputs/s"
+    assert shown.splitlines()[-1] == "resume     python -m exp.train -m seed=1,98,2 sweep.resume=outputs/s"
 
 
 def test_a_full_disk_ends_the_sweep_with_one_line():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(RunError, match=r"File too large\. Make room there, and go on with sweep\.resume=outputs/s"):
+        with pytest.raises(RunError, match=r"File too large\. .*Resume it with sweep\.resume=outputs/s"):
             run_sweep("seed=1,97,2", HERE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -372,7 +372,7 @@ def test_a_job_with_a_damaged_report_runs_again(text, capsys, table):
     assert (status, seeds(runs)) == (0, [2])
     warning = capsys.readouterr().err
     assert "1/report.json is damaged: " in warning
-    assert "Job 1 goes on from its last checkpoint" in warning
+    assert "Job 1 resumes from its last checkpoint" in warning
     assert [row["directory"] for row in table()] == ["0", "1"]
 
 
@@ -428,7 +428,7 @@ def test_resume_auto_starts_a_first_sweep(capsys):
         status, _ = run_sweep("seed=1", "sweep.resume=auto")
         assert status == 0
     shown = capsys.readouterr().out
-    assert shown.count("sweep.resume=auto: there is no sweep in outputs/train/sweeps, so one begins") == 1
+    assert shown.count("sweep.resume=auto: no sweep in outputs/train/sweeps, so a new one begins") == 1
     assert len(list(Path("outputs").rglob("table.csv"))) == 1
 
 
@@ -437,12 +437,14 @@ def test_a_search_resumes_only_as_the_same_search():
     status, _ = run_sweep(*SEARCH, "name=two", "sweep.trials=3", RESUME)
     assert status == 0
     for overrides, words in {
-        ("monitor=accuracy/val", "mode=max"): "another monitor than",
-        ("trainer.max_epochs=3",): "other settings of its jobs than",
-        ("seed=4",): "another seed than",
-        ("data.batch_size=8,16",): "other axes than",
+        ("monitor=accuracy/val", "mode=max"): "which differs in objectives",
+        ("trainer.max_epochs=3",): "which differs in config",
+        ("seed=4",): "which differs in seed",
+        ("data.batch_size=8,16",): "which differs in axes",
     }.items():
-        with pytest.raises(ConfigError, match=rf"sweep\.resume: {words} .*; expected the same search, of more trials"):
+        with pytest.raises(
+            ConfigError, match=rf"sweep\.resume: another search .*{words}.*; expected the same search, with more"
+        ):
             run_sweep(*SEARCH, *overrides, RESUME)
 
 
@@ -481,7 +483,7 @@ def test_a_running_sweep_refuses_another_one():
     refused = []
 
     def check(configs):
-        with pytest.raises(ConfigError, match="where a sweep is still going on") as caught:
+        with pytest.raises(ConfigError, match="whose sweep is still running") as caught:
             run_sweep(*SEARCH, RESUME)
         refused.append(caught.value)
         return [None for _ in configs]

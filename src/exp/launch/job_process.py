@@ -52,7 +52,7 @@ class JobProcess(Generic[Result]):
 
     Attributes:
         values: The results that have arrived. The caller may remove them.
-        died: How the process ended; None while it runs.
+        died: How the process ended. None while it runs.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class JobProcess(Generic[Result]):
 
 
 def _pidfd(pid: int | None) -> int | None:
-    """Return a descriptor that is ready when the process ends, also if the server has ended; None without one.
+    """Return a descriptor that is ready when a process ends, even after the server. Return None if there is none.
 
-    multiprocessing hears of the end from the server, and takes the end of the server for the end of all processes.
+    multiprocessing learns of the end from the server, and takes the end of the server for the end of all processes.
     """
     assert pid is not None
     if sys.platform != "linux":
@@ -276,15 +276,9 @@ def _attach(descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(io.FileIO(number, "w", closefd=False)),
-            encoding="utf-8",
-            errors="backslashreplace",
-            line_buffering=True,
-        )
-        for number in (1, 2)
-    )
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable(2)
 
 

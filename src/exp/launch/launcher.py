@@ -1,7 +1,7 @@
-"""Starts a frozen run with one new interpreter per rank, and waits for all of them.
+"""Start a frozen run with a new interpreter for each rank, and watch the ranks until all have ended.
 
-If `in_process` is false for a run, `launch` starts `python -m exp.worker DIRECTORY` once per rank. Each rank recreates
-the plan from the frozen config.yaml. The caller reads the report afterwards.
+Each rank is `python -m exp.worker DIRECTORY`, which reads the frozen config. `in_process` decides whether a run needs
+such processes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from exp.launch.supervision import Grace, collected_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-# Failures that a restart would repeat.
+# Kinds of failures that a restart would repeat.
 FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
 
 
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
-    """Return whether a run can use this process: one rank, no process group, no restarts, no timeout.
+    """Return whether a run needs no other process: it has one rank, no process group, no restarts and no time limit.
 
-    Args:
-        step_timeout: `runtime.step_timeout`. If it is set, a launcher has to report a hang of the process.
+    step_timeout: Value of runtime.step_timeout. The launcher reports a process that hangs.
     """
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 
@@ -50,23 +49,23 @@ def launch(
     resume: Path | None = None,
     allow: Sequence[str] = (),
 ) -> None:
-    """Start the ranks of a frozen run on this machine, and return when all of them have finished.
-
-    Each rank runs `python -m <worker> DIRECTORY`, with `--resume CHECKPOINT` after a restart. Ranks do not see
-    variables of other jobs, and do not change variables of this process.
+    """Start the ranks of a frozen run on this machine, and return when all of them have ended well.
 
     Args:
-        max_restarts: How often all ranks restart from checkpoints/last.ckpt after one of them died.
-        threads: Threads of each rank's operators. None: the cores divided by the ranks.
-        allow: Packages of `security.allow`. Ranks do not trust those in their frozen config.
-        grace_seconds: Time to save and exit after a signal, in seconds; see `Grace`.
+        directory: Run directory.
+        placement: Its ranks.
+        max_restarts: How often all ranks are started again from checkpoints/last.ckpt after one of them died.
+        threads: Threads of each rank's operators. None divides the cores.
+        grace_seconds: Time that ranks have to save and leave after a signal; see `Grace`.
+        worker: Module that a rank runs.
         resume: Checkpoint to resume from, instead of the config's.
+        allow: Packages of `security.allow`, which a rank does not read in its frozen config.
 
     Raises:
-        RankError: A rank failed. The message is that of the first failing rank.
+        RankError: A rank failed. The error has the message of the first failing rank.
         ConfigError: A rank found an error in the config.
-        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 reached this process or a rank.
-        RunError: The run has several nodes, or its directory cannot be written.
+        Interrupted: This process or a rank received SIGINT, SIGTERM, SIGHUP or SIGUSR1.
+        RunError: The run has several nodes, or the run directory cannot be written.
     """
     directory = Path(directory).absolute()
     if placement.nodes > 1:
@@ -85,7 +84,7 @@ def launch(
             return
         if failure.kind in FINAL or restart >= max_restarts:
             raise failure.error()
-        # The report of the failed attempt does not describe the next one.
+        # The report of this attempt does not describe the next one.
         (directory / "report.json").unlink(missing_ok=True)
         resume = last_checkpoint(directory) or resume
         log.warning(
@@ -95,38 +94,37 @@ def launch(
 
 
 def requeue(error: BaseException, *, most: int | None = None) -> None:
-    """Let SLURM queue this job again after SIGUSR1, which announces its time limit.
-
-    Lightning's SLURMEnvironment does the same. Without SLURM, or after other errors, nothing happens.
+    """Let SLURM start this job again if SIGUSR1 announced the end of its time, as Lightning's SLURMEnvironment does.
 
     Args:
-        most: Largest number of restarts of a job. None: no limit.
+        error: Error that ended the run.
+        most: How often a job may be started again. None is no limit.
     """
     if not isinstance(error, Interrupted) or error.signum != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
         return
     job = os.environ["SLURM_JOB_ID"]
     again = int(os.environ["SLURM_RESTART_COUNT"]) if "SLURM_RESTART_COUNT" in os.environ else 0
     if most is not None and again >= most:
-        log.warning("SLURM's job %s is not queued again: it was %d times, of %d at most", job, again, most)
+        log.warning("SLURM's job %s is not queued again: it was restarted %d times, of at most %d", job, again, most)
         return
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as failure:
-        said = failure.stderr.strip() if isinstance(failure, subprocess.CalledProcessError) else failure
-        log.error("SLURM's job %s is not queued again: scontrol requeue %s: %s", job, job, said)
+        why = failure.stderr.strip() if isinstance(failure, subprocess.CalledProcessError) else failure
+        log.error("SLURM's job %s is not queued again: scontrol requeue %s: %s", job, job, why)
     else:
         log.warning("SLURM's job %s is queued again", job)
 
 
 def allowing(packages: Sequence[str]) -> list[str]:
-    """Return the arguments of exp.worker that trust these packages."""
+    """Return the arguments of exp.worker that allow packages."""
     return [word for package in packages for word in ("--allow", package)]
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """Return checkpoints/last.ckpt of a run directory, or None if it does not exist."""
+    """Return checkpoints/last.ckpt of a run directory. Return None if it does not exist."""
     last = directory / LAST_CHECKPOINT
     return last if last.is_file() else None
 
@@ -144,10 +142,7 @@ def _once(
     try:
         exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
     except OSError as error:
-        raise RunError(
-            f"no rank was started: a directory for what they tell each other cannot be made in {directory}: "
-            f"{error.strerror}"
-        ) from error
+        raise RunError(f"no rank was started: no directory can be made in {directory}: {error.strerror}") from error
     command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allowing(allow)]
     try:
         with collected_signals() as received:
@@ -163,7 +158,7 @@ def _once(
             last = last_checkpoint(directory)
             saved = None if last is None else str(last)
             if failure is None and received:
-                # The run had finished before the signal reached it, but the signal still ends the command.
+                # The run completed before the signal arrived. The caller has to end as well.
                 raise Interrupted(signum=received[0], checkpoint=saved)
             if failure is not None and failure.kind == "hang" and directory.is_dir():
                 with (directory / "train.log").open("a", encoding="utf-8") as file:
@@ -180,7 +175,7 @@ def _several_nodes(directory: Path, placement: Placement, *, allow: Sequence[str
     nodes, ranks = placement.nodes, placement.ranks_per_node
     worker = " ".join(["-m exp.worker", str(directory), *allowing(allow)])
     return (
-        f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}; start it with\n"
+        f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}. Start it with\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
         f"{worker}      (on every node)\n"
         f"  srun --nodes={nodes} --ntasks-per-node={ranks} python {worker}      (under SLURM)"

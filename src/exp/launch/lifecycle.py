@@ -1,4 +1,4 @@
-"""The life of a rank: it ends with its parent, reports its failure, and waits for the others at exit."""
+"""The life of a rank's process: it ends with its parent, reports why it failed, and leaves together with its peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from exp.errors import Interrupted
 from exp.interpreter_exit import run_exit_functions
-from exp.launch.failure import UNWRITABLE, Failure, failure_of, hang_file, write_failure
+from exp.launch.failure import UNWRITABLE, failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import survive_output_errors
 from exp.signals import SUPERVISED, ending_signals, find_interruption, install_handler
@@ -29,10 +29,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def live(body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body` as this process's rank, and exit.
+    """Run `body` as the rank of this process, and end the process.
 
-    Exit status: 0 success, 1 failure, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
-    process exits by os._exit: threads of collectives may block an interpreter's exit, or abort it (with DTensor).
+    Exit status: 0 done, 1 failed, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
+    process ends by os._exit, because threads of collectives may keep an interpreter from ending, or abort it (seen with
+    DTensor).
     """
     status = 1
     with survive_output_errors():
@@ -45,7 +46,7 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit by os._exit. After a success the exit functions of libraries run, such as uploads and flushes."""
+    """End this process by os._exit. After success, first run what libraries registered (an upload, a flush)."""
     try:
         if status == 0:
             run_exit_functions()
@@ -69,48 +70,37 @@ def _status_of(body: Callable[[Rank], None]) -> int:
         body(rank)
         meet()
     except BaseException as error:
-        return _report_end(find_interruption(error, early), rank=rank)
+        return _report(find_interruption(error, early), rank=rank)
     return 0
 
 
-def _report_end(error: BaseException, *, rank: Rank) -> int:
-    """Report why this rank ends, and return its exit status."""
+def _report(error: BaseException, *, rank: Rank) -> int:
+    """Report the error that ends this rank to its launcher and on stderr. Return the exit status."""
     failure = failure_of(error, rank=rank.global_rank)
-    try:
-        _report(failure, error)
-    except OSError as second:
-        print(f"rank {failure.rank} {failure.reason}\nIt cannot write that down: {second}", file=sys.stderr)
-        return UNWRITABLE
-    return failure.exit_status
-
-
-def _report(failure: Failure, error: BaseException) -> None:
-    """Write a failure to the file of exp's launcher or torchrun, and print it."""
+    status, detail = failure.exit_status, failure.detail
     if EXCHANGE in os.environ:
-        write_failure(failure, Path(os.environ[EXCHANGE]))
-        if failure.rank == 0:
-            return  # the parent prints it on the same terminal
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-    print(f"rank {failure.rank} {failure.reason}\n{failure.detail}".rstrip(), file=sys.stderr)
+        try:
+            write_failure(failure, Path(os.environ[EXCHANGE]))
+        except OSError as second:
+            status, detail = UNWRITABLE, f"The failure cannot be written: {second}"
+        else:
+            if failure.rank == 0:
+                return status  # the parent prints it on the same terminal
+    print(f"rank {failure.rank} {failure.reason}\n{detail}".rstrip(), file=sys.stderr)
+    return status
 
 
 def hang_path(directory: Path, *, rank: Rank) -> Path:
-    """Return the file for the stacks of a rank that hangs: a file of exp's launcher, or train.log."""
+    """Return the file for the stacks of a rank that hangs: exp's launcher reads it. Without a launcher: train.log."""
     if EXCHANGE in os.environ:
         return hang_file(Path(os.environ[EXCHANGE]), rank=rank.global_rank)
     return directory / "train.log"
 
 
 def _install_first_handlers(early: list[Interrupted]) -> None:
-    """End a rank at a signal until the engine installs its handlers: there is nothing to save.
+    """Let signals end a rank at once, until the engine installs its handlers: there is no state to save yet.
 
-    Args:
-        early: List to which the raised exceptions are appended.
+    early: Receives the exceptions that were raised.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -118,17 +108,17 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         raise early[-1]
 
     install_handler(leave)
-    # Processes of Ray start others with SIGINT blocked.
+    # Ray starts processes with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
 
 
 def end_with_parent(parent: int) -> None:
-    """Let this process end if its parent is killed."""
+    """Have this process end when its parent ends, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # The parent may have died before the call above.
+    # The parent may have ended before.
     if os.getppid() != parent:
         os._exit(1)
 

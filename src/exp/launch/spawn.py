@@ -1,4 +1,4 @@
-"""Starts new interpreters for the ranks of one machine, each with a clean environment in a new session."""
+"""Start a new interpreter for each rank of one machine, in a clean environment and a separate session."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from exp.signals import SUPERVISED
 from exp.strategies.rank import STORE
 
-# Variables with a rank's parent, and with the folder in which they exchange files.
+# The process that started a rank, and the folder to which ranks write their failures.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
-# The parent's sys.path, one folder per line, in the same order. Folders of PYTHONPATH would come before the standard
-# library, and Python would run their sitecustomize.py.
+# The parent's sys.path, one folder on each line. PYTHONPATH would put its folders before the standard library, and
+# Python would run a sitecustomize.py in them.
 IMPORT_PATH = "EXP_IMPORT_PATH"
 BOOTSTRAP = (
     "import os, runpy, sys; "
@@ -24,7 +25,7 @@ BOOTSTRAP = (
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
-# Variables of another job, which would give a rank a wrong number.
+# Variables of another job, from which a rank would read a wrong rank.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -37,7 +38,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """A started rank. log: File of its output; None for rank 0, which uses the parent's terminal."""
+    """A started rank. log: File of its output. None for rank 0, which prints on the terminal of its parent."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -47,10 +48,9 @@ class RankProcess:
 def rank_environment(
     *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return a rank's environment: the outer one without variables of other jobs, with torchrun's variables.
+    """Return the environment of a rank: that of this process without variables of other jobs, and torchrun's names.
 
-    Args:
-        threads: Threads of each rank's operators. None: OMP_NUM_THREADS, or the cores divided by the ranks.
+    threads: Threads of each rank's operators. None keeps OMP_NUM_THREADS, or divides the cores if it is not set.
     """
     environment = {
         name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
@@ -63,7 +63,7 @@ def rank_environment(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
-        # Read by libraries only: the ranks meet in a file, and no port is open.
+        # No process listens there, because the process group meets in a file. Libraries read these variables.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "TORCHELASTIC_RUN_ID": exchange.name,
@@ -79,7 +79,7 @@ def rank_environment(
 def start_ranks(
     *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
 ) -> list[RankProcess]:
-    """Start the ranks. Rank 0 writes to this process's output, the others to train.rank<n>.log."""
+    """Start the ranks. Rank 0 prints on the output of this process, rank n to train.rank<n>.log."""
     started: list[RankProcess] = []
     try:
         for rank in range(world_size):
@@ -95,22 +95,19 @@ def start_ranks(
 
 
 def import_path() -> list[str]:
-    """Return the folders from which this process imports, in order: ranks must find the same modules."""
+    """Return the folders from which this process imports, in order, so that ranks find the same modules."""
     folders = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
     return [folder for folder in folders if os.path.exists(folder) and "\n" not in folder]
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    line = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, *command]
-    if log is None:
-        return subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-    with log.open("ab") as file:
+    with nullcontext() if log is None else log.open("ab") as output:
         return subprocess.Popen(
-            line,
+            [sys.executable, "-P", "-u", "-c", BOOTSTRAP, *command],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )
 

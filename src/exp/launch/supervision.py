@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch until all have ended: a failure ends the others, a signal is passed on once."""
+"""Watch the ranks of one launch until all have ended. A failure ends the others, and a signal is passed on once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from exp.launch.spawn import RankProcess
 from exp.signals import handle_signals
 
 POLL_SECONDS = 0.05
-# Time for the other ranks to report after a failure, and to exit after SIGTERM, in seconds.
+# Time for the peers of a failed rank to report, and to leave after SIGTERM.
 SETTLE_SECONDS = 0.5
-COMPLAINT_SECONDS = 2.0
+PEER_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
-LOG_TAIL_LINES = 20
-# Innermost frames of a stack of faulthandler, after a line with the cause.
-STACK_FRAMES = 5
+# The end of a log that is read, and the part of it that an error shows. A stack of faulthandler has up to 100 lines.
+LOG_BYTES, LOG_LINES = 20_000, 40
 
 
 class _Collector:
-    """A handler that records every signal."""
+    """A handler that keeps every signal."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -38,9 +37,9 @@ class _Collector:
 
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run, for `supervise`. Outside the main thread there are none.
+    """Collect the signals that end a run, and restore the handlers at the end. Outside the main thread collect none.
 
-    A nested context yields the list of the outer one, so that the outer one sees every signal.
+    A nested call yields the list of the outer call, which therefore has every signal.
     """
     before = signal.getsignal(signal.SIGTERM)
     if isinstance(before, _Collector) and threading.current_thread() is threading.main_thread():
@@ -52,12 +51,12 @@ def collected_signals() -> Iterator[list[int]]:
 
 
 class Grace:
-    """The time that ranks have to save and exit after a signal. A second signal ends it.
+    """The time that ranks have after a signal to save and to leave together.
 
-    A rank that waits in a collective for a hanging rank cannot handle signals, because its handlers are in Python.
+    A rank that waits in a collective for a rank that hangs handles no signal, because its handlers run in Python.
 
     Args:
-        seconds: Time after the signal, extended whenever a file of a checkpoint grows, in seconds.
+        seconds: Time after the signal, extended while files of a checkpoint grow.
         checkpoints: Folder of the checkpoints.
     """
 
@@ -68,37 +67,39 @@ class Grace:
         self._ends: float | None = None
 
     def begin(self) -> None:
-        """Begin now. A second call has no effect."""
+        """Begin the time, unless it has begun."""
         if self._ends is None:
-            self._written = self._file_sizes()
+            self._written = self._seen()
             self._ends = time.monotonic() + self.seconds
 
     @property
     def is_over(self) -> bool:
-        """Return whether the time has begun and is over."""
+        """Whether the time has begun and ended."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
-        before, self._written = self._written, self._file_sizes()
+        before, self._written = self._written, self._seen()
         if self._written == before:
             return True
         self._ends = time.monotonic() + self.seconds
         return False
 
-    def _file_sizes(self) -> dict[str, tuple[int, int]]:
+    def _seen(self) -> dict[str, tuple[int, int]]:
         seen = {}
         for path in self._checkpoints.rglob("*"):
-            with suppress(FileNotFoundError):  # a finished file replaces the partial one
+            with suppress(FileNotFoundError):  # a partial file was renamed
                 status = path.stat()
                 seen[str(path)] = (status.st_size, status.st_mtime_ns)
         return seen
 
 
 def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
-    """Wait until every rank has ended, and return the cause of a failure, or None.
+    """Wait until every rank has ended. Return why the run failed, or None if it did not.
 
     Args:
-        received: Signals to this process. The first one is passed on, the second one ends the ranks.
-        grace: Time to exit after the first signal.
+        ranks: Started ranks.
+        exchange: Folder to which ranks write their failures.
+        received: Signals that this process has received. The first is passed on, the second kills the ranks.
+        grace: Time that ranks have to leave after the first signal.
     """
     passed_on = 0
     try:
@@ -114,13 +115,13 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
         silent = [rank.rank for rank in ranks if rank.process.poll() is None]
         within = f"within {grace.seconds:g} s (launch.grace_seconds)"
         late = "\n".join(
-            f"rank {rank} did not exit {within}, and was killed" for rank in (silent if grace.is_over else ())
+            f"rank {rank} did not leave {within}, and was killed" for rank in (silent if grace.is_over else ())
         )
         if received:
             return _after_signal(failures, received[0], late=late)
         if not failures:
             return None
-        failures += _ranks_that_left(ranks, failures)
+        failures += _early_exits(ranks, failures)
         cause = first_cause(failures, silent=silent)
         return dataclasses.replace(cause, detail=late) if cause.kind == "interrupted" else cause
     finally:
@@ -130,20 +131,18 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
 def _collect_failures(
     ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace
 ) -> list[Failure]:
-    """Return the failures of the ranks after the first rank failed.
+    """Return the failures of the ranks, after a moment for the others once one has failed.
 
-    The other ranks get some time: interrupted ranks exit together when all have saved, and a failed collective may be
-    reported before the death of the rank that caused it.
+    Interrupted ranks leave together when all have saved. A report about a peer may come before the peer's death.
     """
-    known: set[Kind] = set()
+    seen: set[Kind] = set()
     deadline = time.monotonic()
     signals = len(received)
     while True:
-        failures = _failures(ranks, exchange)
-        kinds = {failure.kind for failure in failures}
-        if kinds != known:
-            known = kinds
-            deadline = time.monotonic() + (COMPLAINT_SECONDS if kinds <= {"neighbour", "hang"} else SETTLE_SECONDS)
+        kinds = {failure.kind for failure in _failures(ranks, exchange)}
+        if kinds != seen:
+            seen = kinds
+            deadline = time.monotonic() + (PEER_SECONDS if kinds <= {"peer", "hang"} else SETTLE_SECONDS)
         if kinds == {"interrupted"}:
             grace.begin()
             is_late = grace.is_over
@@ -156,12 +155,11 @@ def _collect_failures(
 
 
 def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Failure:
-    """Return the failure after a signal: an error while saving, or an interruption."""
+    """Return the failure after a signal: an error while saving, or else an interruption."""
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
         return first_cause(errors, silent=())
-    interrupted = [failure for failure in failures if failure.kind == "interrupted"]
-    saved = [failure.checkpoint for failure in interrupted if failure.checkpoint]
+    saved = [failure.checkpoint for failure in failures if failure.kind == "interrupted" and failure.checkpoint]
     return Failure(
         rank=0,
         time=time.time(),
@@ -175,40 +173,35 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Fai
 
 
 def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
-    """Return the failures of the ranks that have failed."""
+    """Return the failures of the ranks that have failed so far."""
     found = []
     for rank in ranks:
         returncode = rank.process.poll()
         if returncode in (None, 0):
             continue
         failure = read_failure(exchange, rank=rank.rank) or read_hang(exchange, rank=rank.rank)
-        failure = failure or death(rank=rank.rank, returncode=returncode, detail=end_of(rank.log))
-        found.append(failure)
+        found.append(failure or death(rank=rank.rank, returncode=returncode, detail=end_of(rank.log)))
     return found
 
 
-def _ranks_that_left(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
-    """Return failures for ranks that exited successfully, if all others only report failed collectives."""
-    if any(failure.kind != "neighbour" for failure in failures):
+def _early_exits(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
+    """Return the ranks that exited with status 0 if the others failed only because of a peer."""
+    if any(failure.kind != "peer" for failure in failures):
         return []
     left = [rank for rank in ranks if rank.process.poll() == 0]
     return [death(rank=rank.rank, returncode=0, detail=end_of(rank.log)) for rank in left]
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:
-    """End the running ranks with their children: SIGTERM, two seconds, SIGKILL. Leave no zombies."""
+    """End the running ranks with their children by SIGTERM and, two seconds later, SIGKILL. Leave no zombie."""
     _signal_ranks(ranks, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     for rank in ranks:
-        # The whole session, because a loader's workers outlive a killed rank.
-        try:
+        # The whole session, because a loader's workers outlive a killed rank. On macOS a group of zombies is refused.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        except PermissionError:  # macOS raises it for a group of zombies
-            pass
         rank.process.wait()
 
 
@@ -219,20 +212,10 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the last lines of a rank's output for a message, or an empty text."""
+    """Return the last lines of a rank's output, for a message. Return "" without any."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 20_000))
-        lines = _shortened_stacks(file.read().decode("utf-8", "replace").splitlines())[-LOG_TAIL_LINES:]
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()[-LOG_LINES:]
     return "\n".join([f"the end of {log}:", *lines]) if lines else ""
-
-
-def _shortened_stacks(lines: Sequence[str]) -> list[str]:
-    kept, frames = [], 0
-    for line in lines:
-        frames = frames + 1 if line.startswith('  File "') else 0
-        if frames <= STACK_FRAMES and not line.startswith("Extension modules: "):
-            kept.append(line)
-    return kept

@@ -1,6 +1,6 @@
-"""Check and run the jobs of a sweep in separate processes.
+"""Check and run the jobs of a sweep in other processes.
 
-If code of a user ends such a process, the check reports one error, or one row of the table has failed.
+If code of a user ends such a process, the check reports one error, or one row of the table is failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
 from exp.sweeps.jobs import unpacked
 
-# Modules that a run imports. The server imports them once for all jobs; a missing module only costs time.
+# Modules that a run imports. The server imports them once for all jobs. A job imports any other module.
 MODULES = (
     "exp.start",
     "exp.check.step_flops",
@@ -54,22 +54,22 @@ MODULES = (
 )
 # Bytes of the output of a job that are searched for its last line.
 TAIL_BYTES = 20_000
-# A frame as faulthandler writes it, the innermost one first.
+# A frame in the output of faulthandler, which writes the innermost frame first.
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
-# After so many checks that ended their process, the other jobs are not checked.
+# Number of checks that may end their process. After that the other jobs are not checked.
 MAX_DEATHS = 20
 
 
 Result = TypeVar("Result")
-# Checks a config. Takes the result for the job before, and returns the result for the next job.
+# Checks a config. Takes the result for the previous job, and returns the result for the next job.
 Validate = Callable[[DictConfig, Any], Any]
-# What a job asks for, as text, its need, and the machine.
+# Result of `asks` for a job, its need, and the machine.
 Asked = tuple[str, tuple[Need, Machine]]
 
 
 def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | ExpError]:
-    """Yield what each job asks for, or its error, in the process of the check."""
+    """Yield the need of each job, or its error, in the process of the check."""
     install_handler(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
     for config in map(unpacked, packed):
@@ -118,11 +118,8 @@ class GpuView:
 
 def _ended(how: str) -> ConfigError:
     """Return the error of a job whose check did not finish."""
-    got, expected = f"its check ended {how}", "a check that comes to its end"
-    fix = (
-        "The check runs constructors, imports and forwards of your own: leave them out one by one to find which ends it"
-    )
-    return config_error("config", got=got, expected=expected, fix=fix)
+    fix = "Remove your own constructors, imports and forwards one by one: the check runs them"
+    return config_error("config", got=f"its check ended {how}", expected="a check that returns", fix=fix)
 
 
 def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
@@ -134,7 +131,7 @@ def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | E
         return error
     except Exception as error:
         traceback.print_exc()
-        return RunError(f"{type(error).__name__}: {str(error).strip() or 'without a word'}")
+        return RunError(f"{type(error).__name__}: {str(error).strip() or 'no message'}")
 
 
 class JobProcesses:
@@ -144,7 +141,8 @@ class JobProcesses:
         fit: Runs a job, exp.start.fit_job. Another process finds it by its name.
         validate: Checks a job, exp.check.examination.check_job. Another process finds it by its name.
 
-    asked: by `asks` of the jobs that were checked, their need, and the machine that meets it.
+    Attributes:
+        asked: Needs of the checked jobs, and the machine, by the result of `asks`.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
@@ -162,7 +160,7 @@ class JobProcesses:
         return call(function, *arguments)
 
     def check(self, configs: Sequence[bytes]) -> list[ConfigError | None]:
-        """Return the errors of each job. One process checks the jobs; if it ends, another one goes on with the rest.
+        """Return the errors of each job. One process checks the jobs. If it ends, another one checks the rest.
 
         Raises:
             ExpError: An error that does not concern a config.
@@ -170,9 +168,9 @@ class JobProcesses:
         """
         found: list[ConfigError | None] = []
         deaths = 0
-        # Before its first job, the other process imports torch.
-        is_there = self._has_checked or "torch" in sys.modules
-        waiting = nullcontext() if is_there else show_transient_line("loading torch")
+        # The other process imports torch before its first job.
+        is_loaded = self._has_checked or "torch" in sys.modules
+        waiting = nullcontext() if is_loaded else show_transient_line("loading torch")
         self._has_checked = True
         with collected_signals() as received, waiting:
             while len(found) < len(configs) and deaths < MAX_DEATHS:
@@ -189,7 +187,7 @@ class JobProcesses:
                 if len(found) < len(configs):
                     deaths += 1
                     found.append(_ended(str(died).removeprefix("ended ")))
-            if received:  # as the last of them was done
+            if received:  # after the last check
                 raise Interrupted(signum=received[0], checkpoint=None)
         return [*found, *[None] * (len(configs) - len(found))]
 
@@ -244,7 +242,7 @@ def report_bad_end(directory: Path, error: ExpError) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Return the place of a crash, or else the last lines of log and output, where a library may say why it ended."""
+    """Return the place of a crash, or else the last lines of log and output, which may have the reason."""
     output = _tail(directory / OUTPUT)
     if "Fatal Python error: " in output:
         what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
@@ -256,7 +254,7 @@ def _last_words(directory: Path) -> str:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a file that is not blank; "" without one."""
+    """Return the last line of a file that is not blank. Return "" without one."""
     return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
 
 

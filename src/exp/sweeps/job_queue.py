@@ -91,15 +91,15 @@ class Searched(Queue):
             statuses = {row.status for row in rows}
             missing = [tag for tag, value in zip(self._search.objectives, values, strict=True) if math.isnan(value)]
             if statuses == {"completed"} and missing:
-                print(f"trial {trial} has no {' and no '.join(missing)}: to the search it failed", file=sys.stderr)
+                print(f"trial {trial} has no {' and no '.join(missing)}, and counts as failed", file=sys.stderr)
             if statuses == {"completed"} and all(map(math.isfinite, values)):
                 self._search.tell(trial, "completed", values)
-            elif "interrupted" not in statuses:  # that one goes on another time
+            elif "interrupted" not in statuses:  # an interrupted trial resumes
                 self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
 
 
 def _objective(row: Row, tag: str) -> float:
-    """The value of a tag that a search compares: the best of the monitored one, the last of any other."""
+    """Return the value of a tag that a search compares: the best of the monitored tag, the last of any other."""
     if tag == row.monitor:
         return row.value
     return float(row.metrics[tag]) if tag in row.metrics else math.nan

@@ -1,9 +1,9 @@
-"""The files of a sweep's directory with which the same command resumes it: how it was started, and which job is which.
+"""The files in the directory of a sweep from which the same command resumes it.
 
 sweep.json     the overrides of the command, and what the proposals of a search depend on
 jobs.jsonl     one line for each job, written before it starts: its number, its identity, its directory
 
-The directory itself is locked while the sweep runs, because its files are replaced.
+The directory is locked while the sweep runs. Its files cannot be locked, because they are replaced.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ if TYPE_CHECKING:
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
 AUTO = "auto"
-# Keys that do not distinguish jobs: names, places, what is shown, and the settings of the sweep.
-BESIDE = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
-# The differences between two searches in words, by key of sweep.json.
-OF_SEARCH = {"axes": "other axes", "objectives": "another monitor", "config": "other settings of its jobs"}
+# Keys that do not distinguish jobs: names, directories, output and the settings of the sweep.
+NOT_OF_JOBS = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
 # The jobs of a killed sweep end with it within seconds.
 DEATH_SECONDS = 10.0
 
 
 def identity_of(plain: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that are equal for jobs that compute the same, whatever they are called."""
-    left = as_before({key: value for key, value in plain.items() if key not in BESIDE})
+    """Return 16 hexadecimal digits that are equal for jobs that compute the same result."""
+    left = as_before({key: value for key, value in plain.items() if key not in NOT_OF_JOBS})
     text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -113,7 +111,7 @@ class Ledger:
         try:
             report = read_report(directory)
         except RunError as error:
-            print(f"{error}. Job {job.number} goes on from its last checkpoint", file=sys.stderr)
+            print(f"{error}. Job {job.number} resumes from its last checkpoint", file=sys.stderr)
             return None
         if report.status == "interrupted" or (report.status == "failed" and retries_failed):
             return None
@@ -133,19 +131,19 @@ class Ledger:
         if before is not None:
             known = before["search"]
             if (known is None) != (search is None):
-                got = f"{'a grid' if search is None else 'a search'}, where a sweep of the other kind was"
-                raise _refusal(got, "the same kind")
+                got = "a grid" if search is None else "a search"
+                raise _refusal(f"{got}, and {self.directory} has a sweep of the other kind", "the same kind")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
                 # The record of the search would mix the results of different jobs.
-                what, typed = OF_SEARCH.get(other[0], f"another {other[0]}"), " ".join(before["overrides"])
-                got = f"{what} than {self.directory} was begun with: {typed}"
-                raise _refusal(got, "the same search, of more trials if you like")
+                typed = " ".join(before["overrides"])
+                got = f"another search than that of {self.directory}, which differs in {other[0]}: {typed}"
+                raise _refusal(got, "the same search, with more trials if needed")
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 
     def kept(self, key: str, value: Any) -> Any:
-        """Return a value of the search as it was when the search began, on whatever machine it resumes."""
+        """Return a value of the search as it was when the search began, even on another machine."""
         settings = dict(self._settings() or {"search": {}})
         if key not in settings["search"]:
             settings["search"][key] = value
@@ -183,24 +181,23 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    shown = os.path.relpath(path)
-    fix = f"Put a whole one back, or begin a new sweep; python -m exp.report {os.path.dirname(shown)} shows this one"
-    return _refusal(f"{shown}: {one_line(error)}", f"{path.name} as a sweep wrote it", fix)
+    fix = f"Restore it, or begin a new sweep; python -m exp.report {os.path.relpath(path.parent)} shows this one"
+    return _refusal(f"{os.path.relpath(path)}, which is damaged: {one_line(error)}", f"an intact {path.name}", fix)
 
 
-def found_sweep(wanted: str, *, beside: Path) -> Path | None:
+def find_sweep(wanted: str, *, new: Path) -> Path | None:
     """Return the directory of the sweep that is resumed. Return None if `auto` finds none.
 
     Args:
         wanted: A directory, or `auto`.
-        beside: Directory that a new sweep would have, <sweeps>/<date>/<time>.
+        new: Directory that a new sweep would have, <sweeps>/<date>/<time>.
 
     Raises:
-        ConfigError: The directory holds no sweep, a running sweep, or is neither below the working directory nor beside
-            other sweeps of the name.
+        ConfigError: The directory holds no sweep or a running sweep, or is neither below the working directory nor next
+            to other sweeps of the name.
     """
     if wanted == AUTO:
-        found = sorted(sweeps_of(beside).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted(sweeps_of(new).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
         if not found:
             return None
         directory = found[-1].parent
@@ -208,10 +205,9 @@ def found_sweep(wanted: str, *, beside: Path) -> Path | None:
         directory = Path(os.path.abspath(wanted))
         if not (directory / SETTINGS).is_file():
             raise _refusal(f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto")
-    if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(beside)):
-        expected = "a directory below the working directory, or where hydra.sweep.dir leads"
-        fix = f"Add hydra.sweep.dir={directory.parent}/again, or start in the directory in which it was begun"
-        raise _refusal(f"{directory}", expected, fix)
+    if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(new)):
+        expected = "a directory below the working directory, or next to that of hydra.sweep.dir"
+        raise _refusal(f"{directory}", expected, f"Add hydra.sweep.dir={directory.parent}/new")
     if is_locked(directory):
         raise _running(directory)
     return directory
@@ -232,7 +228,7 @@ def sweeps_of(wanted: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Lock the directory of a sweep.
 
     Raises:
@@ -247,7 +243,7 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def _running(directory: Path) -> ConfigError:
-    return _refusal(f"{directory}, where a sweep is still going on", "one that has ended, or was killed")
+    return _refusal(f"{directory}, whose sweep is still running", "a sweep that has ended, or was killed")
 
 
 def clear_unfrozen(directory: Path) -> None:
@@ -270,5 +266,5 @@ def wait_for_dead(directory: Path) -> None:
     end = time.monotonic() + DEATH_SECONDS
     while any(map(is_locked, (directory / "config.yaml", *directory.glob(".*.partial")))):
         if time.monotonic() > end:
-            raise RunError(f"{directory} is still going on: a process of the sweep before holds it. End that first")
+            raise RunError(f"{directory} is in use by a process of an earlier sweep. End that process first")
         time.sleep(0.05)

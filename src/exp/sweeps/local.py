@@ -187,7 +187,7 @@ class LocalExecutor:
                 continue
             self._running.remove(one)
             if self._devices is not None:
-                self._devices.give_back(one.gpus, one.need)
+                self._devices.release(one.gpus, one.need)
             for job in map(one.work.jobs.__getitem__, one.waiting):
                 if one.work.is_stack and not self._signals:
                     # Any of the jobs may have ended the process. Each job runs alone, so that only that job fails.

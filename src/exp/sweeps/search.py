@@ -31,7 +31,7 @@ DEFAULT_TRIALS = 20
 DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
 End = Literal["completed", "pruned", "failed"]
 STATES: Mapping[End, str] = {"completed": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
-# What these samplers propose does not depend on results, so that no trial waits for one.
+# Samplers whose proposals do not depend on results, so that no trial waits for one.
 BLIND = ("random", "qmc")
 
 
@@ -138,12 +138,11 @@ class Search:
             state, values = recorded.state, recorded.values or values
         else:
             with silence_optuna():
-                told = list(values) if state == TrialState.COMPLETE else None
-                self._record.tell(number, values=told, state=state)
+                self._record.tell(number, values=list(values) if state == TrialState.COMPLETE else None, state=state)
         self._results[number] = (state, values, dict(recorded.intermediate_values))
 
     def _pass_on(self, number: int) -> None:
-        """Tell the sampler the result of a trial."""
+        """Pass the result of a trial to the sampler."""
         from optuna.trial import TrialState
 
         state, values, reported = self._results.pop(number)
@@ -173,8 +172,8 @@ class Search:
         before = self._recorded[trial.number].params
         if before != trial.params:
             raise RunError(
-                f"trial {trial.number} of the search was recorded with {before}, and drawn again it is {trial.params}: "
-                "the space, the seed or Optuna is another. Repeat the command of that sweep, or begin a new one"
+                f"trial {trial.number} of the search is {trial.params} now and was {before} in sweep.journal: the space, "
+                "the seed or the version of Optuna differs. Repeat the command of that sweep, or begin a new one"
             )
 
 

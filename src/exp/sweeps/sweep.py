@@ -36,7 +36,7 @@ from exp.signals import handle_signals
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
 from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, packed
-from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, found_sweep, held, identity_of, sweeps_of
+from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, find_sweep, identity_of, locked, sweeps_of
 from exp.sweeps.search import Search
 from exp.sweeps.space import Combination
 from exp.sweeps.stacking import grouped
@@ -70,7 +70,7 @@ class Sweep:
         everything: Whether to look for all errors of a job that has errors which need no torch.
 
     Attributes:
-        planned: Jobs of a grid. Of a search that runs nothing, the ends of its space.
+        planned: Jobs of a grid, or the corners of the space of a search that runs nothing.
         view: Shows the results.
     """
 
@@ -160,7 +160,7 @@ class Sweep:
         return list(jobs)
 
     def _known(self, job: Job) -> Job:
-        """Return a job with the number and the directory that it has from an earlier sweep of this directory."""
+        """Return a job with its number and directory in an earlier sweep of this directory, if it was started."""
         if job.packed is None or not self._ledger.has_jobs:
             return job
         entry = self._ledger.claimed(identity_of(job.plain))
@@ -180,7 +180,7 @@ class Sweep:
         return [[job] for job in jobs]
 
     def _search(self) -> None:
-        """Check the ends of the space, then run what the search proposes."""
+        """Check the corners of the space, then run what the search proposes."""
         settings, directory = self.settings, self._directory
         corners = [
             self._jobs.composed(place, settings.space.overrides(values))
@@ -226,7 +226,7 @@ def compose_sweep(
     config_name: str = PRIMARY,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] = early_errors,
 ) -> Composition:
-    """Compose what all jobs of a sweep share. check: As of exp.check.stages.compose.
+    """Compose what all jobs of a sweep share. check: Returns errors that need no torch; see exp.check.stages.compose.
 
     Raises:
         ConfigError: The shared config has errors that can be found without importing torch.
@@ -256,11 +256,11 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     resumed = _resumed(master, wanted)
     with handle_signals(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
-            # The directory does not follow a swept name.
+            # The directory does not depend on a swept name.
             directory = make_exclusively(wanted) if resumed is None else resumed
         except OSError as error:
             raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
-        with held(directory):
+        with locked(directory):
             if resumed is not None:
                 # In the sweep, in the directories of its jobs, and one level below.
                 remove_partial_files(directory, levels=2)
@@ -273,14 +273,14 @@ def _resumed(master: Composition, wanted: Path) -> Path | None:
     wanted: Directory of a new sweep.
     """
     resume = master.config.sweep.resume
-    found = None if resume is None else found_sweep(resume, beside=wanted)
+    found = None if resume is None else find_sweep(resume, new=wanted)
     if found is None and resume == AUTO:
-        print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so one begins")
+        print(f"sweep.resume=auto: no sweep in {os.path.relpath(sweeps_of(wanted))}, so a new one begins")
     return found
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    # A KeyboardInterrupt, because code that composes or draws may replace an Exception by another one.
+    # A KeyboardInterrupt, because code that composes or draws may replace an Exception.
     raise KeyboardInterrupt from Interrupted(signum=signum, checkpoint=None)
 
 
@@ -300,7 +300,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
             raise ConfigError([error_of(error)]) from error
         if isinstance(error, OSError):
             what, here = describe_write_error(error.filename or directory, error), os.path.relpath(directory)
-            raise RunError(f"the sweep ended, for {what}, and go on with sweep.resume={here}") from error
+            raise RunError(f"the sweep ended: {what}. Resume it with sweep.resume={here}") from error
         raise
     if is_dry:
         _print_plan(jobs)
@@ -321,7 +321,7 @@ def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) 
     print(f"{interrupted}\nthe sweep ends here", file=sys.stderr)
     _finish(jobs, directory)
     if interrupted.command is not None and jobs is not None and jobs.view.rows:
-        print(f"go on      {interrupted.command}")
+        print(f"resume     {interrupted.command}")
     return interrupted.exit_status
 
 
@@ -335,11 +335,11 @@ def _interrupted(error: BaseException) -> Interrupted:
 
 def _print_plan(jobs: Sweep) -> None:
     """Print the jobs that a sweep would run."""
-    what = "of its space the ends, all checked" if jobs.settings.is_search else "all checked"
+    what = "the corners of the space, all checked" if jobs.settings.is_search else "all checked"
     for job in jobs.planned:
         print(f"job {job.number}  {' '.join(f'{key}={value}' for key, value in job.swept.items())}".rstrip())
     count = len(jobs.planned)
-    print(f"{count} job{'s' if count != 1 else ''}, {what}: none was run, for sweep.dry_run=true")
+    print(f"{count} job{'s' if count != 1 else ''}, {what}: none was run, because of sweep.dry_run=true")
 
 
 def _finish(jobs: Sweep | None, directory: Path) -> None:

@@ -124,7 +124,7 @@ class SweepView:
     def declare(self, jobs: Sequence[Job]) -> None:
         """Write the swept keys and the compared tags for TensorBoard, once.
 
-        jobs: Jobs of the first batch. Of a search, the ends of its space.
+        jobs: Jobs of the first batch. Of a search, the corners of its space.
         """
         space = self._settings.space
         if self.rows or not space.axes or not any(map(_has_tensorboard, jobs)):

@@ -288,10 +288,10 @@ class ClusterExecutor(ABC):
 def _first_cause(submitted: Submitted, failures: list[Failure]) -> ExpError:
     """Return the error of the rank that ended first, of several ranks."""
     # A rank that was killed with its task reports nothing, and its neighbors complain.
-    if all(failure.kind == "neighbour" for failure in failures):
+    if all(failure.kind == "peer" for failure in failures):
         heard = {failure.rank for failure in failures}
         silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in heard]
-        reason = f"ended without a word: {submitted.ended}"
+        reason = f"ended without a message: {submitted.ended}"
         failures = failures + [Failure(rank=rank, time=time.time(), kind="death", reason=reason) for rank in silent[:1]]
     cause = first_cause(failures, silent=())
     if cause.kind == "death":

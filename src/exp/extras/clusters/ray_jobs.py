@@ -175,7 +175,7 @@ class RayExecutor(ClusterExecutor):
         directory = submitted.frozen.directory
         if error is None:
             is_coming = report is None and not self._is_late(submitted)
-            return None if is_coming else dead_job(directory, Died("ended with status 0 without a word"))
+            return None if is_coming else dead_job(directory, Died("ended with status 0 without a message"))
         if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
             # A job without other processes is reported like this.
             told = None if report is None else report.error

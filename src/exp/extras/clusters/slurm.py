@@ -161,7 +161,7 @@ class SlurmExecutor(ClusterExecutor):
         ids = [submitted.handle for submitted in self._running]
         if self._is_local:
             return {
-                submitted.handle: "ended without a word"
+                submitted.handle: "ended without a message"
                 for submitted in self._running
                 if not self._is_alive(submitted.handle, submitted.frozen.directory / FOLDER)
             }

@@ -96,7 +96,6 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         executor=LocalExecutor(processes),
         check=processes.check,
         is_dry=True,
-        everything=True,
     )
     try:
         # Hydra's sweeper writes a file, and the working directory may be read-only.

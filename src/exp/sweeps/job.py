@@ -57,7 +57,7 @@ TAIL_BYTES = 20_000
 # A frame in the output of faulthandler, which writes the innermost frame first.
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
-# Number of checks that may end their process. After that the other jobs are not checked.
+# After so many checks that ended their process, the other jobs have the error of the last one.
 MAX_DEATHS = 20
 
 
@@ -173,7 +173,7 @@ class JobProcesses:
         waiting = nullcontext() if is_loaded else show_transient_line("loading torch")
         self._has_checked = True
         with collected_signals() as received, waiting:
-            while len(found) < len(configs) and deaths < MAX_DEATHS:
+            while len(found) < len(configs):
                 self.start()
                 results, died = collect(checked, self._validate, configs[len(found) :])
                 for result in results:
@@ -187,9 +187,11 @@ class JobProcesses:
                 if len(found) < len(configs):
                     deaths += 1
                     found.append(_ended(str(died).removeprefix("ended ")))
+                if deaths == MAX_DEATHS:
+                    found += [found[-1]] * (len(configs) - len(found))
             if received:  # after the last check
                 raise Interrupted(signum=received[0], checkpoint=None)
-        return [*found, *[None] * (len(configs) - len(found))]
+        return found
 
     def __call__(self, config: DictConfig) -> Report:
         """Run a job in another process and return its report.

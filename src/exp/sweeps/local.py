@@ -1,6 +1,7 @@
 """The local executor: runs jobs of a sweep at the same time on this machine, each forked from a server process.
 
-The output of a job goes to output.log of its run directory. The directory is made before the job starts.
+The output of a job, or of jobs that are trained together, goes to output.log of the first run directory. The
+directories are made before the jobs start.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from exp.config.freeze import make_exclusively, take_directory
 from exp.config.frozen import OUTPUT
 from exp.errors import ExpError, RunError, describe_exception
 from exp.launch.job_process import Died, JobProcess, wait
-from exp.sweeps.devices import Devices, Jobs, Need, asks, need_of, slots, threads, visible
+from exp.sweeps.devices import Devices, Jobs, Need, asks, slots, threads, visible
 from exp.sweeps.executor import End, Unstacked, Work
 from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
 
 if TYPE_CHECKING:
     from exp.run_report import Report
-    from exp.strategies.placement import Machine
     from exp.sweeps.jobs import Job
-# A signal may have arrived: the caller looks for it so often.
+# Interval at which the caller looks for signals.
 SIGNAL_SECONDS = 0.1
 
 
@@ -117,14 +117,14 @@ class LocalExecutor:
     def start(self, work: Work) -> None:
         """Start a work and return at once."""
         try:
-            need, machine = self._asked(work.jobs[0].new_config())
             work = replace(work, jobs=tuple(map(_in_own_directory, work.jobs)))
-            _begin_outputs(work)
-        except (OSError, Died) as error:
-            who = "the process that looks for its devices " if isinstance(error, Died) else ""
-            failed = RunError(f"the job could not begin: {who}{describe_exception(error)}")
+            output = cast(Path, work.jobs[0].directory) / OUTPUT
+            output.touch()
+        except OSError as error:
+            failed = RunError(f"the job could not begin: {describe_exception(error)}")
             self._ended += [End(job=job.number, outcome=failed) for job in work.jobs]
             return
+        need, machine = self._processes.asked[asks(work.jobs[0].new_config())]
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
         gpus = self._devices.take(need)
@@ -136,7 +136,7 @@ class LocalExecutor:
             threads(need, slots=self.slots, machine=machine),
             self.slots,
             self._processes.fit,
-            output=_output_of(work.jobs[0]),
+            output=output,
             environment=visible(gpus),
         )
         waiting = list(range(len(work.jobs)))
@@ -164,17 +164,6 @@ class LocalExecutor:
         """Kill the jobs that still run."""
         for one in self._running:
             one.process.kill()
-
-    def _asked(self, config: DictConfig) -> tuple[Need, Machine]:
-        """Return what a job needs, and the machine. Ask another process if no checked job needed the same.
-
-        Raises:
-            Died: The other process ended without an answer.
-        """
-        wanted = asks(config)
-        if wanted not in self._processes.asked:
-            self._processes.asked[wanted] = self._processes.call(need_of, config)
-        return self._processes.asked[wanted]
 
     def _take_in(self) -> None:
         for one in tuple(self._running):
@@ -208,17 +197,3 @@ def _in_own_directory(job: Job) -> Job:
     """Make the run directory of a job unless an earlier sweep made it."""
     directory = cast(Path, job.directory)
     return job if (directory / "config.yaml").is_file() else replace(job, directory=make_exclusively(directory))
-
-
-def _output_of(job: Job) -> Path:
-    return cast(Path, job.directory) / OUTPUT
-
-
-def _begin_outputs(work: Work) -> None:
-    """Make the output file of each job. The output of jobs that are trained together is in the file of the first."""
-    first, *others = map(_output_of, work.jobs)
-    first.touch()
-    for path in others:
-        shown = os.path.relpath(first, path.parent)
-        line = f"trained together with job {work.jobs[0].number}, whose output is theirs: {shown}\n"
-        path.write_text(line, encoding="utf-8")

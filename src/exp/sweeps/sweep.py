@@ -66,8 +66,7 @@ class Sweep:
         directory: Directory of the sweep.
         executor: Runs the jobs.
         check: Returns the errors of each of several configs.
-        is_dry: Whether to check the jobs, and run none.
-        everything: Whether to look for all errors of a job that has errors which need no torch.
+        is_dry: Whether to look for all errors of the jobs, and run none.
 
     Attributes:
         planned: Jobs of a grid, or the corners of the space of a search that runs nothing.
@@ -82,13 +81,12 @@ class Sweep:
         executor: Executor,
         check: Check,
         is_dry: bool = False,
-        everything: bool = False,
     ) -> None:
         self.settings = settings = read_settings(master)
         self._directory, self._executor, self._is_dry = directory, executor, is_dry
         is_compared = settings.is_search and settings.values["monitor"] is None
         reads = (*READ_ONCE, "monitor", "mode") if is_compared else READ_ONCE
-        self._jobs = Jobs(master=master, directory=directory, check=check, everything=everything, reads=reads)
+        self._jobs = Jobs(master=master, directory=directory, check=check, everything=is_dry, reads=reads)
         # The identity of what all jobs of a search share.
         self._shared = identity_of(plain_values(master.config)) if settings.is_search else None
         self._ledger = Ledger(directory)

@@ -161,16 +161,6 @@ def test_repeats_are_summarized(tmp_path, printed):
     assert float(read[5]["deviation"]) == pytest.approx(second.deviation, rel=1e-5)
 
 
-def test_each_watched_tag_has_its_mean(tmp_path):
-    tags = {"0.1": "loss/val", "1": "loss/val/generator"}
-    rows = [row(one.job, one.value, swept=one.swept, monitor=tags[one.swept["optimizer.lr"]]) for one in repeated()]
-    read = written(tmp_path, rows, repeat_over="seed")
-    means = [(line["mean loss/val"], line["mean loss/val/generator"], line["n"]) for line in read]
-    assert means == [("0.45", "", "3")] * 3 + [("", "0.766667", "3")] * 3
-    page = (tmp_path / "table.md").read_text()
-    assert "| 1            |               | 0.766667                | 0.61101   | 3 |" in page
-
-
 def test_repeats_without_a_value_do_not_count(printed):
     rows = repeated()
     lucky = [*rows[:4], *(row(one.job, math.nan, swept=one.swept, status="failed") for one in rows[4:])]

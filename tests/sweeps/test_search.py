@@ -44,8 +44,8 @@ def run(found: Search, count: int | None = None, ends: tuple[str, ...] = ()) -> 
     proposals = []
     while (count is None or len(proposals) < count) and (proposal := found.ask()) is not None:
         end = ends[len(proposals)] if ends else "completed"
-        proposals.append(dict(proposal.values))
-        found.tell(proposal.number, end, [loss(proposal.values)])
+        proposals.append(dict(proposal[1]))
+        found.tell(proposal[0], end, [loss(proposal[1])])
     return proposals
 
 
@@ -84,12 +84,12 @@ def test_proposals_do_not_depend_on_which_job_ends_first(search):
         found, proposals, running = search(place, width=4), [], []
         while True:
             while (proposal := found.ask()) is not None:
-                proposals.append(dict(proposal.values))
+                proposals.append(dict(proposal[1]))
                 running.append(proposal)
             if not running:
                 return proposals
             ended = running.pop(-1 if newest_first else 0)
-            found.tell(ended.number, "completed", [loss(ended.values)])
+            found.tell(ended[0], "completed", [loss(ended[1])])
 
     oldest, newest = drawn("oldest", False), drawn("newest", True)
     assert len(oldest) == 20
@@ -109,7 +109,7 @@ def test_failed_and_pruned_trials_are_recorded(search, tmp_path):
 def test_several_objectives_have_a_front(search, tmp_path):
     found = search(trials=12, objectives={"loss/val": "min", "accuracy/val": "max"})
     while (proposal := found.ask()) is not None:
-        found.tell(proposal.number, "completed", [loss(proposal.values), float(proposal.values["optimizer.lr"])])
+        found.tell(proposal[0], "completed", [loss(proposal[1]), float(proposal[1]["optimizer.lr"])])
     record = study(tmp_path)
     assert record.metric_names == ["loss/val", "accuracy/val"]
     assert [direction.name for direction in record.directions] == ["MINIMIZE", "MAXIMIZE"]
@@ -124,9 +124,9 @@ def test_a_job_that_falls_behind_is_pruned(search, tmp_path):
         return TrialOfJob(number, directory=tmp_path, pruner="median", epochs=3)
 
     for proposal in proposals[:6]:
-        trial = job(proposal.number)
+        trial = job(proposal[0])
         assert not any(trial.report(1.0 / step, step=step) for step in (1, 2, 3))
-        found.tell(proposal.number, "completed", [1.0 / 3])
+        found.tell(proposal[0], "completed", [1.0 / 3])
     good, bad = job(6), job(7)
     assert not any(good.report(0.5 / step, step=step) for step in (1, 2, 3))
     assert not bad.report(9.0, step=1), "the first report is warm-up"

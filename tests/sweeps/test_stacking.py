@@ -32,14 +32,14 @@ def test_jobs_that_differ_in_values_of_their_own_are_stacked():
         plain("data.batch_size=32", "seed=1"),
         plain("callbacks=[early_stopping]"),
     ]
-    found = groups(jobs)
-    assert found.stacked == ((0, 1, 2, 3, 4), (6, 7))
-    assert found.reasons == {
+    stacked, reasons = groups(jobs)
+    assert stacked == [(0, 1, 2, 3, 4), (6, 7)]
+    assert reasons == {
         5: "no other job has the same model, data, objective and length",
         8: "callbacks.early_stopping cannot be stacked: it acts on one run",
     }
-    assert groups([jobs[0]] * 10, most=4).stacked == ((0, 3, 6, 9), (1, 4, 7), (2, 5, 8))
-    assert groups([jobs[0]] * 4, most=4).stacked == ((0, 1, 2, 3),)
+    assert groups([jobs[0]] * 10, most=4)[0] == [(0, 3, 6, 9), (1, 4, 7), (2, 5, 8)]
+    assert groups([jobs[0]] * 4, most=4)[0] == [(0, 1, 2, 3)]
     assert signature(plain("model=mlp")) == signature(plain("model=mlp", "model.constants.dropout=0.4"))
     assert signature(plain("model=mlp")) != signature(plain("model=mlp", "model.constants.width=128"))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from exp.sweeps.jobs import Job
 from exp.sweeps.results import Row
-from exp.sweeps.search import Proposal, Search
+from exp.sweeps.search import Search
 from exp.sweeps.space import Combination
 
 
@@ -72,15 +72,14 @@ class Searched(Queue):
     def next(self) -> Sequence[Job]:
         if not self._groups:
             asked = itertools.islice(iter(self._search.ask, None), None if self._search.is_blind else 1)
-            jobs = [job for proposal in asked for job in self._jobs(proposal)]
+            jobs = [job for number, values in asked for job in self._jobs(number, values)]
             self._groups.extend(self._group(jobs) if jobs else ())
         return super().next()
 
-    def _jobs(self, proposal: Proposal) -> Iterable[Job]:
-        self._rows[proposal.number] = []
-        for place, repeat in enumerate(self._repeats):
-            number = proposal.number * len(self._repeats) + place
-            yield self._make(number, proposal.number, {**proposal.values, **repeat})
+    def _jobs(self, trial: int, values: Combination) -> Iterable[Job]:
+        self._rows[trial] = []
+        for number, repeat in enumerate(self._repeats, trial * len(self._repeats)):
+            yield self._make(number, trial, {**values, **repeat})
 
     def end(self, row: Row) -> None:
         trial = row.job // len(self._repeats)

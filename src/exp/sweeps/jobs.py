@@ -43,9 +43,8 @@ class Job:
         number: Number of the job, which names its directory.
         overrides: Overrides of the job.
         swept: Values of the swept keys as text.
-        packed: Its config. None if the job has an error.
-        faulty: The config of a job with an error that needs no torch.
-        directory: Run directory, absolute. None without a config.
+        packed: Its config. None if it cannot be composed.
+        directory: Run directory, absolute. None if the job has an error.
         plain: Result of `plain_values` for its config, without the record of its composition.
         error: Why it cannot run.
         is_known: Whether an earlier sweep of the same directory began it.
@@ -56,7 +55,6 @@ class Job:
     overrides: tuple[str, ...]
     swept: dict[str, str]
     packed: bytes | None
-    faulty: bytes | None = None
     directory: Path | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
     error: ConfigError | None = None
@@ -77,7 +75,7 @@ def packed(config: DictConfig) -> bytes:
 
 
 def unpacked(text: bytes) -> DictConfig:
-    """Return the config that `packed` was given."""
+    """Return the config of the result of `packed`."""
     return cast(DictConfig, pickle.loads(zlib.decompress(text)))
 
 
@@ -203,14 +201,14 @@ class Jobs:
 
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the errors that need torch beside the errors that they have."""
-        looked = {job.number: config for job in jobs if (config := job.packed or job.faulty) is not None}
+        looked = {job.number: job.packed for job in jobs if job.packed is not None}
         errors = dict(zip(looked, self._check([*looked.values()]), strict=True))
         found = []
         for job in jobs:
             both = [one for one in (job.error, errors.get(job.number)) if one is not None]
             if both:
                 error = ConfigError(unique_errors([*both[0].errors, *both[-1].errors]))
-                job = replace(job, packed=None, directory=None, error=error)
+                job = replace(job, directory=None, error=error)
             found.append(job)
         return found
 
@@ -258,7 +256,7 @@ def with_config(
     try:
         refuse_early(config, reading=reading)
     except ConfigError as error:
-        return replace(job, error=error, faulty=packed(config))
+        return replace(job, error=error, packed=packed(config))
     return replace(job, packed=packed(config), directory=directory, plain=plain)
 
 

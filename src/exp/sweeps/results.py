@@ -99,11 +99,6 @@ class Repeats:
         """The standard deviation of the sample, over n - 1. nan for fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
-    @property
-    def monitor(self) -> str | None:
-        """The tag of the values. None if no job has one."""
-        return next(iter(monitors_of(self.rows)), None)
-
 
 def best_row(rows: Sequence[Row]) -> Row | None:
     """Return the completed job with the best value. Return None without one, or if jobs watch different tags."""
@@ -161,12 +156,9 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     """
     header, cells = table_cells(rows)
     if repeat_over is not None:
-        header = [*header, *repeat_columns(rows)]
-        figures = {
-            row.job: _repeat_figures(group, monitors_of(rows))
-            for group in repeats_of(rows, over=repeat_over)
-            for row in group.rows
-        }
+        header = [*header, *_repeat_columns(rows)]
+        groups = repeats_of(rows, over=repeat_over)
+        figures = {row.job: _repeat_figures(group) for group in groups for row in group.rows}
         cells = [[*line, *figures[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *cells])
@@ -286,25 +278,21 @@ def monitors_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
 
 
-def repeat_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of repeats: a mean of each monitored tag, the deviation and the number."""
-    return [*(f"mean {tag}" for tag in monitors_of(rows) or ["value"]), "deviation", "n"]
+def _repeat_columns(rows: Sequence[Row]) -> list[str]:
+    return [f"mean {' '.join(monitors_of(rows))}".rstrip(), "deviation", "n"]
 
 
-def _repeat_figures(group: Repeats, tags: Sequence[str]) -> list[str]:
-    mean, deviation = (_number(value) if math.isfinite(value) else "" for value in (group.mean, group.deviation))
-    means = [mean if tag == group.monitor else "" for tag in tags] or [mean]
-    return [*means, deviation, str(len(group.values))]
+def _repeat_figures(group: Repeats) -> list[str]:
+    numbers = [_number(value) if math.isfinite(value) else "" for value in (group.mean, group.deviation)]
+    return [*numbers, str(len(group.values))]
 
 
 def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of the table of repeats."""
-    keys, tags = [key for key in differing(rows) if key != over], monitors_of(rows)
-    cells = [
-        [*(group.swept.get(key, "") for key in keys), *_repeat_figures(group, tags)]
-        for group in repeats_of(rows, over=over)
-    ]
-    return [*keys, *repeat_columns(rows)], cells
+    """Return the header and the cells of the table of repeats: their values, mean, deviation and number."""
+    keys = [key for key in differing(rows) if key != over]
+    groups = repeats_of(rows, over=over)
+    cells = [[*(group.swept.get(key, "") for key in keys), *_repeat_figures(group)] for group in groups]
+    return [*keys, *_repeat_columns(rows)], cells
 
 
 def table_cells(

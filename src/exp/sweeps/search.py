@@ -12,7 +12,6 @@ therefore draws the same proposals again, and compares them with the record.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,14 +32,6 @@ End = Literal["completed", "pruned", "failed"]
 STATES: Mapping[End, str] = {"completed": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
 # Samplers whose proposals do not depend on results, so that no trial waits for one.
 BLIND = ("random", "qmc")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A trial. values: The values of the axes by key, as text."""
-
-    number: int
-    values: Combination
 
 
 class Search:
@@ -98,8 +89,11 @@ class Search:
             self._record.set_metric_names(list(objectives))
             self._recorded = self._record.get_trials(deepcopy=False)
 
-    def ask(self) -> Proposal | None:
-        """Return the next trial. Return None while it waits for results, and after the last trial."""
+    def ask(self) -> tuple[int, Combination] | None:
+        """Return the number of the next trial, and its values by key, as text.
+
+        Return None while it waits for results, and after the last trial.
+        """
         number = self._asked
         if number >= self.trials:
             return None
@@ -117,7 +111,7 @@ class Search:
         self._asked += 1
         self._write_down(trial)
         keys = [axis.key for axis in self.space.axes if axis.key in values]
-        return Proposal(number=number, values={key: values[key] for key in keys})
+        return number, {key: values[key] for key in keys}
 
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
         """Take the result of a trial.

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR
@@ -65,21 +65,8 @@ REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Jobs by how they are trained. Jobs are given by their index.
-
-    Attributes:
-        stacked: Jobs of each stack, two or more.
-        reasons: For each other job, why it runs in its own process.
-    """
-
-    stacked: tuple[tuple[int, ...], ...]
-    reasons: Mapping[int, str]
-
-
-def groups(plains: Sequence[Plain], *, most: int | None = None) -> Groups:
-    """Return the stacks of some jobs.
+def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tuple[int, ...]], dict[int, str]]:
+    """Return the jobs of each stack, two or more, and why each other job runs alone. Jobs are given by their index.
 
     Args:
         plains: Config values of each job, interpolations resolved.
@@ -88,11 +75,10 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> Groups:
     alike: dict[str, list[int]] = {}
     reasons: dict[int, str] = {}
     for place, plain in enumerate(plains):
-        reason = obstacle(plain)
-        if reason is None:
-            alike.setdefault(signature(plain), []).append(place)
-        else:
+        if reason := obstacle(plain):
             reasons[place] = reason
+        else:
+            alike.setdefault(signature(plain), []).append(place)
     stacked: list[tuple[int, ...]] = []
     for places in alike.values():
         count = 1 if most is None else math.ceil(len(places) / max(2, most))
@@ -100,7 +86,7 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> Groups:
             reasons[places[0]] = "no other job has the same model, data, objective and length"
         else:
             stacked += [tuple(places[first::count]) for first in range(count)]
-    return Groups(stacked=tuple(stacked), reasons=reasons)
+    return stacked, reasons
 
 
 def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
@@ -112,18 +98,13 @@ def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) 
         slots: Number of processes that run at a time.
     """
     whole = [job for job in jobs if job.error is None]
-    left = {job.number for job in whole if is_left(job)}
-    found = groups([job.plain for job in whole], most=math.ceil(len(whole) / slots))
-    reasons = Counter(reason for place, reason in found.reasons.items() if whole[place].number in left)
-    for reason, count in reasons.items():
+    left = {place for place, job in enumerate(whole) if is_left(job)}
+    stacked, reasons = groups([job.plain for job in whole], most=math.ceil(len(whole) / slots))
+    for reason, count in Counter(reason for place, reason in reasons.items() if place in left).items():
         print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
-    stacked = []
-    for places in found.stacked:
-        members = [whole[place] for place in places if whole[place].number in left]
-        if members:
-            stacked.append([replace(job, is_stacked=True) for job in members])
-    together = {job.number for members in stacked for job in members}
-    return [*stacked, *([job] for job in jobs if job.number not in together)]
+    found = [[replace(whole[place], is_stacked=True) for place in places if place in left] for places in stacked]
+    together = {job.number for members in found for job in members}
+    return [*filter(None, found), *([job] for job in jobs if job.number not in together)]
 
 
 def obstacle(plain: Plain) -> str | None:

@@ -141,7 +141,7 @@ class Sweep:
         return [
             job_return(
                 overrides=job.overrides,
-                config=None if job.packed is None else job.new_config(),
+                config=job.new_config() if job.error is None else None,
                 directory=str(self._directory / rows[job.number].directory) if job.number in rows else "",
                 value=rows[job.number].value if job.number in rows else 0.0,
             )
@@ -159,7 +159,7 @@ class Sweep:
 
     def _known(self, job: Job) -> Job:
         """Return a job with its number and directory in an earlier sweep of this directory, if it was started."""
-        if job.packed is None or not self._ledger.has_jobs:
+        if job.error is not None or not self._ledger.has_jobs:
             return job
         entry = self._ledger.claimed(identity_of(job.plain))
         if entry is not None:
@@ -202,7 +202,7 @@ class Sweep:
 
         def make(number: int, trial: int, values: Combination) -> Job:
             job = self._jobs.composed(number, settings.space.overrides(values))
-            if job.packed is None:
+            if job.error is not None:
                 return job
             config = job.new_config()
             with open_dict(config):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -66,12 +65,7 @@ class SweepRunner:
         """
         self._passed_on = 0
         with collected_signals() as received:
-            try:
-                self._work_off(queue, received)
-            except Exception:
-                # The sweep itself has failed, as on a full disk. Running jobs save their state and end.
-                self._end_all(received)
-                raise
+            self._work_off(queue, received)
         if received:
             interrupted = Interrupted(signum=received[0], checkpoint=str(self._directory))
             interrupted.command = self._settings.resume_command(os.path.relpath(self._directory))
@@ -182,11 +176,3 @@ class SweepRunner:
         for end in self._executor.ends(WAIT_SECONDS):
             one = self._running.pop(end.job)
             yield one.job, end.outcome, time.perf_counter() - one.started
-
-    def _end_all(self, received: Sequence[int]) -> None:
-        """End all running jobs as a signal does, and wait for them. A further signal kills them."""
-        if self._running and not self._passed_on:
-            self._executor.end(signal.SIGTERM)
-        while self._running:
-            for job, outcome, seconds in self._ends(received):
-                self._view.rows[job.number] = self._view.row_of(job, outcome, seconds=seconds)

@@ -135,7 +135,7 @@ class SweepView:
         seen = set[tuple[str, str]]()
         for job in jobs:
             # Of ten thousand jobs only those with a value that no job before has.
-            if job.packed is None or seen >= job.swept.items():
+            if job.error is not None or seen >= job.swept.items():
                 continue
             seen |= job.swept.items()
             for key, value in chosen_values(job.plain, job_overrides(job.overrides)).items():
@@ -158,7 +158,7 @@ class SweepView:
 
 
 def _has_tensorboard(job: Job) -> bool:
-    return job.packed is not None and any(one["_target_"] == TENSORBOARD for one in job.plain["logger"].values())
+    return job.error is None and any(one["_target_"] == TENSORBOARD for one in job.plain["logger"].values())
 
 
 def _first_line(error: ExpError) -> str:

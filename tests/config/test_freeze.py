@@ -120,7 +120,7 @@ def test_jobs_of_a_sweep_record_their_overrides(tmp_path, monkeypatch):
     origin = {**shared_origin(), "time": "then"}
     directory = tmp_path / "shared"
     directory.mkdir()
-    overrides = config[COMPOSITION].overrides
+    overrides = list(config[COMPOSITION].overrides)
     write_frozen(directory, text=frozen_yaml(config), overrides=overrides, origin=origin, is_synced=False)
     written = json.loads((directory / "provenance.json").read_text())
     assert written == {**origin, "overrides": ["seed=5"]}

@@ -391,9 +391,7 @@ def test_a_damaged_file_of_a_sweep_is_refused(name, content):
     overrides = SEARCH[:2] if name == "sweep.journal" else ("seed=1,2",)
     run_sweep(*overrides, HERE)
     (SWEEP / name).write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=rf"sweep\.resume: outputs/s/{name}: .*(Put a whole one back|Restore the file)"
-    ):
+    with pytest.raises(ConfigError, match=rf"sweep\.resume: outputs/s/{name}"):
         run_sweep(*overrides, RESUME)
 
 

@@ -194,7 +194,12 @@ def own_groups_chosen(composition: Composition) -> list[str]:
 
 def job_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a job as its config records them."""
-    return [literal(text) for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
+    return list(map(literal, kept_overrides(overrides)))
+
+
+def kept_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that belong to a job, and not to its sweep or to Hydra."""
+    return [text for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 
 
 def _after_errors(

@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from exp.config.frozen import COMPOSITION, OUTPUT, TAKEN, frozen_yaml, literal, map_texts, versions
 from exp.config.revision import revision
+from exp.config.yaml_files import yaml_text
 from exp.errors import RunError
 from exp.files import write_atomic
 from exp.redaction import mask_secrets
@@ -50,7 +51,7 @@ def freeze(config: DictConfig) -> Path:
     except OSError as error:
         raise _unwritable(wanted, error) from error
     composition.directory = literal(str(directory))
-    write_frozen(directory, text=frozen_yaml(config), overrides=composition.overrides)
+    write_frozen(directory, text=frozen_yaml(config), overrides=list(composition.overrides))
     return directory
 
 
@@ -58,7 +59,7 @@ def write_frozen(
     directory: Path,
     *,
     text: str,
-    overrides: ListConfig,
+    overrides: list[str],
     origin: Mapping[str, object] | None = None,
     is_synced: bool = True,
 ) -> None:
@@ -69,18 +70,18 @@ def write_frozen(
     Args:
         directory: Run directory.
         text: Text of config.yaml.
-        overrides: Overrides of the run, as its config keeps them.
+        overrides: Overrides of the run.
         origin: Result of `shared_origin`, for several runs of one process.
         is_synced: Whether the files are on the disk when this returns, which takes 0.5 ms each.
 
     Raises:
         RunError: A file cannot be written.
     """
-    texts = list(overrides)
-    found = _mask(provenance(texts)) if origin is None else {**origin, **_mask({"overrides": texts})}
+    own = {"overrides": overrides}
+    found = _mask(provenance(overrides)) if origin is None else {**origin, **_mask(own)}
     try:
         for name, content in (
-            ("overrides.yaml", OmegaConf.to_yaml(overrides, resolve=True)),
+            ("overrides.yaml", yaml_text(overrides)),
             ("provenance.json", json.dumps(found, indent=2) + "\n"),
             ("config.yaml", text),
         ):

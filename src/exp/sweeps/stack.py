@@ -21,14 +21,13 @@ from typing import Any, cast
 
 import psutil
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from exp.check.examination import examine as examine_config
 from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan
 from exp.check.resolution import resolve
-from exp.config.compose import job_overrides
+from exp.config.compose import kept_overrides
 from exp.config.freeze import clear, shared_origin, write_frozen
 from exp.config.plain_tree import changes, with_changes
 from exp.config.yaml_files import yaml_text
@@ -185,7 +184,7 @@ def _directory(job: Job, text: str, origin: Mapping[str, Any]) -> Path:
     if last_checkpoint(directory) is None:
         if (directory / "config.yaml").is_file():
             clear(directory)
-        overrides = OmegaConf.create(job_overrides(job.overrides))
+        overrides = kept_overrides(job.overrides)
         write_frozen(directory, text=text, overrides=overrides, origin=origin, is_synced=False)
     return directory
 

@@ -247,7 +247,7 @@ def test_incomplete_runs_are_rows_with_their_problems(sweep):
     assert [words[job] for job in "23569"] == ["completed"] * 5
     text = (sweep / "report" / "report.html").read_text()
     for line in (
-        "0: report.json is missing: the run has not begun, or was killed",
+        "0: report.json is missing: the run did not begin, or was killed",
         "1: report.json is damaged: ",
         "2: config.yaml is missing",
         "3: overrides.yaml is damaged: ",

@@ -133,7 +133,7 @@ class JobProcess(Generic[Result]):
 
 
 def _pidfd(pid: int | None) -> int | None:
-    """Return a descriptor that is ready when a process ends, even after the server. Return None if there is none.
+    """Return a descriptor that is ready when a process ends, even after the server. Return None without one.
 
     multiprocessing learns of the end from the server, and takes the end of the server for the end of all processes.
     """

@@ -74,7 +74,7 @@ class Grace:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has begun and ended."""
+        """Return whether the time has begun and ended."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
         before, self._written = self._written, self._seen()

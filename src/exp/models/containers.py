@@ -209,7 +209,7 @@ class ProgramModel(nn.Module):
 
     def _function(self, program: Program, *, asserts: bool = True) -> FunctionType:
         held = {name: getattr(self, name) for name in self._layer_names}
-        form = (program.text, repr(program.names), self.layers_as, repr(self._constants), asserts)
+        form = (program.text, program.names, self.layers_as, repr(self._constants), asserts)
         key = (*form, *map(_form_of, held.items()), *((name, id(one)) for name, one in self._functions.items()))
         if key not in _FUNCTIONS:
             _FUNCTIONS[key] = compile_forward(

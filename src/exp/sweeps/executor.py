@@ -59,11 +59,11 @@ class Executor(Protocol):
 
     @property
     def stacks(self) -> bool:
-        """Whether one process may train several jobs together."""
+        """Return whether one process may train several jobs together."""
 
     @property
     def slots(self) -> int:
-        """The number of works that run at a time."""
+        """Return the number of works that run at a time."""
 
     def start(self, work: Work) -> None:
         """Start a work and return at once. At most `slots` works are running."""

@@ -37,7 +37,7 @@ Check = Callable[[Sequence[bytes]], Sequence[ConfigError | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a sweep.
+    """A job of a sweep.
 
     Attributes:
         number: Number of the job, which names its directory.
@@ -200,7 +200,7 @@ class Jobs:
         return with_config(job, config, directory, reading=(reading, []), plain=plain)
 
     def checked(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with the errors that need torch beside the errors that they have."""
+        """Return the jobs with the errors that need torch in addition to their other errors."""
         looked = {job.number: job.packed for job in jobs if job.packed is not None}
         errors = dict(zip(looked, self._check([*looked.values()]), strict=True))
         found = []
@@ -213,7 +213,7 @@ class Jobs:
         return found
 
     def _other_settings(self, config: DictConfig) -> list[ErrorDetails]:
-        """Return an error for each setting of the sweep that a job has and the sweep has not, or the reverse."""
+        """Return an error for each setting that differs between a job and the sweep."""
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
         return [
@@ -261,7 +261,7 @@ def with_config(
 
 
 def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values of some nodes by dotted key, as they are written."""
+    """Return the values of some nodes by dotted key, without interpolations resolved."""
     raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
     return {key: value for key, value in leaves({key: raw[key] for key in keys}) if not isinstance(value, dict)}
 

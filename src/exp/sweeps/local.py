@@ -103,7 +103,7 @@ class LocalExecutor:
 
     @property
     def stacks(self) -> bool:
-        """Whether jobs may be trained together."""
+        """Return whether jobs may be trained together."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""One job of a stack: its training module, its optimizer, and the run directory that a single run would leave.
+"""Member of a stack: a job with its training module, its optimizer and the run directory of a single run.
 
 Its checkpoints have the layout of exp.engine.checkpointing, so that an ordinary run resumes from them.
 """
@@ -71,7 +71,7 @@ LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far the members of a stack are.
+    """The progress of the members of a stack.
 
     Attributes:
         epoch, batch, step, batches: As of `Position`.

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def has_value(self) -> bool:
-        """Whether the value is compared with the values of other rows."""
+        """Return whether the value is compared with the values of other rows."""
         return self.status == "completed" and math.isfinite(self.value)
 
     @property
@@ -338,7 +338,7 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
     lines = [f"# {_counted(rows)}", ""]
     if best := best_line(rows, repeat_over=repeat_over):
         command = again_command(directory, best_of(rows, repeat_over=repeat_over))
-        lines += [f"Best: {best}", "", "Again, with what you change behind it:", "", f"    {command}", ""]
+        lines += [f"Best: {best}", "", "Run it again, with changes at the end:", "", f"    {command}", ""]
     header, cells = table_cells(rows, results=True)
     lines += markdown_table(header, cells, left=len(header))
     if repeat_over is not None:

@@ -33,7 +33,7 @@ Condition = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One key and the values that it takes.
+    """A key and the values that it takes.
 
     Attributes:
         key: Key with its sign, as an override begins.

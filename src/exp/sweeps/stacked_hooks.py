@@ -45,7 +45,7 @@ class StackedHooks:
         total_steps: int,
     ) -> None:
         self._members, self._forward = members, forward
-        # A network with the sizes of a member and storages of its own.
+        # A network with the sizes of a member and separate storages.
         self._sample = copy.deepcopy(members[0][0])
         for parameter in self._sample.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

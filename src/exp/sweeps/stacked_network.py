@@ -100,7 +100,7 @@ class StackedNetwork:
         self._generators = [torch.Generator() for _ in networks]
         # The index of the member, batched, while a step runs.
         self._member = self._members
-        # Computes with the tensors of the stack in place of its own.
+        # functional_call replaces its tensors by those of the stack.
         self._template = copy.deepcopy(networks[0])
         dropouts = zip(_dropouts_of(self._template), *map(_dropouts_of, networks), strict=True)
         for module, *own in dropouts:

@@ -32,7 +32,7 @@ OWN_TRAINER_KEYS = ("gradient_clip_val", "gradient_clip_algorithm", "enable_prog
 HOOKS = {f"exp.hooks.{name.lower()}.{name}" for name in ("Gradients", "Memory", "Throughput")}
 LOGGERS = {"exp.tensorboard.logger.TensorBoardLogger"}
 DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "3d")}
-# LBFGS evaluates the loss by itself, SparseAdam takes sparse gradients.
+# LBFGS calls the loss several times, SparseAdam takes sparse gradients.
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
 
 # The values that a stacked job may have, and the keys that must have one of them. A key that is not there is allowed.
@@ -94,7 +94,7 @@ def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) 
 
     Args:
         jobs: Checked jobs. Jobs that have ended count, so that a resumed sweep makes the same stacks.
-        is_left: Whether a job has not ended.
+        is_left: Whether a job still has to run.
         slots: Number of processes that run at a time.
     """
     whole = [job for job in jobs if job.error is None]
@@ -132,7 +132,7 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
         if node.get("peak_flops") is not None:
             yield f"hooks.{name}.peak_flops", "the FLOPs of a stack are those of all its members"
     if plain["optimizer"]["_target_"] in OTHER_OPTIMIZERS:
-        yield "optimizer", "it evaluates the loss by itself, or takes sparse gradients"
+        yield "optimizer", "it calls the loss several times, or takes sparse gradients"
     epochs = plain["trainer"]["max_epochs"]
     if epochs is None or epochs < 1:
         yield "trainer.max_epochs", "a stack needs a number of epochs"

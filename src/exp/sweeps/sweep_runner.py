@@ -160,7 +160,7 @@ class SweepRunner:
         return None if report is None else self._view.row_of(job, report, seconds=report.wall_seconds)
 
     def is_left(self, job: Job) -> bool:
-        """Return whether a job has not ended in an earlier sweep of this directory."""
+        """Return whether a job still has to run, because no earlier sweep of this directory ended it."""
         return self._row_without_run(job) is None
 
     def _record(self, row: Row, queue: Queue) -> None:

@@ -61,7 +61,7 @@ class SweepSettings:
 
     @property
     def is_search(self) -> bool:
-        """Whether a sampler draws the values. Otherwise all values are combined in a grid."""
+        """Return whether a sampler draws the values. Otherwise all values are combined in a grid."""
         sampler = self.values["sampler"]
         return sampler != "grid" and (sampler != "auto" or self.space.has_intervals)
 

@@ -1,4 +1,4 @@
-"""What a sweep shows of its jobs: the rows of its table, the lines at its end, and the HParams page of TensorBoard."""
+"""The output of a sweep: its table, the lines on the screen, and the HParams page of TensorBoard."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SweepView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all jobs ended as they should."""
+        """Return whether all jobs were completed or pruned."""
         return all(row.status in FINISHED for row in self.rows.values())
 
     def row_of(self, job: Job, outcome: Report | ExpError | None, *, seconds: float = 0.0) -> Row:

@@ -4,7 +4,7 @@
     python -m exp.report outputs --metric accuracy/val                    every run below outputs/, by another tag
     python -m exp.report outputs/a/2026-01-31/12-00-00 outputs/b          some runs
 
-A run that goes on, was killed or is damaged is a row that says so.
+A run that is running, was killed or is damaged is a row with this status.
 """
 
 from __future__ import annotations

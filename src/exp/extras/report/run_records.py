@@ -52,7 +52,7 @@ class Facts(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run directory.
+    """The contents of a run directory.
 
     Attributes:
         status: Status of the report, or RUNNING, NO_REPORT, UNREADABLE.
@@ -183,7 +183,7 @@ def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
     is_running = is_locked(directory / "config.yaml") or is_locked(directory.parent)
     status = UNREADABLE if exists else RUNNING if is_running else NO_REPORT
     if status == NO_REPORT:
-        why = "the run has not begun, or was killed" if os.path.isdir(directory) else "the directory was removed"
+        why = "the run did not begin, or was killed" if os.path.isdir(directory) else "the directory was removed"
         problems.append(f"report.json is missing: {why}")
     last = {tag: float(curve.values[-1]) for tag, curve in record.curves.items()}
     value, step = best_point(record.curves.get(compared_tag(record.monitor or "")), mode=record.mode)

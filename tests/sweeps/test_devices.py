@@ -4,7 +4,7 @@ import pytest
 
 from exp.errors import ConfigError
 from exp.strategies.placement import Demand, Dimensions, Machine
-from exp.sweeps.devices import Devices, Need, need, slots, threads, visible
+from exp.sweeps.devices import Devices, Need, need, slots, threads, visible_gpus
 
 CPU = Machine(gpus=0, cores=8)
 FOUR = Machine(gpus=4, cores=16)
@@ -76,8 +76,8 @@ def test_an_impossible_share_of_the_machine_is_refused(machine, per_job, launch,
 
 def test_each_job_sees_its_own_gpus():
     devices, one, two, half = Devices(["0", "1", "2", "3"]), Need(gpus=1), Need(gpus=2), Need(gpus=0.5)
-    assert visible(devices.take(one)) == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert visible(devices.take(two)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert visible_gpus(devices.take(one)) == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert visible_gpus(devices.take(two)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
     assert devices.take(half) == devices.take(half) == ("3",), "two halves are one"
     devices.release(("0",), one)
     devices.release(("3",), half)
@@ -86,7 +86,7 @@ def test_each_job_sees_its_own_gpus():
     devices = Devices(["0", "1"])
     assert sorted(devices.take(Need(gpus=1)) for _ in range(4)) == [("0",), ("0",), ("1",), ("1",)]
     # A job that needs none, or names its own, sees all of them.
-    assert visible(devices.take(Need())) == visible(devices.take(Need(gpus=2, is_alone=True))) == {}
+    assert visible_gpus(devices.take(Need())) == visible_gpus(devices.take(Need(gpus=2, is_alone=True))) == {}
 
 
 def test_gpus_keep_the_names_of_the_environment():

@@ -30,7 +30,7 @@ from exp.extras.report.run_comparison import compare
 from exp.extras.report.run_records import find_runs, read_run
 from exp.files import hold_lock
 from exp.run_report import read_report
-from exp.sweeps.ledger import locked
+from exp.sweeps.ledger import lock_sweep
 from exp.tensorboard.curves import Curve
 
 
@@ -264,7 +264,7 @@ def test_a_job_of_a_running_sweep_is_running(folder, write_sweep):
     """Nothing locks the directory of a job before its training begins, but the sweep locks its own."""
     sweep = write_sweep(folder / "sweep", seeds=1)
     (sweep / "0" / "report.json").unlink()
-    with locked(sweep):
+    with lock_sweep(sweep):
         assert read_run(sweep / "0").status == "running"
     assert read_run(sweep / "0").status == "no report"
 

@@ -27,7 +27,7 @@ from exp.engine.trial_record import STUDY, open_journal
 from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RunError
 from exp.run_report import Report, write_report
 from exp.sweeps.executor import End
-from exp.sweeps.jobs import Jobs, unpacked
+from exp.sweeps.jobs import Jobs, unpack
 from exp.sweeps.sweep import compose_sweep, sweep
 
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
@@ -101,7 +101,7 @@ class Runs:
 
 def valid(configs):
     error = ConfigError([ErrorDetails(key="seed", got="13", expected="another number", source="command line")])
-    return [error if unpacked(config).seed == 13 else None for config in configs]
+    return [error if unpack(config).seed == 13 else None for config in configs]
 
 
 def run_sweep(*overrides: str, **stand_in) -> tuple[int, Runs]:
@@ -509,7 +509,7 @@ def test_a_signal_while_the_table_is_shown_keeps_the_table(monkeypatch, table):
 
 @pytest.mark.parametrize(("overrides", "signum"), [(("seed=range(0,50)",), signal.SIGINT), (SEARCH, signal.SIGTERM)])
 def test_a_signal_while_jobs_are_composed_leaves_nothing(overrides, signum, monkeypatch, capsys):
-    composed, numbers = Jobs.composed, []
+    composed, numbers = Jobs.compose, []
 
     def interrupted(self, number, overrides):
         numbers.append(number)
@@ -518,7 +518,7 @@ def test_a_signal_while_jobs_are_composed_leaves_nothing(overrides, signum, monk
             os.kill(os.getpid(), signum)
         return composed(self, number, overrides)
 
-    monkeypatch.setattr(Jobs, "composed", interrupted)
+    monkeypatch.setattr(Jobs, "compose", interrupted)
     status, runs = run_sweep(*overrides)
     assert status == 128 + signum
     assert (numbers, runs.configs) == ([0, 1], [])

@@ -30,7 +30,7 @@ from exp.errors import INTERRUPTED_BY_KEY, Interrupted, RunError, describe_excep
 from exp.launch.failure import death
 from exp.launch.lifecycle import leave
 from exp.launch.spawn import import_path
-from exp.launch.supervision import POLL_SECONDS, collected_signals
+from exp.launch.supervision import POLL_SECONDS, collect_signals
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
@@ -206,7 +206,7 @@ def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tu
     Raises:
         Interrupted: A signal has arrived before the process started.
     """
-    with collected_signals() as received:
+    with collect_signals() as received:
         if received:
             raise Interrupted(signum=received[0], checkpoint=None)
         process = JobProcess(function, *arguments)
@@ -229,9 +229,9 @@ def call(function: Callable[..., Result], *arguments: object) -> Result:
         Died: The process ended without a result.
         Interrupted: A signal ended the process, or has arrived before its start.
     """
-    with collected_signals() as received:
+    with collect_signals() as received:
         values: list[Result]
-        values, died = collect(_alone, function, arguments)
+        values, died = collect(_yield_result, function, arguments)
         if values:
             return values[0]
         if received:
@@ -239,7 +239,7 @@ def call(function: Callable[..., Result], *arguments: object) -> Result:
     raise died
 
 
-def _alone(function: Callable[..., Result], arguments: Sequence[object]) -> Iterator[Result]:
+def _yield_result(function: Callable[..., Result], arguments: Sequence[object]) -> Iterator[Result]:
     yield function(*arguments)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from exp.errors import Interrupted, RunError
 from exp.launch.failure import Failure
 from exp.launch.spawn import start_ranks
-from exp.launch.supervision import Grace, collected_signals, supervise
+from exp.launch.supervision import Grace, collect_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
@@ -118,7 +118,7 @@ def requeue(error: BaseException, *, most: int | None = None) -> None:
         log.warning("SLURM's job %s is queued again", job)
 
 
-def allowing(packages: Sequence[str]) -> list[str]:
+def allow_flags(packages: Sequence[str]) -> list[str]:
     """Return the arguments of exp.worker that allow packages."""
     return [word for package in packages for word in ("--allow", package)]
 
@@ -143,9 +143,9 @@ def _once(
         exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
     except OSError as error:
         raise RunError(f"no rank was started: no directory can be made in {directory}: {error.strerror}") from error
-    command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allowing(allow)]
+    command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allow_flags(allow)]
     try:
-        with collected_signals() as received:
+        with collect_signals() as received:
             ranks = start_ranks(
                 directory=directory,
                 world_size=placement.world_size,
@@ -173,7 +173,7 @@ def _once(
 
 def _several_nodes(directory: Path, placement: Placement, *, allow: Sequence[str]) -> str:
     nodes, ranks = placement.nodes, placement.ranks_per_node
-    worker = " ".join(["-m exp.worker", str(directory), *allowing(allow)])
+    worker = " ".join(["-m exp.worker", str(directory), *allow_flags(allow)])
     return (
         f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}. Start it with\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "

@@ -36,7 +36,7 @@ class _Collector:
 
 
 @contextmanager
-def collected_signals() -> Iterator[list[int]]:
+def collect_signals() -> Iterator[list[int]]:
     """Collect the signals that end a run, and restore the handlers at the end. Outside the main thread collect none.
 
     A nested call yields the list of the outer call, which therefore has every signal.

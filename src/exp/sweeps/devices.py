@@ -44,7 +44,7 @@ class Need:
         return math.ceil(self.gpus)
 
 
-def asks(config: DictConfig) -> str:
+def need_settings(config: DictConfig) -> str:
     """Return the settings that decide what a job needs, as text that is equal for equal needs."""
     nodes = [OmegaConf.to_container(config[key], resolve=True) for key in ("strategy", "launch", "security")]
     return json.dumps([*nodes, config.sweep.devices_per_job])
@@ -59,7 +59,7 @@ def need_of(config: DictConfig) -> tuple[Need, Machine]:
     from exp.construct import build_strategy
     from exp.strategies.strategy import Strategy, demand_of_lightning
 
-    node, launch, security, devices_per_job = json.loads(asks(config))
+    node, launch, security, devices_per_job = json.loads(need_settings(config))
     strategy = build_strategy(settings_of({"strategy": node, "security": security}))
     demand = strategy.demand if isinstance(strategy, Strategy) else demand_of_lightning(strategy)
     machine = this_machine()
@@ -178,6 +178,6 @@ class Devices:
             self._loads[name] -= min(1.0, need.gpus)
 
 
-def visible(names: Sequence[str]) -> dict[str, str]:
+def visible_gpus(names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables with which a job sees these GPUs only. Without names it sees all."""
     return {VISIBLE: ",".join(names)} if names else {}

@@ -23,14 +23,14 @@ from exp.config.settings import settings_of
 from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_error, innermost_frame, one_line
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
-from exp.launch.supervision import collected_signals
+from exp.launch.supervision import collect_signals
 from exp.output import show_transient_line
 from exp.redaction import redact
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.signals import install_handler
 from exp.strategies.placement import Machine
-from exp.sweeps.devices import VISIBLE, Devices, Need, asks, need_of, visible
-from exp.sweeps.jobs import unpacked
+from exp.sweeps.devices import VISIBLE, Devices, Need, need_of, need_settings, visible_gpus
+from exp.sweeps.jobs import unpack
 
 # Modules that a run imports. The server imports them once for all jobs. A job imports any other module.
 MODULES = (
@@ -64,15 +64,15 @@ MAX_DEATHS = 20
 Result = TypeVar("Result")
 # Checks a config. Takes the result for the previous job, and returns the result for the next job.
 Validate = Callable[[DictConfig, Any], Any]
-# Result of `asks` for a job, its need, and the machine.
-Asked = tuple[str, tuple[Need, Machine]]
+# Result of `need_settings` for a job, its need, and the machine.
+KnownNeed = tuple[str, tuple[Need, Machine]]
 
 
-def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | ExpError]:
+def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed | ExpError]:
     """Yield the need of each job, or its error, in the process of the check."""
     install_handler(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
-    for config in map(unpacked, packed):
+    for config in map(unpack, packed):
         try:
             asked = view.of(config)
             before = validate(config, before)
@@ -83,9 +83,9 @@ def checked(validate: Validate, packed: Sequence[bytes]) -> Iterator[Asked | Exp
             yield error
         except BaseException as error:
             traceback.print_exc()
-            yield _ended(f"with {redact(one_line(error))}; its traceback is above")
+            yield _check_error(f"with {redact(one_line(error))}; its traceback is above")
         else:
-            yield asks(config), asked
+            yield need_settings(config), asked
 
 
 class GpuView:
@@ -104,7 +104,7 @@ class GpuView:
         os.environ.pop(VISIBLE, None)
         os.environ.update(self._everything)
         try:
-            wanted = asks(config)
+            wanted = need_settings(config)
             if wanted not in self._known:
                 self._known[wanted] = need_of(config)
         except Exception as error:
@@ -112,17 +112,17 @@ class GpuView:
                 raise
             return error
         need, machine = self._known[wanted]
-        os.environ.update(visible(Devices.of(machine, self._everything).take(need)))
+        os.environ.update(visible_gpus(Devices.of(machine, self._everything).take(need)))
         return need, machine
 
 
-def _ended(how: str) -> ConfigError:
+def _check_error(how: str) -> ConfigError:
     """Return the error of a job whose check did not finish."""
     fix = "Remove your own constructors, imports and forwards one by one: the check runs them"
     return config_error("config", got=f"its check ended {how}", expected="a check that returns", fix=fix)
 
 
-def ended(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
+def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
     """Run a job in its process. Return its report, or the error that ended it."""
     try:
         return fit(config)
@@ -142,12 +142,12 @@ class JobProcesses:
         validate: Checks a job, exp.check.examination.check_job. Another process finds it by its name.
 
     Attributes:
-        asked: Needs of the checked jobs, and the machine, by the result of `asks`.
+        needs: Needs of the checked jobs, and the machine, by the result of `need_settings`.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
         self.fit, self._validate = fit, validate
-        self.asked: dict[str, tuple[Need, Machine]] = {}
+        self.needs: dict[str, tuple[Need, Machine]] = {}
         self._has_checked = False
 
     def start(self) -> None:
@@ -172,21 +172,21 @@ class JobProcesses:
         is_loaded = self._has_checked or "torch" in sys.modules
         waiting = nullcontext() if is_loaded else show_transient_line("loading torch")
         self._has_checked = True
-        with collected_signals() as received, waiting:
+        with collect_signals() as received, waiting:
             while len(found) < len(configs):
                 self.start()
-                results, died = collect(checked, self._validate, configs[len(found) :])
+                results, died = collect(check_all, self._validate, configs[len(found) :])
                 for result in results:
                     if isinstance(result, ConfigError):
                         found.append(result)
                     elif isinstance(result, ExpError):
                         raise result
                     else:
-                        self.asked.update([result])
+                        self.needs.update([result])
                         found.append(None)
                 if len(found) < len(configs):
                     deaths += 1
-                    found.append(_ended(str(died).removeprefix("ended ")))
+                    found.append(_check_error(str(died).removeprefix("ended ")))
                 if deaths == MAX_DEATHS:
                     found += [found[-1]] * (len(configs) - len(found))
             if received:  # after the last check
@@ -202,9 +202,9 @@ class JobProcesses:
         """
         directory = Path(config[COMPOSITION].directory)
         try:
-            came = self.call(ended, self.fit, config)
+            came = self.call(run_job, self.fit, config)
         except (Died, Interrupted) as error:
-            bad = dead_job(directory, error) if isinstance(error, Died) else interrupted(directory, error.signum)
+            bad = dead_job(directory, error) if isinstance(error, Died) else interruption_of(directory, error.signum)
             report_bad_end(directory, bad)
             raise bad from error
         if isinstance(came, ExpError):
@@ -217,7 +217,7 @@ def dead_job(directory: Path, died: Died) -> RunError:
     return RunError(f"the process of the job {died}{_last_words(directory)}")
 
 
-def interrupted(directory: Path, signum: int) -> Interrupted:
+def interruption_of(directory: Path, signum: int) -> Interrupted:
     """Return the error of a job whose process was killed by a second signal."""
     saved = last_checkpoint(directory)
     return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))

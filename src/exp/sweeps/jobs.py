@@ -64,18 +64,18 @@ class Job:
     def new_config(self) -> DictConfig:
         """Return a new copy of the config of a job without an error."""
         assert self.packed is not None
-        config = unpacked(self.packed)
+        config = unpack(self.packed)
         config[COMPOSITION].directory = literal(str(self.directory))
         return config
 
 
-def packed(config: DictConfig) -> bytes:
+def pack(config: DictConfig) -> bytes:
     """Return a config in 4 kB, a hundredth of a DictConfig: ten thousand jobs would take gigabytes."""
     return zlib.compress(pickle.dumps(config), 1)
 
 
-def unpacked(text: bytes) -> DictConfig:
-    """Return the config of the result of `packed`."""
+def unpack(text: bytes) -> DictConfig:
+    """Return the config of the result of `pack`."""
     return cast(DictConfig, pickle.loads(zlib.decompress(text)))
 
 
@@ -144,7 +144,7 @@ class Jobs:
         self._typed_security = [_setting(line) for line in fixed if _is_security(line)]
         self._pattern: _Pattern | None = None
 
-    def composed(self, number: int, overrides: Sequence[str]) -> Job:
+    def compose(self, number: int, overrides: Sequence[str]) -> Job:
         """Return a job with its config, checked for errors that need no torch."""
         lines = [parse_override(text) for text in overrides]
         swept = {
@@ -199,7 +199,7 @@ class Jobs:
         reading, plain = with_changes(pattern.reading, values), with_changes(pattern.plain, values)
         return with_config(job, config, directory, reading=(reading, []), plain=plain)
 
-    def checked(self, jobs: Sequence[Job]) -> list[Job]:
+    def check(self, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the errors that need torch in addition to their other errors."""
         looked = {job.number: job.packed for job in jobs if job.packed is not None}
         errors = dict(zip(looked, self._check([*looked.values()]), strict=True))
@@ -256,8 +256,8 @@ def with_config(
     try:
         refuse_early(config, reading=reading)
     except ConfigError as error:
-        return replace(job, error=error, packed=packed(config))
-    return replace(job, packed=packed(config), directory=directory, plain=plain)
+        return replace(job, error=error, packed=pack(config))
+    return replace(job, packed=pack(config), directory=directory, plain=plain)
 
 
 def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:

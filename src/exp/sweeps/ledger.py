@@ -73,7 +73,7 @@ class Ledger:
                 whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have left half a line
                 entries = [_entry(line, directory) for line in whole.splitlines()]
             except (OSError, ValueError, TypeError) as error:
-                raise _damaged(path, error) from error
+                raise _damage_error(path, error) from error
             if len(whole) < len(content):
                 os.truncate(path, len(whole))
         self.has_jobs = bool(entries)
@@ -82,7 +82,7 @@ class Ledger:
             self._unclaimed[entry.identity].append(entry)
         self._next = max((entry.job for entry in entries), default=-1) + 1
 
-    def claimed(self, identity: str) -> Entry | None:
+    def claim(self, identity: str) -> Entry | None:
         """Return an entry of an earlier sweep that computes this, each once. Return None without one."""
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
@@ -142,7 +142,7 @@ class Ledger:
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 
-    def kept(self, key: str, value: Any) -> Any:
+    def keep(self, key: str, value: Any) -> Any:
         """Return a value of the search as it was when the search began, even on another machine."""
         settings = dict(self._settings() or {"search": {}})
         if key not in settings["search"]:
@@ -159,7 +159,7 @@ class Ledger:
             if not isinstance(found["overrides"], list) or not isinstance(found["search"], dict | None):
                 raise TypeError("no command of a sweep")
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise _damaged(path, error) from error
+            raise _damage_error(path, error) from error
         return cast(Mapping[str, Any], found)
 
     def _keep_settings(self, settings: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
     return config_error("sweep.resume", got=got, expected=expected, fix=fix)
 
 
-def _damaged(path: Path, error: Exception) -> ConfigError:
+def _damage_error(path: Path, error: Exception) -> ConfigError:
     fix = f"Restore it, or begin a new sweep; python -m exp.report {os.path.relpath(path.parent)} shows this one"
     return _refusal(f"{os.path.relpath(path)}, which is damaged: {one_line(error)}", f"an intact {path.name}", fix)
 
@@ -209,7 +209,7 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
         expected = "a directory below the working directory, or next to that of hydra.sweep.dir"
         raise _refusal(f"{directory}", expected, f"Add hydra.sweep.dir={directory.parent}/new")
     if is_locked(directory):
-        raise _running(directory)
+        raise _running_error(directory)
     return directory
 
 
@@ -228,7 +228,7 @@ def sweeps_of(wanted: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_sweep(directory: Path) -> Iterator[None]:
     """Lock the directory of a sweep.
 
     Raises:
@@ -238,11 +238,11 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             stack.enter_context(hold_lock(directory, alone=True))
         except BlockingIOError as error:
-            raise _running(directory) from error
+            raise _running_error(directory) from error
         yield
 
 
-def _running(directory: Path) -> ConfigError:
+def _running_error(directory: Path) -> ConfigError:
     return _refusal(f"{directory}, whose sweep is still running", "a sweep that has ended, or was killed")
 
 

@@ -20,9 +20,9 @@ from exp.config.freeze import make_exclusively, take_directory
 from exp.config.frozen import OUTPUT
 from exp.errors import ExpError, RunError, describe_exception
 from exp.launch.job_process import Died, JobProcess, wait
-from exp.sweeps.devices import Devices, Jobs, Need, asks, slots, threads, visible
+from exp.sweeps.devices import Devices, Jobs, Need, need_settings, slots, threads, visible_gpus
 from exp.sweeps.executor import End, Unstacked, Work
-from exp.sweeps.job import JobProcesses, dead_job, ended, interrupted, report_bad_end
+from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_end, run_job
 
 if TYPE_CHECKING:
     from exp.run_report import Report
@@ -53,7 +53,7 @@ def outcomes(
     torch.set_num_threads(each)
     os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
     if not is_stack:
-        yield 0, ended(fit, _config_in_place(jobs[0]))
+        yield 0, run_job(fit, _config_in_place(jobs[0]))
         return
     from exp.sweeps.stack import train
     from exp.sweeps.stacked_network import Unstackable
@@ -109,7 +109,7 @@ class LocalExecutor:
     @property
     def slots(self) -> int:
         """The number of works that run at once, if all jobs are as large as the largest job that was checked."""
-        asked = self._processes.asked.values()
+        asked = self._processes.needs.values()
         if not asked:
             return 1 if self._jobs == "auto" else self._jobs
         return slots({need for need, _ in asked}, jobs=self._jobs, machine=next(iter(asked))[1])
@@ -124,7 +124,7 @@ class LocalExecutor:
             failed = RunError(f"the job could not begin: {describe_exception(error)}")
             self._ended += [End(job=job.number, outcome=failed) for job in work.jobs]
             return
-        need, machine = self._processes.asked[asks(work.jobs[0].new_config())]
+        need, machine = self._processes.needs[need_settings(work.jobs[0].new_config())]
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
         gpus = self._devices.take(need)
@@ -137,7 +137,7 @@ class LocalExecutor:
             self.slots,
             self._processes.fit,
             output=output,
-            environment=visible(gpus),
+            environment=visible_gpus(gpus),
         )
         waiting = list(range(len(work.jobs)))
         self._running.append(_Running(work=work, process=process, need=need, gpus=gpus, waiting=waiting))
@@ -187,7 +187,7 @@ class LocalExecutor:
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
         """Return the error of a job whose process ended without an outcome, and write its report."""
-        error: ExpError = interrupted(directory, self._signals[0]) if self._signals else dead_job(directory, died)
+        error: ExpError = interruption_of(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
         report_bad_end(directory, error)
         return error

@@ -190,26 +190,26 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
     """Return the best job, or the best group of repeats, in one line. Return "" if no row has a value."""
-    shown = differing(rows)
+    shown = differing_keys(rows)
     if repeat_over is None:
         best = best_row(rows)
         if best is None:
             return ""
-        return f"{best.name}, {best.monitor} {best.value:.6g}  {_typed(best.swept, shown)}".rstrip()
+        return f"{best.name}, {best.monitor} {best.value:.6g}  {_show_swept(best.swept, shown)}".rstrip()
     group = best_repeats(rows, over=repeat_over)
     if group is None:
         return ""
     called = ", ".join(row.name for row in group.rows if row.has_value)
     deviation = f" ± {group.deviation:.2g}" if math.isfinite(group.deviation) else ""
     mean = f"{rows[0].monitor} {group.mean:.6g}{deviation}, the mean of {len(group.values)} over {repeat_over}"
-    return f"{called}: {mean}  {_typed(group.swept, shown)}".rstrip()
+    return f"{called}: {mean}  {_show_swept(group.swept, shown)}".rstrip()
 
 
-def _typed(swept: Mapping[str, str], shown: Sequence[str]) -> str:
+def _show_swept(swept: Mapping[str, str], shown: Sequence[str]) -> str:
     return " ".join(f"{key}={value}" for key, value in swept.items() if key in shown and value != DEFAULT)
 
 
-def _counted(rows: Sequence[Row]) -> str:
+def _count_rows(rows: Sequence[Row]) -> str:
     return f"{len(rows)} {_kind(rows)}{'s' if len(rows) != 1 else ''}"
 
 
@@ -232,7 +232,7 @@ def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = No
         rows = sorted(rows, key=lambda row: sign * row.value if row.has_value else math.inf)
     best = best_row(rows)
     header, cells = table_cells(rows, brief=True)
-    tables = [_rich(_counted(rows), header, cells, bold=[row is best for row in rows], width=width)]
+    tables = [_rich(_count_rows(rows), header, cells, bold=[row is best for row in rows], width=width)]
     if repeat_over is not None:
         top = best_repeats(rows, over=repeat_over)
         bold = [top is not None and group.rows == top.rows for group in repeats_of(rows, over=repeat_over)]
@@ -267,7 +267,7 @@ def _rich(
     return table
 
 
-def differing(rows: Sequence[Row]) -> list[str]:
+def differing_keys(rows: Sequence[Row]) -> list[str]:
     """Return the swept keys whose values differ; all swept keys of a single row."""
     keys = dict.fromkeys(key for row in rows for key in row.swept)
     return [key for key in keys if len(rows) == 1 or len({row.swept.get(key) for row in rows}) > 1]
@@ -289,7 +289,7 @@ def _repeat_figures(group: Repeats) -> list[str]:
 
 def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of the table of repeats: their values, mean, deviation and number."""
-    keys = [key for key in differing(rows) if key != over]
+    keys = [key for key in differing_keys(rows) if key != over]
     groups = repeats_of(rows, over=over)
     cells = [[*(group.swept.get(key, "") for key in keys), *_repeat_figures(group)] for group in groups]
     return [*keys, *_repeat_columns(rows)], cells
@@ -305,7 +305,7 @@ def table_cells(
         results: Whether to leave out all tags except losses and metrics.
         brief: Whether to leave out all tags except those of validation, and empty columns.
     """
-    swept, monitors = differing(rows), monitors_of(rows)
+    swept, monitors = differing_keys(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
         # <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer, a metric one per class.
@@ -320,7 +320,7 @@ def table_cells(
         is_finite = math.isfinite(row.value)
         values = (row.swept.get(key, "") for key in swept)
         line = [str(row.job) if row.is_job else row.directory, row.status]
-        line += map(_shortened, values) if brief else values
+        line += map(_shorten, values) if brief else values
         # A job that was not completed has no best.
         line += [_number(row.value) if row.monitor == name and is_finite else "" for name in monitors]
         line.append("" if row.step is None or not is_finite else str(row.step))
@@ -335,7 +335,7 @@ def table_cells(
 
 
 def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> str:
-    lines = [f"# {_counted(rows)}", ""]
+    lines = [f"# {_count_rows(rows)}", ""]
     if best := best_line(rows, repeat_over=repeat_over):
         command = again_command(directory, best_of(rows, repeat_over=repeat_over))
         lines += [f"Best: {best}", "", "Run it again, with changes at the end:", "", f"    {command}", ""]
@@ -347,7 +347,7 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
     return "\n".join(lines) + "\n"
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return a swept value for the screen: a number with six digits, other text cut. table.csv has the whole text."""
     try:
         return text if len(text) <= LONGEST_NUMBER else _number(float(text))

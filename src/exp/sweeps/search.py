@@ -107,7 +107,7 @@ class Search:
             trial = self._open[number] = self._proposing.ask()
             for axis in self.space.by_condition():
                 if self.space.is_there(axis, values):
-                    values[axis.key] = _drawn(trial, axis)
+                    values[axis.key] = _draw(trial, axis)
         self._asked += 1
         self._write_down(trial)
         keys = [axis.key for axis in self.space.axes if axis.key in values]
@@ -171,7 +171,7 @@ class Search:
             )
 
 
-def _drawn(trial: Trial, axis: Axis) -> str:
+def _draw(trial: Trial, axis: Axis) -> str:
     """Return a value of an axis as text."""
     if not axis.is_interval:
         return str(trial.suggest_categorical(axis.name, list(axis.texts)))

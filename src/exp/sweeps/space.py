@@ -191,7 +191,9 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
     if not errors:
         axes = [replace(axis, when=_condition(axis.name, config, axes, errors)) for axis in axes]
         names = [axis.name for axis in axes]
-        errors += [_unswept(f"sweep.when.{key}", str(key), names) for key in config.sweep.when if key not in names]
+        errors += [
+            _unswept_error(f"sweep.when.{key}", str(key), names) for key in config.sweep.when if key not in names
+        ]
     raise_errors(errors)
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
@@ -221,7 +223,7 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
     return list(last.values())
 
 
-def _unswept(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
+def _unswept_error(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
     return missing_value(key, f"one of {among(swept, word=name)}", got=f"{name}, which is not swept")
 
 
@@ -234,7 +236,7 @@ def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[
     found: dict[str, tuple[str, ...]] = {}
     for name, wanted in conditions[key].items():
         if name not in known:
-            errors.append(_unswept(f"sweep.when.{key}", name, [*known]))
+            errors.append(_unswept_error(f"sweep.when.{key}", name, [*known]))
             continue
         axis, values = known[name], wanted if isinstance(wanted, list) else [wanted]
         each = [axis.texts_of(value) for value in values]

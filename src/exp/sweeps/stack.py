@@ -101,7 +101,7 @@ def _train(jobs: Sequence[Job], *, at_once: int) -> Iterator[Outcome]:
     by_position: dict[object, list[Member]] = {}
     for place, job in enumerate(jobs):
         try:
-            plain = _resolved(job, jobs[0], decided)
+            plain = _resolve(job, jobs[0], decided)
             text = yaml_text(plain)
             directory = _directory(job, text, origin)
             member = Member(place, decided, plain=plain, text=text, directory=directory, precision=precision)
@@ -189,7 +189,7 @@ def _directory(job: Job, text: str, origin: Mapping[str, Any]) -> Path:
     return directory
 
 
-def _resolved(job: Job, other: Job, decided: Plan) -> Mapping[str, Any]:
+def _resolve(job: Job, other: Job, decided: Plan) -> Mapping[str, Any]:
     """Return the values that `resolve` gives for a job. decided: Plan of another job."""
     changed = changes(other.plain, job.plain)
     # `resolve` looks up the run whose weights are named.
@@ -248,7 +248,7 @@ class Stack:
         """Train to the end, then test. Yield members when they end."""
         try:
             for _ in self._work():
-                yield from self._failed()
+                yield from self._end_failed()
             for member in self._running:
                 yield member.place, member.end("completed")
         except Interrupted as interrupted:
@@ -403,7 +403,7 @@ class Stack:
                     with member.failing():
                         member.write_step(found, own, index=index, size=size)
 
-    def _failed(self) -> Iterator[Outcome]:
+    def _end_failed(self) -> Iterator[Outcome]:
         """Yield the members that have failed since the last call."""
         failed = [member for member in self._running if member.error is not None]
         self._running = [member for member in self._running if member.error is None]
@@ -418,7 +418,7 @@ class Stack:
         self._flush()
         if self._progress.step:
             self._save()
-        yield from self._failed()
+        yield from self._end_failed()
         for member in self._running:
             saved = last_checkpoint(member.directory)
             error = Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
@@ -450,7 +450,7 @@ class Stack:
             first, *others = (self._precision.convert_input(batch) for batch in found)
             if others:
                 rows = torch.tensor([distinct.index(seed) for seed in seeds])
-                yield first._replace(data=_stacked([first.data, *(batch.data for batch in others)], rows)), False
+                yield first._replace(data=_stack_rows([first.data, *(batch.data for batch in others)], rows)), False
             else:
                 yield first, True
 
@@ -464,7 +464,7 @@ class Stack:
                         member.evaluate(stage, values, batch)
 
 
-def _stacked(entries: Sequence[Any], index: Tensor) -> Any:
+def _stack_rows(entries: Sequence[Any], index: Tensor) -> Any:
     """Stack the data of several batches, and return the row `index[m]` for each member m."""
     first = entries[0]
     if isinstance(first, Mapping):

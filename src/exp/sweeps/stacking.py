@@ -89,7 +89,7 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tu
     return stacked, reasons
 
 
-def grouped(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
+def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
     """Return the jobs in lists, one for each process, and print why jobs run alone.
 
     Args:

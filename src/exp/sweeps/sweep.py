@@ -35,11 +35,11 @@ from exp.output import describe_write_error
 from exp.signals import handle_signals
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
-from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, packed
-from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, find_sweep, identity_of, locked, sweeps_of
+from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, pack
+from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, find_sweep, identity_of, lock_sweep, sweeps_of
 from exp.sweeps.search import Search
 from exp.sweeps.space import Combination
-from exp.sweeps.stacking import grouped
+from exp.sweeps.stacking import group_jobs
 from exp.sweeps.sweep_runner import SweepRunner
 from exp.sweeps.sweep_settings import (
     no_job,
@@ -132,12 +132,14 @@ class Sweep:
             Interrupted: A signal came.
         """
         rows = self.view.rows
-        jobs = [self._known(self._jobs.composed(number, overrides)) for number, overrides in enumerate(batch, first)]
-        jobs = self._checked(jobs, is_first=not rows)
+        jobs = [
+            self._find_known(self._jobs.compose(number, overrides)) for number, overrides in enumerate(batch, first)
+        ]
+        jobs = self._check_jobs(jobs, is_first=not rows)
         self.planned += jobs
         if not self._is_dry:
             self.view.declare(jobs)
-            self._runner.run(Queue(self._grouped(jobs)))
+            self._runner.run(Queue(self._group(jobs)))
         return [
             job_return(
                 overrides=job.overrides,
@@ -148,30 +150,30 @@ class Sweep:
             for job in jobs
         ]
 
-    def _checked(self, jobs: Sequence[Job], *, is_first: bool) -> list[Job]:
+    def _check_jobs(self, jobs: Sequence[Job], *, is_first: bool) -> list[Job]:
         """Return checked jobs. Of the first jobs, raise ConfigError with all errors."""
         # torch is imported only if the sweep may start.
         if not is_first or self._jobs.everything or not any(job.error for job in jobs):
-            jobs = self._jobs.checked(jobs)
+            jobs = self._jobs.check(jobs)
         if is_first and any(job.error for job in jobs):
             raise ConfigError(list(dict.fromkeys(job_errors(jobs))))
         return list(jobs)
 
-    def _known(self, job: Job) -> Job:
+    def _find_known(self, job: Job) -> Job:
         """Return a job with its number and directory in an earlier sweep of this directory, if it was started."""
         if job.error is not None or not self._ledger.has_jobs:
             return job
-        entry = self._ledger.claimed(identity_of(job.plain))
+        entry = self._ledger.claim(identity_of(job.plain))
         if entry is not None:
             directory = self._directory.absolute() / entry.directory
             return replace(job, number=entry.job, directory=directory, is_known=True)
-        return job if self.settings.is_search else self._jobs.composed(self._ledger.next_number(), job.overrides)
+        return job if self.settings.is_search else self._jobs.compose(self._ledger.next_number(), job.overrides)
 
-    def _grouped(self, jobs: Sequence[Job]) -> list[list[Job]]:
+    def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Return the jobs in lists, one for each process."""
         wanted, count = self.settings.values["stack"], sum(job.error is None for job in jobs)
         if wanted is not False and self._executor.stacks and count >= LEAST_STACKED:
-            return grouped(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
+            return group_jobs(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
         if wanted is True and count:
             why = f"fewer than {LEAST_STACKED} are known at a time, or the launcher supports no stacks"
             self.view.say_once(f"sweep.stack=true: jobs run side by side, because {why}")
@@ -181,10 +183,10 @@ class Sweep:
         """Check the corners of the space, then run what the search proposes."""
         settings, directory = self.settings, self._directory
         corners = [
-            self._jobs.composed(place, settings.space.overrides(values))
+            self._jobs.compose(place, settings.space.overrides(values))
             for place, values in enumerate(settings.space.corners())
         ]
-        corners = self._checked(corners, is_first=True)
+        corners = self._check_jobs(corners, is_first=True)
         if self._is_dry:
             self.planned = corners
             return
@@ -195,22 +197,22 @@ class Sweep:
             sampler=settings.sampler,
             trials=settings.trials,
             seed=settings.seed,
-            width=self._ledger.kept("width", 1 if slots == 1 else 2 * slots),
+            width=self._ledger.keep("width", 1 if slots == 1 else 2 * slots),
             objectives=settings.objectives,
             directory=directory,
         )
 
         def make(number: int, trial: int, values: Combination) -> Job:
-            job = self._jobs.composed(number, settings.space.overrides(values))
+            job = self._jobs.compose(number, settings.space.overrides(values))
             if job.error is not None:
                 return job
             config = job.new_config()
             with open_dict(config):
                 config.sweep.trial = {"number": trial, "sweep": os.path.relpath(directory, job.directory)}
-            return replace(job, packed=packed(config))
+            return replace(job, packed=pack(config))
 
         def group(jobs: Sequence[Job]) -> list[list[Job]]:
-            return self._grouped([self._known(job) for job in self._jobs.checked(jobs)])
+            return self._group([self._find_known(job) for job in self._jobs.check(jobs)])
 
         repeated = settings.repeated
         repeats = [{}] if repeated is None else [{repeated.key: text} for text in repeated.texts]
@@ -251,21 +253,21 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
         RunError: The sweep ended without a job, or a file cannot be written.
     """
     wanted = wanted_directory(master)
-    resumed = _resumed(master, wanted)
+    resumed = _find_resumed(master, wanted)
     with handle_signals(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
             # The directory does not depend on a swept name.
             directory = make_exclusively(wanted) if resumed is None else resumed
         except OSError as error:
             raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
-        with locked(directory):
+        with lock_sweep(directory):
             if resumed is not None:
                 # In the sweep, in the directories of its jobs, and one level below.
                 remove_partial_files(directory, levels=2)
             return _run(master, directory, executor=executor, check=check)
 
 
-def _resumed(master: Composition, wanted: Path) -> Path | None:
+def _find_resumed(master: Composition, wanted: Path) -> Path | None:
     """Return the directory of the sweep that is resumed. Return None if a new sweep begins.
 
     wanted: Directory of a new sweep.
@@ -305,7 +307,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     try:
         _finish(jobs, directory)
     except KeyboardInterrupt as error:
-        return _interrupted(error).exit_status
+        return _interruption_of(error).exit_status
     if not jobs.view.rows and not is_dry:
         if jobs.view.ended_early:
             raise RunError(f"the sweep was {jobs.view.ended_early}")
@@ -315,7 +317,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
 
 def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) -> int:
     """Show what an interrupted sweep has, and how it is resumed. Return its exit status."""
-    interrupted = _interrupted(error)
+    interrupted = _interruption_of(error)
     print(f"{interrupted}\nthe sweep ends here", file=sys.stderr)
     _finish(jobs, directory)
     if interrupted.command is not None and jobs is not None and jobs.view.rows:
@@ -323,7 +325,7 @@ def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) 
     return interrupted.exit_status
 
 
-def _interrupted(error: BaseException) -> Interrupted:
+def _interruption_of(error: BaseException) -> Interrupted:
     """Return the interruption that an exception stands for."""
     for one in (error, error.__cause__):
         if isinstance(one, Interrupted):

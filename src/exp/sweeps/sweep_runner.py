@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from exp.errors import ExpError, Interrupted
-from exp.launch.supervision import collected_signals
+from exp.launch.supervision import collect_signals
 from exp.run_report import Report
 from exp.sweeps.executor import Executor, Unstacked, Work
 from exp.sweeps.job_queue import Queue
@@ -64,7 +64,7 @@ class SweepRunner:
             Interrupted: A signal came. All running jobs have ended.
         """
         self._passed_on = 0
-        with collected_signals() as received:
+        with collect_signals() as received:
             self._work_off(queue, received)
         if received:
             interrupted = Interrupted(signum=received[0], checkpoint=str(self._directory))
@@ -118,7 +118,7 @@ class SweepRunner:
             else:
                 self._record(row, queue)
         if left and not received:
-            left = [self._placed(job) for job in left]
+            left = [self._place(job) for job in left]
             with contextlib.suppress(Interrupted):  # a signal came while the executor looked up what a job needs
                 self._start(left)
         for job in left:
@@ -140,7 +140,7 @@ class SweepRunner:
         self._executor.start(Work(jobs=tuple(jobs), is_stack=any(job.is_stacked for job in jobs)))
         self._running |= {job.number: _Running(job=job, started=started, process=process) for job in jobs}
 
-    def _placed(self, job: Job) -> Job:
+    def _place(self, job: Job) -> Job:
         """Return a new job with another directory if hydra.sweep.subdir gives it that of an earlier job."""
         if job.is_known:
             return job

@@ -30,7 +30,7 @@ from exp.launch.supervision import end_of
 from exp.run_report import Report, find_report
 from exp.strategies.placement import Machine, Placement
 from exp.sweeps.executor import End, Prepare, Work
-from exp.sweeps.job import JobProcesses, dead_job, interrupted, report_bad_end
+from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_end
 
 # Folder of the run directory while the job runs.
 EXCHANGE = ".launch-cluster"
@@ -274,7 +274,7 @@ class ClusterExecutor(ABC):
             return None
         directory, ranks = submitted.frozen.directory, range(submitted.frozen.placement.world_size)
         if self._signum is not None and not any(failure.kind in ("config", "known", "bug") for failure in failures):
-            return interrupted(directory, self._signum)
+            return interruption_of(directory, self._signum)
         if len(ranks) > 1:
             return _first_cause(submitted, failures)
         kind = failures[0].kind if failures else "death"

@@ -22,7 +22,7 @@ from exp.launch.launcher import launch
 from exp.launch.spawn import import_path
 from exp.run_report import Report
 from exp.sweeps.executor import Prepare
-from exp.sweeps.job import JobProcesses, dead_job, interrupted
+from exp.sweeps.job import JobProcesses, dead_job, interruption_of
 
 POLL_SECONDS = 0.1
 
@@ -168,7 +168,7 @@ class RayExecutor(ClusterExecutor):
             error = self._ray.get(submitted.handle)
         except self._ray.exceptions.RayError as problem:
             if self._signum is not None:
-                return interrupted(submitted.frozen.directory, self._signum)
+                return interruption_of(submitted.frozen.directory, self._signum)
             return dead_job(submitted.frozen.directory, Died(f"ended in Ray with {one_line(problem)}"))
         if isinstance(error, Interrupted) and self._signum is not None:
             return Interrupted(signum=self._signum, checkpoint=error.checkpoint)

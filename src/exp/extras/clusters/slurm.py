@@ -23,7 +23,7 @@ import psutil
 from exp.errors import RunError, config_error
 from exp.extras.clusters.cluster import ClusterExecutor, Frozen, Submitted, output_of
 from exp.extras.clusters.task import run_task
-from exp.launch.launcher import allowing
+from exp.launch.launcher import allow_flags
 from exp.launch.spawn import import_path
 from exp.sweeps.executor import Prepare
 from exp.sweeps.job import JobProcesses
@@ -99,7 +99,7 @@ class SlurmExecutor(ClusterExecutor):
         shutil.rmtree(frozen.exchange, ignore_errors=True)
         frozen.exchange.mkdir()
         requeues, allow = self._settings["max_num_timeout"], frozen.settings.security.allow
-        arguments = ["--requeues", str(requeues), *allowing(allow)]
+        arguments = ["--requeues", str(requeues), *allow_flags(allow)]
         threads = frozen.settings.runtime.threads
         cpus = threads if threads is not None else self._settings["cpus_per_task"]
         executor = self._submitit(frozen, folder)

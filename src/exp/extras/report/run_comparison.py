@@ -14,7 +14,7 @@ from exp.errors import RunError
 from exp.extras.report.run_records import RunRecord, best_point
 from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
-from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing, repeats_of
+from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing_keys, repeats_of
 
 # Tags of which less is better, if neither the config nor the command says so.
 LESS = re.compile(
@@ -131,7 +131,7 @@ def compare(
         records=records,
         rows=rows,
         tag=tag,
-        keys=differing(rows),
+        keys=differing_keys(rows),
         repeat_over=_repeated(records, rows, keys, repeat_over, notes),
         notes=notes,
     )

@@ -232,10 +232,10 @@ def _overrides(path: Path) -> dict[str, str]:
     found = _plain(path)
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise ValueError("not a list of overrides")
-    return dict(_typed(found))
+    return dict(_parse_overrides(found))
 
 
-def _typed(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     for override in overrides:
         key, sign, value = override.lstrip("+").partition("=")
         key = key.partition("@")[0]

@@ -37,8 +37,8 @@ def test_a_job_is_the_same_after_a_similar_one(overrides):
     made = jobs_of(master)
     space = space_of(master.config, master.vocabulary, seed=0)
     for number, values in enumerate(space.grid()):
-        one = made.composed(number, space.overrides(values))
-        other = jobs_of(master).composed(number, space.overrides(values))
+        one = made.compose(number, space.overrides(values))
+        other = jobs_of(master).compose(number, space.overrides(values))
         assert (one.swept, str(one.error), one.plain) == (other.swept, str(other.error), other.plain)
         if one.error is None:
             assert OmegaConf.to_container(one.new_config()) == OmegaConf.to_container(other.new_config())
@@ -77,10 +77,10 @@ def test_a_job_has_the_same_errors_after_a_similar_one(shared, own):
 def test_ten_thousand_jobs_fit_into_memory():
     """A DictConfig takes 400 kB: 10,000 jobs would take 4 GB in one process."""
     made = jobs_of(compose_sweep(["model=mlp", "seed=range(0,10000)"]))
-    jobs = [made.composed(number, [f"seed={number}"]) for number in range(3)]
+    jobs = [made.compose(number, [f"seed={number}"]) for number in range(3)]
     tracemalloc.start()
     try:
-        jobs += [made.composed(number, [f"seed={number}"]) for number in range(3, 23)]
+        jobs += [made.compose(number, [f"seed={number}"]) for number in range(3, 23)]
         gc.collect()
         each = tracemalloc.get_traced_memory()[0] / 20
     finally:

@@ -335,7 +335,7 @@ def test_a_sweeper_cannot_allow_packages(tmp_path):
     master = composition_of(["seed=0,1", "security.allow=[json]"], multirun=True)
     jobs = Jobs(master=master, directory=tmp_path / "sweep", check=valid)
     values = ("[json]", "[subprocess]", "[json,os]")
-    right, *wrong = [jobs.composed(0, ["seed=0", f"security.allow={value}"]) for value in values]
+    right, *wrong = [jobs.compose(0, ["seed=0", f"security.allow={value}"]) for value in values]
     assert right.error is None
     assert [job.error.errors[0].key for job in wrong] == ["security.allow"] * 2
 

@@ -75,7 +75,7 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 
 
 def _report(error: BaseException, *, rank: Rank) -> int:
-    """Report the error that ends this rank to its launcher and on stderr. Return the exit status."""
+    """Report the error that ends this rank to exp's launcher or torchrun, and on stderr. Return the exit status."""
     failure = failure_of(error, rank=rank.global_rank)
     status, detail = failure.exit_status, failure.detail
     if EXCHANGE in os.environ:
@@ -86,6 +86,12 @@ def _report(error: BaseException, *, rank: Rank) -> int:
         else:
             if failure.rank == 0:
                 return status  # the parent prints it on the same terminal
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)  # torchrun shows it at its end
     print(f"rank {failure.rank} {failure.reason}\n{detail}".rstrip(), file=sys.stderr)
     return status
 

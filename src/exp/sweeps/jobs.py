@@ -28,6 +28,8 @@ from exp.config.values import set_value
 from exp.errors import ConfigError, ErrorDetails, config_error, missing_value, not_supported_with
 from exp.spelling import show
 
+# Values of a config, interpolations resolved.
+Plain = Mapping[str, Any]
 MAX_ERRORS = 30
 # Keys that a sweep reads once, before its jobs.
 READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
@@ -56,7 +58,7 @@ class Job:
     swept: dict[str, str]
     packed: bytes | None
     directory: Path | None = None
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    plain: Plain = field(default_factory=dict)
     error: ConfigError | None = None
     is_known: bool = False
     is_stacked: bool = False
@@ -96,8 +98,8 @@ class _Pattern:
     vocabulary: Vocabulary
     pickled: bytes
     raw: dict[str, Any]
-    reading: Mapping[str, Any]
-    plain: Mapping[str, Any]
+    reading: Plain
+    plain: Plain
 
     def changes(self, lines: Sequence[Override]) -> list[Override] | None:
         """Return the overrides with other values. Return None if a job differs in more than plain values."""
@@ -237,7 +239,7 @@ def with_config(
     directory: Path,
     *,
     reading: Reading | None = None,
-    plain: Mapping[str, Any] | None = None,
+    plain: Plain | None = None,
 ) -> Job:
     """Return a job with its config, or with its errors that need no torch.
 

@@ -29,7 +29,7 @@ from exp.files import hold_lock, is_locked, write_atomic
 from exp.run_report import Report, read_report
 
 if TYPE_CHECKING:
-    from exp.sweeps.jobs import Job
+    from exp.sweeps.jobs import Job, Plain
 
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
@@ -40,7 +40,7 @@ NOT_OF_JOBS = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir",
 DEATH_SECONDS = 10.0
 
 
-def identity_of(plain: Mapping[str, Any]) -> str:
+def identity_of(plain: Plain) -> str:
     """Return 16 hexadecimal digits that are equal for jobs that compute the same result."""
     left = as_before({key: value for key, value in plain.items() if key not in NOT_OF_JOBS})
     text = json.dumps(left, sort_keys=True, default=repr)
@@ -117,7 +117,7 @@ class Ledger:
             return None
         return replace(report, directory=str(directory))  # the sweep may have been moved
 
-    def begin(self, overrides: Sequence[str], search: Mapping[str, Any] | None) -> None:
+    def begin(self, overrides: Sequence[str], search: Mapping[str, object] | None) -> None:
         """Write what the sweep is started with.
 
         Args:
@@ -142,13 +142,13 @@ class Ledger:
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 
-    def keep(self, key: str, value: Any) -> Any:
+    def keep(self, key: str, value: int) -> int:
         """Return a value of the search as it was when the search began, even on another machine."""
         settings = dict(self._settings() or {"search": {}})
         if key not in settings["search"]:
             settings["search"][key] = value
             self._keep_settings(settings)
-        return settings["search"][key]
+        return int(settings["search"][key])
 
     def _settings(self) -> Mapping[str, Any] | None:
         path = self.directory / SETTINGS

@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
@@ -54,6 +54,7 @@ from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import hold_lock
 from exp.hooks.memory_peaks import MIB, peak_of_run
+from exp.hooks.panels import Panel
 from exp.launch.launcher import last_checkpoint
 from exp.loggers.heat_maps import HeatMaps
 from exp.loggers.run_logger import RunLogger, description_of, has_begun
@@ -62,6 +63,8 @@ from exp.precision.plugin import RunPrecision
 from exp.run_report import Ongoing, Report, Status, best_of, explain, write_report
 from exp.shared_types import EPOCH_LOSS, Batch, Stage, best_scalars
 from exp.spelling import among
+from exp.sweeps.jobs import Plain
+from exp.sweeps.stacked_hooks import Found
 
 # The strategy over which values are summed: there is one process.
 HERE = SingleDeviceStrategy(device="cpu")
@@ -112,7 +115,7 @@ class MemberLog:
         loggers: Loggers that are open.
     """
 
-    def __init__(self, directory: Path, settings: Settings, plain: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, settings: Settings, plain: Plain) -> None:
         self._directory, self._settings, self._plain = directory, settings, plain
         self.latest: dict[str, float] = {}
         self.stages: dict[str, int] = {}
@@ -133,7 +136,7 @@ class MemberLog:
             logger.purge(step)
         self._heat_maps.begin(step)
 
-    def write(self, values: Mapping[str, Any], index: int) -> None:
+    def write(self, values: Mapping[str, Tensor | float | Panel], index: int) -> None:
         """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
         numbers, panels = on_host_values(values)
         self.latest.update(numbers)
@@ -191,7 +194,7 @@ class Member:
         place: int,
         decided: Plan,
         *,
-        plain: Mapping[str, Any],
+        plain: Plain,
         text: str,
         directory: Path,
         precision: RunPrecision,
@@ -272,7 +275,7 @@ class Member:
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
 
-    def note_rates(self, values: dict[str, Any], *, is_written: bool) -> None:
+    def note_rates(self, values: Found, *, is_written: bool) -> None:
         """Add the learning rates that changed, and all of them if the step is written."""
         if not is_written and self.schedule is None and self._rates is not None:
             return
@@ -285,7 +288,7 @@ class Member:
         if self.schedule is not None and self.module.optimization.interval == interval:
             self.schedule.step()
 
-    def write_step(self, values: dict[str, Any], losses: Sequence[float], *, index: int, size: int) -> None:
+    def write_step(self, values: Found, losses: Sequence[float], *, index: int, size: int) -> None:
         """Write a step of training and add its loss to the mean of the epoch.
 
         Raises:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from exp.engine.trial_record import STUDY, open_journal, optuna_package, report_unreadable, silence_optuna
 from exp.errors import RunError
@@ -72,7 +72,7 @@ class Search:
         self._asked = self._passed_on = 0
         # The state, the values and the reports of each trial that was not passed on to the sampler.
         self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, Trial] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
         with silence_optuna():
             self._proposing = optuna.create_study(

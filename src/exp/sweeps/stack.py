@@ -47,9 +47,9 @@ from exp.run_report import Report, explain, forget_peak_memory
 from exp.shared_types import Batch, Stage
 from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
-from exp.sweeps.jobs import Job
+from exp.sweeps.jobs import Job, Plain
 from exp.sweeps.member import Member, Progress
-from exp.sweeps.stacked_hooks import StackedHooks
+from exp.sweeps.stacked_hooks import Found, StackedHooks
 from exp.sweeps.stacked_network import StackedNetwork, Unstackable, examine
 from exp.sweeps.stacking import obstacle
 
@@ -172,7 +172,7 @@ def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int
     return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * memory / stacks / member)))
 
 
-def _directory(job: Job, text: str, origin: Mapping[str, Any]) -> Path:
+def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
     """Return the run directory of a job with its frozen config. A job without a checkpoint starts from its beginning.
 
     Args:
@@ -189,7 +189,7 @@ def _directory(job: Job, text: str, origin: Mapping[str, Any]) -> Path:
     return directory
 
 
-def _resolve(job: Job, other: Job, decided: Plan) -> Mapping[str, Any]:
+def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
     """Return the values that `resolve` gives for a job. decided: Plan of another job."""
     changed = changes(other.plain, job.plain)
     # `resolve` looks up the run whose weights are named.
@@ -239,7 +239,7 @@ class Stack:
             total_steps=total_steps,
         )
         # Steps that are not written yet: index, samples, losses `[T, M]`, and the values of each member by tag.
-        self._waiting: list[tuple[int, int, Tensor, list[dict[str, Any]]]] = []
+        self._waiting: list[tuple[int, int, Tensor, list[Found]]] = []
         self._seconds_waited = 0.0
 
     # --- the run ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import Gradients
 from exp.hooks.hook import Boundary, Hook
 from exp.hooks.memory import Memory
+from exp.hooks.panels import Panel
 from exp.hooks.step import Step
 from exp.nested import map_tensors
 from exp.shared_types import Batch
 
-Found = list[dict[str, Any]]
+# Values of one member by tag.
+Found = dict[str, Tensor | float | Panel]
 
 
 class StackedHooks:
@@ -92,10 +94,10 @@ class StackedHooks:
         index = self._step.index
         return any(isinstance(hook, Gradients) and not _is_norms_alone(hook, index) for hook, *_ in self._due)
 
-    def after_backward(self, gradients: Mapping[str, Tensor]) -> Found:
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> list[Found]:
         """Return the values of the hooks for unclipped gradients, per member. gradients: `[M, ...]` by parameter."""
         self._pass("backward")
-        found: Found = [{} for _ in self._members]
+        found: list[Found] = [{} for _ in self._members]
         for copies in self._due:
             first, index = copies[0], self._step.index
             if _is_norms_alone(first, index):
@@ -105,12 +107,12 @@ class StackedHooks:
                 self._call(copies, "after_backward", found)
         return found
 
-    def after_clipping(self, found: Found) -> None:
+    def after_clipping(self, found: list[Found]) -> None:
         """Add the values of the hooks for clipped gradients."""
         for copies in self._due:
             self._call(copies, "after_clipping", found)
 
-    def after_step(self, found: Found) -> None:
+    def after_step(self, found: list[Found]) -> None:
         """Add the values of the hooks for updated parameters."""
         self._pass("optimizer")
         for copies in self._due:
@@ -121,7 +123,7 @@ class StackedHooks:
             if hook.overrides("passed"):
                 hook.passed(boundary, self._step)
 
-    def _call(self, copies: Sequence[Hook], method: str, found: Found) -> None:
+    def _call(self, copies: Sequence[Hook], method: str, found: list[Found]) -> None:
         if not copies[0].overrides(method) or method in copies[0].idle_at(self._step.index):
             return
         for place, hook in enumerate(copies):

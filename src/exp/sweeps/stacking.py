@@ -19,9 +19,7 @@ from exp.config.plain_tree import are_same, is_node, leaves
 from exp.config.reading import UNKNOWN, Values
 from exp.shared_types import EPOCH_LOSS
 from exp.spelling import show
-from exp.sweeps.jobs import Job
-
-Plain = Mapping[str, Any]
+from exp.sweeps.jobs import Job, Plain
 
 # Each member has its own values of these keys, or they do not change how it is trained.
 OWN_KEYS = (
@@ -36,7 +34,7 @@ DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
 
 # The values that a stacked job may have, and the keys that must have one of them. A key that is not there is allowed.
-REQUIRED: Sequence[tuple[tuple[Any, ...], tuple[str, ...]]] = (
+REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
     ((None,), ("module", "resume", "trainer.max_time", "trainer.profiler", "runtime.step_timeout", "runtime.matmul")),
     ((None,), ("checkpoint.every_n_steps", "checkpoint.every_n_minutes")),
     ((None,), ("data.sampler", "data.batch_sampler", "data.collate")),

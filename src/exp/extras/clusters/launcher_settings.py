@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
-from exp.errors import ErrorDetails, invalid_value, is_installed, not_installed, not_supported_with
+from exp.errors import ErrorDetails, invalid_value, is_installed, missing_value, not_supported_with
 
 # The package of each launcher, which the extra of the same word installs.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
@@ -91,7 +91,8 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     target = settings["_target_"]
     word, package = CLUSTERS[target].word, PACKAGES[target]
     if not is_installed(package):
-        yield not_installed("hydra/launcher", package, f"'exp-framework[{word}]'", feature=word)
+        fix, got = f"pip install 'exp-framework[{word}]'", f"{word}, without the package {package}"
+        yield missing_value("hydra/launcher", "it installed", fix, got=got)
     wrong = {name for name, (_, kind) in SETTINGS[target].items() if not fits(settings[name], kind)}
     for name in SETTINGS[target]:
         if name in wrong:

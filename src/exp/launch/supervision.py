@@ -115,7 +115,7 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
         silent = [rank.rank for rank in ranks if rank.process.poll() is None]
         within = f"within {grace.seconds:g} s (launch.grace_seconds)"
         late = "\n".join(
-            f"rank {rank} did not leave {within}, and was killed" for rank in (silent if grace.is_over else ())
+            f"rank {rank} did not exit {within}, and was killed" for rank in (silent if grace.is_over else ())
         )
         if received:
             return _after_signal(failures, received[0], late=late)

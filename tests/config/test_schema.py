@@ -11,7 +11,7 @@ import yaml
 from exp.config.settings import SCHEMA, VALUES, Unfreezing
 from exp.config.yaml_files import read_yaml
 from exp.extras.schema.json_schema import annotation_schema
-from exp.extras.schema.schema import FOLDER, GROUPS, made, main, settings
+from exp.extras.schema.schema import FOLDER, GROUPS, main, make_schemas, settings
 
 jsonschema = pytest.importorskip("jsonschema")
 CONF = Path(__file__).parents[2] / "conf"
@@ -35,7 +35,7 @@ def validators(tmp_path_factory):
         patch.syspath_prepend(str(place))
         for module in ("spirals", "lit"):  # another test may have imported other files
             patch.delitem(sys.modules, module, raising=False)
-        schemas = made(libraries=("torch.optim",))  # all classes of torch.nn would take 5 s
+        schemas = make_schemas(libraries=("torch.optim",))  # all classes of torch.nn would take 5 s
     found = {}
     for name, schema in schemas.items():
         jsonschema.Draft7Validator.check_schema(schema)

@@ -66,10 +66,10 @@ def test_a_module_that_hides_torch_is_named(command, monkeypatch, tmp_path, cont
 
 def test_the_error_of_torch_decides_the_fix():
     def fix(error):
-        return torch_findings.broken(error, INSTALLED).fix
+        return torch_findings.explain_import_error(error, INSTALLED).fix
 
     assert "pip uninstall -y torch" in fix("ImportError: cannot import name '_C'")
-    assert torch_findings.broken("ModuleNotFoundError: x", None).fix.startswith("pip install 'torch")
+    assert torch_findings.explain_import_error("ModuleNotFoundError: x", None).fix.startswith("pip install 'torch")
 
 
 def test_nvidia_smi_is_asked_for_gpus(tmp_path, monkeypatch):

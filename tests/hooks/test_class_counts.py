@@ -10,9 +10,9 @@ import torch
 from sklearn.metrics import confusion_matrix, precision_score, recall_score
 
 from exp.errors import RunError
-from exp.extras.evaluation.class_counts import predicted, rows
+from exp.extras.evaluation.class_counts import predict_classes, rows
 from exp.extras.evaluation.confusion import Confusion, Matrix, matrix, short
-from exp.extras.evaluation.pr_curve import PRCurve, cases, reached
+from exp.extras.evaluation.pr_curve import PRCurve, cases, count_reached
 from exp.hooks.panels import THRESHOLDS
 
 
@@ -73,7 +73,7 @@ def test_a_tie_is_the_first_class():
     scores, classes = rows(values, output="a", target="b", num_classes=4, hook="confusion")
     assert scores.shape == (6, 4)
     assert classes.tolist() == [1] * 6
-    assert predicted(scores, threshold=0.0).tolist() == [0] * 6
+    assert predict_classes(scores, threshold=0.0).tolist() == [0] * 6
 
 
 def corner(sheet: np.ndarray, classes: int) -> tuple[int, int, int]:
@@ -113,7 +113,7 @@ def test_large_cells_hold_short_numbers():
         top, left, cell = corner(sheet, classes)
         first = sheet[top + 1 : top + cell, left + 1 : left + cell]
         assert (len(np.unique(first.reshape(-1, 3), axis=0)) > 1) == has_numbers
-    image = Matrix(torch.tensor([[3, 1], [0, 4]])).drawn()
+    image = Matrix(torch.tensor([[3, 1], [0, 4]])).draw()
     assert image.pixels.dtype == torch.uint8
     assert image.pixels.shape[:2] == (1, 3)
 
@@ -124,7 +124,7 @@ def test_classes_are_called_by_their_names():
     hook.evaluated("val", {"output": torch.eye(2), "kind": torch.tensor([0, 0])})
     panel = hook.after_evaluation("val", alone)["confusion/val"]
     assert panel.names == ("disc", "bar")
-    assert not torch.equal(panel.drawn().pixels, replace(panel, names=()).drawn().pixels)
+    assert not torch.equal(panel.draw().pixels, replace(panel, names=()).draw().pixels)
 
 
 def assert_curve(panel, probabilities: np.ndarray, positive: np.ndarray) -> None:
@@ -179,7 +179,7 @@ def test_a_score_of_nan_reaches_no_threshold(monkeypatch):
     monkeypatch.setattr("exp.extras.evaluation.pr_curve.THRESHOLDS", 3)
     shares = torch.tensor([[float("nan")], [0.0], [0.5], [1.0]])
     positive = torch.ones(4, 1, dtype=torch.bool)
-    found = cases(reached(shares, positive, counted=torch.ones(4, dtype=torch.bool)))
+    found = cases(count_reached(shares, positive, counted=torch.ones(4, dtype=torch.bool)))
     assert found[0, 0].tolist() == [3, 2, 1]
     assert found[0, 3].tolist() == [1, 2, 3]
 

@@ -49,7 +49,7 @@ def test_samples_are_shown_before_their_normalization():
 def frames(panel) -> list[tuple[int, int, int]]:
     """Return the frame colors along a row through the first row of pictures."""
     white = (255, 255, 255)
-    line = [tuple(pixel) for pixel in panel.drawn().pixels[0].permute(1, 2, 0)[40].tolist()]
+    line = [tuple(pixel) for pixel in panel.draw().pixels[0].permute(1, 2, 0)[40].tolist()]
     found = [pixel for before, pixel in zip([white, *line], line, strict=False) if before == white]
     return [pixel for pixel in found if pixel in (RIGHT, WRONG, INK)]
 
@@ -72,7 +72,7 @@ def test_samples_are_a_random_choice_of_the_whole_evaluation():
     words = [Caption(lines=[f"target {name}", "output disc"], right=name == "disc") for name in ("disc", "bar")]
     expected = draw_captioned(to_rgb(panel.pixels), [words[kind] for kind in kinds],
                          title=f"{4 - sum(kinds)} of 4 right; orange is wrong", columns=4)  # fmt: skip
-    assert np.array_equal(panel.drawn().pixels[0].permute(1, 2, 0).numpy(), expected)
+    assert np.array_equal(panel.draw().pixels[0].permute(1, 2, 0).numpy(), expected)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_other_tasks_show_numbers_or_nothing(output, target, outputs):
     values = {"input": torch.rand(2, 1, 8, 8), "output": output}
     panel = shown(values if target is None else {**values, "target": target})
     assert (None if panel.outputs is None else panel.outputs.tolist()) == outputs
-    assert panel.drawn().pixels.shape[1] == 3
+    assert panel.draw().pixels.shape[1] == 3
 
 
 def test_training_samples_are_drawn_once_per_step(step):

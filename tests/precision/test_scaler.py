@@ -180,7 +180,7 @@ def test_two_networks_equal_the_amp_notes(fused: bool) -> None:
             nn.utils.clip_grad_norm_(network.parameters(), CLIP)
             plugin.step(optimizer)
         plugin.update()
-        assert [plugin.skipped(optimizer) for optimizer in optimizers] == [False, step == FORCED]
+        assert [plugin.has_skipped(optimizer) for optimizer in optimizers] == [False, step == FORCED]
         assert float(plugin.loss_scale) == scales[step - 1]
     assert scales[FORCED - 1] == scales[FORCED - 2] / 2
     assert float(plugin.skipped_steps) == 1.0
@@ -200,7 +200,7 @@ def test_a_step_unscales_gradients_once() -> None:
         scaler.update()
         assert torch.equal(weight, torch.zeros(2))
         assert torch.equal(idle, torch.ones(2))
-        assert [scaler.skipped(optimizer) for optimizer in optimizers] == [False, False]
+        assert [scaler.has_skipped(optimizer) for optimizer in optimizers] == [False, False]
         weight.grad = None
 
 
@@ -228,7 +228,7 @@ def steps_of_a_rank(rank: Any) -> list[list[tuple[bool, float, float]]]:
                 plugin.step(optimizer)
                 plugin.update()
                 scale, value = float(plugin.loss_scale), round(float(weight[0].detach()), 4)
-                steps.append((plugin.skipped(optimizer), scale, value))
+                steps.append((plugin.has_skipped(optimizer), scale, value))
             found.append(steps)
     return found
 

@@ -13,7 +13,7 @@ from exp.check.examination import plan
 from exp.check.resolution import resolve
 from exp.construct import build_network, build_starting_network
 from exp.errors import ConfigError
-from exp.models.lora import LowRank, adapt, merge, merged
+from exp.models.lora import LowRank, adapt, merge, merge_state_dict
 
 NETS = """
 import torch
@@ -153,7 +153,7 @@ def test_any_layer_with_a_weight_learns_and_merges(layer, shape):
     with torch.no_grad():
         for one in added:
             one.b.normal_()
-    state, network = merged(network.state_dict()), network.eval()
+    state, network = merge_state_dict(network.state_dict()), network.eval()
     with torch.no_grad():
         changed = network[0](*given)
         merge(copy.deepcopy(network))  # of a copy: the original stays

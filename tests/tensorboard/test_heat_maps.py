@@ -78,9 +78,9 @@ def test_a_resume_continues_table_and_picture(tmp_path):
             columns(maps, steps)
             (shown,) = maps.end().values()
         if directory == unbroken:
-            expected = shown["gradients/norm"].drawn().sheet()
+            expected = shown["gradients/norm"].draw().sheet()
     assert (broken / "table.csv").read_text() == (unbroken / "table.csv").read_text()
-    assert (shown["gradients/norm"].drawn().sheet() == expected).all()
+    assert (shown["gradients/norm"].draw().sheet() == expected).all()
 
 
 def test_a_picture_of_a_long_run_is_thinned(tmp_path):

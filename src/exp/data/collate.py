@@ -79,7 +79,7 @@ class Pad:
                 continue
             tensors = [torch.as_tensor(value) for value in held]
             counts[name] = torch.tensor([len(tensor) for tensor in tensors])
-            batch[name] = self._padded(name, tensors)
+            batch[name] = self._pad(name, tensors)
         for key, entry in {**named, **counted}.items():
             entries: Sequence[str] = list(counts) if key in counted else list(columns)
             if entry not in entries:
@@ -89,7 +89,7 @@ class Pad:
             batch[name] = torch.arange(batch[entry].shape[1]) < counts[entry][:, None]
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
 
-    def _padded(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+    def _pad(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Return `[B, ...]` of tensors `[...]`. Each axis is as long as the longest."""
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:

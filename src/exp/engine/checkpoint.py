@@ -203,7 +203,7 @@ def on_host(checkpoint: State) -> State:
     """
     known: dict[tuple[object, ...], Tensor] = {}
 
-    def copied(value: Any) -> Any:
+    def copy_value(value: Any) -> Any:
         if isinstance(value, Tensor):
             place = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
             if place not in known or not value.numel():
@@ -211,13 +211,13 @@ def on_host(checkpoint: State) -> State:
             return known[place]
         if isinstance(value, dict):
             result = copy.copy(value)  # with the versions that a state dict carries
-            result.update((key, copied(item)) for key, item in value.items())
+            result.update((key, copy_value(item)) for key, item in value.items())
             return result
         if type(value) in (list, tuple):
-            return type(value)(copied(item) for item in value)
+            return type(value)(copy_value(item) for item in value)
         return copy.copy(value) if isinstance(value, set) else value
 
-    result: State = copied(checkpoint)
+    result: State = copy_value(checkpoint)
     return result
 
 

@@ -231,7 +231,7 @@ class Checkpointing(Callback):
     def hold(self, trainer: Trainer) -> None:
         """Copy the weights of the module, which the next monitored value belongs to. Every rank must call it."""
         if self.holds_scored and self.is_saving_best:
-            self._validated = on_host(_unpruned(trainer.strategy.lightning_module_state_dict()))
+            self._validated = on_host(_without_pruning(trainer.strategy.lightning_module_state_dict()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._earlier = trainer.callback_metrics.get(str(self.monitor))
@@ -391,7 +391,7 @@ def best_from(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
 
 
-def _unpruned(state: State) -> State:
+def _without_pruning(state: State) -> State:
     """Return the weights as the network uses them: torch.nn.utils.prune splits a weight into `_orig` and `_mask`."""
     split = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
     split = [name for name in split if f"{name}_orig" in state and name not in state]

@@ -276,7 +276,7 @@ class Progress(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = cast(RunTrainer, trainer).callbacks
         recordings = [callback for callback in callbacks if isinstance(callback, StepRecording)]
-        self._latest = recordings[0].shown if recordings else dict
+        self._latest = recordings[0].progress_values if recordings else dict
         self._shown = self._measured = time.monotonic()
         self._rate, self._step = None, trainer.global_step
 

@@ -95,17 +95,17 @@ class StagedData(LightningDataModule):
                 "set it to false, or data.batch_size to fewer samples"
             )
         refuse_late_validation(self.trainer, batches)
-        return self._given("train")
+        return self._make_batches("train")
 
     def val_dataloader(self) -> Batches:
-        return self._given("val")
+        return self._make_batches("val")
 
     def test_dataloader(self) -> Batches:
-        return self._given("test")
+        return self._make_batches("test")
 
     def predict_dataloader(self) -> Batches:
         """Return the test split, which is used for predictions."""
-        return self._given("test")
+        return self._make_batches("test")
 
     def teardown(self, stage: str) -> None:
         self._release()
@@ -116,7 +116,7 @@ class StagedData(LightningDataModule):
     def _loader(self, stage: Stage) -> Loader:
         return self.data.loader(stage, rank=self.rank, world_size=self.world_size)
 
-    def _given(self, stage: Stage) -> Batches:
+    def _make_batches(self, stage: Stage) -> Batches:
         batches = Batches(functools.partial(self._loader, stage), stage=stage, module=self)
         self._all.append(batches)
         return batches
@@ -153,7 +153,7 @@ class PlainData(StagedData):
         self.current = self.shares[batch_idx].with_data(batch)
         return self.current
 
-    def _given(self, stage: Stage) -> Batches:
+    def _make_batches(self, stage: Stage) -> Batches:
         batches = PlainBatches(functools.partial(self._loader, stage), stage=stage, module=self)
         self._all.append(batches)
         return batches
@@ -205,13 +205,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._stage != "train":
-            return self._transformed(iter(self.loader), (0, 0))
+            return self._transform(iter(self.loader), (0, 0))
         position = next_batch(self._module.trainer)
         self.loader.set_position(*position)
-        self.ahead = Ahead(self._transformed(iter(self.loader), position), self.loader, self._module, position)
+        self.ahead = Ahead(self._transform(iter(self.loader), position), self.loader, self._module, position)
         return self.ahead
 
-    def _transformed(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
+    def _transform(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
         """Return the batches from a position (epoch, batch) on, after transforms that run on the device."""
         if not self._module.data.transforms_batches(self._stage):
             return batches

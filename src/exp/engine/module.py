@@ -98,12 +98,12 @@ class StepDivisors:
         names = [objective.terms[name].names.values() for name in objective.weighed]
         read = {name for some in names for name in some} if all(names) else None
 
-        def named(data: object) -> Values:
+        def by_name(data: object) -> Values:
             values = {one: value for one, value in named_values(data).items() if read is None or one in read}
             converted: Values = module.run_trainer.precision_plugin.convert_input(values)
             return move_tensors(converted, module.device)
 
-        return objective.step_weights(batches, named, device=module.device)
+        return objective.step_weights(batches, by_name, device=module.device)
 
 
 class TrainingModule(LightningModule):
@@ -290,7 +290,7 @@ class TrainingModule(LightningModule):
         precision = self.trainer.precision_plugin
         # The interval first, because `skipped` waits for the device.
         counts_steps = self.optimization.interval == "step"
-        if not (counts_steps and isinstance(precision, RunPrecision) and precision.skipped(scheduler.optimizer)):
+        if not (counts_steps and isinstance(precision, RunPrecision) and precision.has_skipped(scheduler.optimizer)):
             scheduler.step()
 
     def setup(self, stage: str) -> None:

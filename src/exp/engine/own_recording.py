@@ -61,7 +61,7 @@ class OwnRecording(StepRecording):
         self._loaded_step: int | None = None
         self._module = module
 
-    def shown(self) -> dict[str, float]:
+    def progress_values(self) -> dict[str, float]:
         """Return the values of self.log with prog_bar=True."""
         return as_numbers(self._trainer.progress_bar_metrics)
 

@@ -141,7 +141,7 @@ class PhasedModule(TrainingModule):
             return
         interval = next(phase.optimization.interval for phase in self.phases if phase.name == name)
         ran = interval == "step" and name in self._ran
-        if not (ran and self._precision.skipped(scheduler.optimizer.optimizers[name])):
+        if not (ran and self._precision.has_skipped(scheduler.optimizer.optimizers[name])):
             schedule.step()
 
     @property

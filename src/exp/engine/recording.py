@@ -154,7 +154,7 @@ class StepRecording(Callback, ABC):
         self._step_hooks.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._step_hooks.failed(exception)
+        self._step_hooks.report_failure(exception)
         self._step_hooks.detach()
         try:
             self._end_writing(trainer)
@@ -210,9 +210,9 @@ class StepRecording(Callback, ABC):
             self._take(step, losses)
             self._write(step.values, step.index - 1 + self.first_point, step.panels)
             if precision is not None:
-                precision.written(step.values, step=step.index)
+                precision.check_values(step.values, step=step.index)
 
-    def shown(self) -> dict[str, float]:
+    def progress_values(self) -> dict[str, float]:
         """Return the last values for the console: losses and metrics of stages, without the terms of a loss."""
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
@@ -225,7 +225,7 @@ class StepRecording(Callback, ABC):
             self._show(self._heat_maps.replace_columns(panels, index) if panels else {}, index)
 
     def _show(self, panels: Mapping[str, Panel], index: int) -> None:
-        shown = self._drawn(panels) if panels else {}
+        shown = self._draw(panels) if panels else {}
         for logger in self._run_loggers() if shown else ():
             logger.log_panels(shown, index)
 
@@ -238,14 +238,14 @@ class StepRecording(Callback, ABC):
             for index, pictures in self._heat_maps.end().items():
                 self._show(pictures, index)
 
-    def _drawn(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
+    def _draw(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
         """Draw panels. A panel that cannot be drawn is reported once, and does not end the run."""
         shown = {}
         for tag, panel in panels.items():
             if tag in self._undrawn:
                 continue
             try:
-                shown[tag] = panel.drawn()
+                shown[tag] = panel.draw()
             except Interrupted:
                 raise  # a signal arrived while the panel was drawn
             except Exception as error:

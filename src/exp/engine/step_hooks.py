@@ -169,7 +169,7 @@ class StepHooks(StepObserver):
         for hook in _hooks_with(self._all, "ended"):
             hook.ended()
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         step = None if self.record is None else self._step_of(self.record)
         for name, hook in self.hooks.items():
             if hook.overrides("on_error"):
@@ -193,7 +193,7 @@ class StepHooks(StepObserver):
             record.batches.append((batch, batch_idx))
         if record.seen is not None:
             self._update(record, record.seen)
-        self._passed("batch")
+        self._pass_boundary("batch")
 
     def _due_at(self, index: int) -> Due:
         kind = tuple([hook.idle_at(index) if hook.due(index) else None for hook in self._all])
@@ -245,7 +245,7 @@ class StepHooks(StepObserver):
         if not (record.is_stepped or ends_step):
             return None
         if not self._module.phases:
-            self._passed("optimizer")
+            self._pass_boundary("optimizer")
         self._call(due.after_step, "after_step")
         self._end_step()
         return record
@@ -275,10 +275,10 @@ class StepHooks(StepObserver):
         if record is not None and record.due.after_forward:
             with torch.no_grad():
                 self._call(record.due.after_forward, "after_forward", values)
-        self._passed("forward")
+        self._pass_boundary("forward")
 
     def after_backward(self) -> None:
-        self._passed("backward")
+        self._pass_boundary("backward")
 
     def after_clipping(self) -> None:
         record = self.record
@@ -287,12 +287,12 @@ class StepHooks(StepObserver):
             self._call(record.due.after_clipping, "after_clipping")
 
     def after_phase(self) -> None:
-        self._passed("optimizer")
+        self._pass_boundary("optimizer")
 
     def begin_turn(self, turn: Turn) -> None:
         self.turn = turn
 
-    def _passed(self, boundary: Boundary) -> None:
+    def _pass_boundary(self, boundary: Boundary) -> None:
         record = self.record
         if record is not None and record.due.passed:
             step = self._step_of(record)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exp.engine.checkpoint import CURRENT, load_plain, read_plain
 from exp.errors import MissingExtraError, RunError
-from exp.models.lora import merged
+from exp.models.lora import merge_state_dict
 from exp.spelling import among
 
 # Entries in which programs usually save a state dict.
@@ -66,7 +66,7 @@ def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         for wrapper in WRAPPERS:
             if all(name.startswith(wrapper) for name in weights):
                 weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
-    return merged(weights)
+    return merge_state_dict(weights)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

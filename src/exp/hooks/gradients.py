@@ -129,7 +129,7 @@ class Gradients(Hook):
         """Return whether step `index` logs norms before clipping and nothing else."""
         return self.due(index) and not any(is_due_at(getattr(self, period), index) for period in OWN_PERIODS)
 
-    def named(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
+    def name_norms(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
         """Return the values of step `index` from the norm of each parameter, computed elsewhere."""
         # By squares, as in with_total.
         total = math.sqrt(sum([number * number for number in each]))
@@ -166,7 +166,7 @@ class Gradients(Hook):
     def after_step(self, step: Step) -> Values | None:
         if not is_due_at(self.update_ratio_every_n_steps, step.index):
             return None
-        ratios, total = self._ratio.taken(step)
+        ratios, total = self._ratio.take(step)
         if not ratios:
             return None
         values = {f"{RATIO}total": total, RATIO.rstrip("/"): Column.of(ratios, healthy=HEALTHY_RATIO)}
@@ -224,7 +224,7 @@ def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram
     limits = {name: (-pair[1], pair[0]) for name, pair in found.items()}
     counts = {name: bin_counts(part, *limits[name], bins=BINS) for name, part in parts.items()}
     totals = step.parts.sums(counts, tensors)
-    return {name: Histogram.counted(totals[name], *limits[name]) for name in totals}
+    return {name: Histogram.from_counts(totals[name], *limits[name]) for name in totals}
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class UpdateRatio:
                 self._before[name] = (parameter, parameter.detach().clone())
 
     @torch.no_grad()
-    def taken(self, step: Step) -> tuple[dict[str, Tensor], Tensor | float]:
+    def take(self, step: Step) -> tuple[dict[str, Tensor], Tensor | float]:
         """Return the ratios, 0-d, by name, and the ratio of all parameters, and free the copies.
 
         If ranks hold shards, every rank must call it.

@@ -395,10 +395,10 @@ class Attached:
     def _handles(self, method: str, register: Callable[..., RemovableHandle]) -> list[RemovableHandle]:
         if not self._hook.overrides(method):
             return []
-        return [register(module, partial(self._called(method), name)) for name, module in self._modules.items()]
+        return [register(module, partial(self._guard_method(method), name)) for name, module in self._modules.items()]
 
     def _on_outputs(self, name: str) -> Callable[..., None]:
-        call = self._called("tensor_gradient")
+        call = self._guard_method("tensor_gradient")
 
         def on_outputs(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in tensors_in(output):
@@ -407,7 +407,7 @@ class Attached:
 
         return on_outputs
 
-    def _called(self, method: str) -> Callable[..., object]:
+    def _guard_method(self, method: str) -> Callable[..., object]:
         """Return a method of the hook; an observer's without a graph, and with an error if it changes anything."""
         hook = self._hook
         own: Callable[..., object] = getattr(hook, method)

@@ -108,11 +108,11 @@ class Memory(Hook):
         if step.device.type == "cuda":
             values["memory/peak_mib"] = peak_of(step.device).so_far() / MIB
         if self.details:
-            values |= self._detailed(values, step)
+            values |= self._add_details(values, step)
         self._activations, self._gradients, self._peaks, self._has_forward = 0, 0.0, {}, False
         return values
 
-    def _detailed(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
+    def _add_details(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
         """Return the values of host and allocator, and with several ranks the statistics of all values."""
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
@@ -120,7 +120,7 @@ class Memory(Hook):
         ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
         values: dict[str, float | Tensor] = {
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
-            **_allocated(place),
+            **_allocator_values(place),
             **{tag: peak / MIB for tag, peak in self._peaks.items()},
         }
         if ranks > 1:
@@ -178,7 +178,7 @@ def _peak_tags(device: torch.device) -> list[str]:
     return [_peak_tag(kind, phase) for kind in _counters(device) for phase in (*PHASES.values(), TOGETHER)]
 
 
-def _allocated(device: torch.device) -> dict[str, float]:
+def _allocator_values(device: torch.device) -> dict[str, float]:
     """Return the present values of the allocator of a CUDA device."""
     if device.type != "cuda":
         return {}

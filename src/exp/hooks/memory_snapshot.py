@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from exp.files import write_atomic
 from exp.hooks.memory_peaks import MIB
 from exp.hooks.out_of_memory import asked_for
-from exp.hooks.saved_tensors import Kept, address, failing_module, held
+from exp.hooks.saved_tensors import Kept, address, dense_tensors, failing_module
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.strategies.process_group import global_rank
@@ -122,7 +122,7 @@ def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     rows: dict[str, dict[Part, int]] = {}
     seen: set[int] = set()
     for part, name, tensor in _owned_tensors(network, optimizers):
-        for storage in (piece.untyped_storage() for piece in held(tensor)):
+        for storage in (piece.untyped_storage() for piece in dense_tensors(tensor)):
             if address(storage) not in seen:
                 seen.add(address(storage))
                 rows.setdefault(name.rpartition(".")[0], dict.fromkeys(PARTS, 0))[part] += storage.nbytes()

@@ -38,7 +38,7 @@ THRESHOLDS = 127
 class Panel:
     """A value to show that is not a number."""
 
-    def drawn(self) -> Panel:
+    def draw(self) -> Panel:
         """Return the panel to show, with tensors on the host. It is called when the panel is written.
 
         A panel of a hook that cannot be drawn on a device returns a panel of another kind, except a column.
@@ -72,10 +72,10 @@ class Histogram(Panel):
             if (high - low).isfinite() and high > low:
                 return cls(torch.histc(flat, bins, low.item(), high.item()), low, high)
         low, high = finite_range(flat)
-        return cls.counted(bin_counts(flat, low, high, bins=bins), low, high)
+        return cls.from_counts(bin_counts(flat, low, high, bins=bins), low, high)
 
     @classmethod
-    def counted(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
+    def from_counts(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
         """Return the histogram of counts between the limits of `finite_range`."""
         empty = low > high
         return cls(counts, low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan))

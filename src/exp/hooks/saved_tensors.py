@@ -86,7 +86,7 @@ class SavedTensors(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = innermost_call()
-        self._saved += [(part.untyped_storage(), owner) for part in held(tensor)]
+        self._saved += [(part.untyped_storage(), owner) for part in dense_tensors(tensor)]
         # The tensor itself would keep its own graph alive through the node that saves it: a leak.
         with OBSERVING:
             return tensor.detach()
@@ -147,7 +147,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def held(tensor: Tensor) -> tuple[Tensor, ...]:
+def dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the dense tensors that hold a tensor in this process: itself, its shard, or indices and values.
 
     A tensor without a storage, such as one inside torch.func, has none.
@@ -164,7 +164,7 @@ def held(tensor: Tensor) -> tuple[Tensor, ...]:
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the size in bytes of each storage of `tensors`, by its address."""
     # All at once: a coalesced copy must not be freed before the next one has its address.
-    found = [part.untyped_storage() for tensor in tensors for part in held(tensor)]
+    found = [part.untyped_storage() for tensor in tensors for part in dense_tensors(tensor)]
     return {address(storage): storage.nbytes() for storage in found}
 
 

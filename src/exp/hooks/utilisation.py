@@ -48,7 +48,7 @@ class Utilisation:
         if self._is_prepared:
             return None
         self._is_prepared = True
-        workload = self._workload or Workload(precision="fp32", devices=1, flops=_uncounted)
+        workload = self._workload or Workload(precision="fp32", devices=1, flops=_raise_without_config)
         peak, source = self._peak_of(step.device, workload)
         if peak is None:
             # No peak of a CPU is listed, which is nothing to warn of.
@@ -103,7 +103,7 @@ class Utilisation:
             return None
 
 
-def _uncounted(data: object) -> FlopCount:
+def _raise_without_config(data: object) -> FlopCount:
     raise NotImplementedError("this hook was made without a run's config")
 
 

@@ -69,7 +69,7 @@ class Grace:
     def begin(self) -> None:
         """Begin the time, unless it has begun."""
         if self._ends is None:
-            self._written = self._seen()
+            self._written = self._file_sizes()
             self._ends = time.monotonic() + self.seconds
 
     @property
@@ -77,13 +77,13 @@ class Grace:
         """Return whether the time has begun and ended."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
-        before, self._written = self._written, self._seen()
+        before, self._written = self._written, self._file_sizes()
         if self._written == before:
             return True
         self._ends = time.monotonic() + self.seconds
         return False
 
-    def _seen(self) -> dict[str, tuple[int, int]]:
+    def _file_sizes(self) -> dict[str, tuple[int, int]]:
         seen = {}
         for path in self._checkpoints.rglob("*"):
             with suppress(FileNotFoundError):  # a partial file was renamed

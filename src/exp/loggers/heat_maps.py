@@ -87,7 +87,7 @@ class _Picture(Panel):
     tag: str
     healthy: Healthy
 
-    def drawn(self) -> Image:
+    def draw(self) -> Image:
         found = kept_heat_map(self.directory, self.tag)
         assert found is not None
         return Image(torch.from_numpy(found.picture(healthy=self.healthy, title=self.tag)).permute(2, 0, 1)[None])

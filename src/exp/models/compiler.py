@@ -84,13 +84,13 @@ def _code(program: Program, body: list[ast.stmt]) -> CodeType:
     arguments = ast.arguments([], parameters, None, [], [], None, [])
     function = ast.FunctionDef("forward", arguments, body, [], lineno=1, col_offset=0)
     try:
-        module = compile(ast.fix_missing_locations(ast.Module([function], [])), _registered(program), "exec")
+        module = compile(ast.fix_missing_locations(ast.Module([function], [])), _register(program), "exec")
     except SyntaxError as error:  # too many nested loops
         raise program.source.error(error.lineno or 1, (error.offset or 1) - 1, error.msg, "Python syntax") from None
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
 
 
-def _registered(program: Program) -> str:
+def _register(program: Program) -> str:
     """Return the file name under which a traceback finds the program's text in linecache."""
     text = program.source.text
     name = f"{FILE_PREFIX}{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}>"

@@ -66,7 +66,7 @@ class Freezing:
             if is_held:
                 norm.eval()
                 # train() of the whole network does not change this norm. A copy of the norm has its own `train`.
-                vars(norm)["train"] = functools.partial(_unchanged, norm)
+                vars(norm)["train"] = functools.partial(_keep_mode, norm)
             elif "train" in vars(norm):
                 del vars(norm)["train"]
                 norm.train()
@@ -139,5 +139,5 @@ def _is_frozen(names: Sequence[str], mean: str, until: Mapping[str, float]) -> b
     return mean in until if not own else all(name in until for name in own)
 
 
-def _unchanged(norm: nn.Module, mode: bool = True) -> nn.Module:
+def _keep_mode(norm: nn.Module, mode: bool = True) -> nn.Module:
     return norm

@@ -33,7 +33,7 @@ class KeptState:
         self._modules = set(network.modules())
         self._buffers = set() if with_buffers else {id(buffer) for buffer in network.buffers()}
         self._alive: list[object] = []  # references, so that ids are not reused
-        self._prints = dict(self._named())
+        self._prints = dict(self._named_values())
 
     def changes(self) -> list[str]:
         """Return the dotted names of attributes that have changed since the snapshot."""
@@ -50,7 +50,7 @@ class KeptState:
         self._alive += [value, storage]
         return id(value), storage.cdata, None if id(value) in self._buffers else value._version
 
-    def _named(self) -> Iterator[tuple[str, bytes]]:
+    def _named_values(self) -> Iterator[tuple[str, bytes]]:
         for path, module in self._network.named_modules():
             kinds = [kind for kind in reversed(type(module).__mro__) if kind.__module__.split(".")[0] not in LIBRARIES]
             held = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}

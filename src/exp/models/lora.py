@@ -46,7 +46,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.scale = alpha / rank
-        # In the state dict, so that `merged` needs nothing else.
+        # In the state dict, so that `merge_state_dict` needs nothing else.
         self.register_buffer("alpha", torch.tensor(float(alpha), device=weight.device))
 
     def forward(self, original: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def merge(network: nn.Module) -> None:
             module.register_parameter(own, nn.Parameter(weight))
 
 
-def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of an adapted network with merged weights. Other state dicts do not change."""
     found = originals(weights)
     for name, tensor in weights.items():

@@ -130,7 +130,7 @@ class _Cutter:
         self.inputs = {str(node.target): _default(node) for node in graph.nodes if node.op == "placeholder"}
         self.of: dict[fx.Node, int] = {}
         self._place()
-        self.needed = [self._needed(part) for part in range(count)]
+        self.needed = [self._needed_nodes(part) for part in range(count)]
 
     def value(self, name: str) -> object:
         return self.values.get(name, TENSOR)
@@ -159,7 +159,7 @@ class _Cutter:
             return True
         return node.op in ("call_function", "call_method") and not any(True for _ in tensors_in(self.value(node.name)))
 
-    def _needed(self, part: int) -> list[fx.Node]:
+    def _needed_nodes(self, part: int) -> list[fx.Node]:
         """Return the nodes of one part's graph, with copies and carried values, in the order of the whole graph."""
         wanted = {node for node in self.graph.nodes if self.of[node] == part and not self._is_free(node)}
         stack = list(wanted)

@@ -99,11 +99,11 @@ class Term(AbstractTerm):
         is_by_number = isinstance(self.loss, (*ELEMENTWISE, CrossEntropy, NLL)) and self.loss.reduction == "mean"
         return float(target.numel()) if is_by_number and target is not None else None
 
-    def weighed(
+    def weigh(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, Tensor | float | None]:
         if not self._is_by_weight:
-            return super().weighed(values, batch, passes)
+            return super().weigh(values, batch, passes)
         module, output = self.loss, full(pick(values, self.output, "output"))
         return counted_mean(cast(ByWeight, module), output, full(pick(values, self.target, "target")))
 
@@ -114,7 +114,7 @@ class Term(AbstractTerm):
             RunError: If a value is missing, a shape does not fit, or the loss is not one number.
         """
         if self._is_by_weight:
-            return self.weighed(values)[0]
+            return self.weigh(values)[0]
         module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
         given: dict[str, object] = dict(self._arguments(values))
         if passes is not None:
@@ -305,7 +305,7 @@ class Objective(nn.Module):
             given = passes if self._needs[name] else None
             if name in self.weighed:
                 whole = None if batch is None or batch.step is None else batch.step.divisors[name]
-                own, divisor = term.weighed(values, batch, given)
+                own, divisor = term.weigh(values, batch, given)
                 self._divisors[name] = detach_divisor(divisor)
                 loss = shared_mean(own, self._divisors[name], batch, whole)
             else:

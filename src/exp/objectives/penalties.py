@@ -60,7 +60,7 @@ class R1(DerivativeTerm):
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
         assert passes is not None
-        return _squared(passes.gradients(*self.ends(values, passes))).mean()
+        return _squared_norms(passes.gradients(*self.ends(values, passes))).mean()
 
 
 class WGANGP(AbstractTerm):
@@ -112,7 +112,7 @@ class WGANGP(AbstractTerm):
         between = (share * real + (1 - share) * fake).requires_grad_()
         given = passes.call(self.critic, between, precision=self.precision)
         output = pick(given, self.output, "output") if isinstance(given, Mapping) else given
-        return (_norm(_squared(passes.gradients(output, between))) - 1).square().mean()
+        return (_norm(_squared_norms(passes.gradients(output, between))) - 1).square().mean()
 
 
 class JacobianNorm(DerivativeTerm):
@@ -150,12 +150,12 @@ class JacobianNorm(DerivativeTerm):
         output, given = self.ends(values, passes)
         output = full(output).flatten(1)
         if self.projections is None:
-            squares = [_squared(passes.gradients(column, given)) for column in output.unbind(1)]
+            squares = [_squared_norms(passes.gradients(column, given)) for column in output.unbind(1)]
             return torch.stack(squares).sum(0).mean()
         squares = []
         for _ in range(self.projections):
             direction = functional.normalize(torch.randn_like(output), dim=1)
-            squares.append(_squared(passes.gradients((direction * output).sum(1), given)))
+            squares.append(_squared_norms(passes.gradients((direction * output).sum(1), given)))
         return output.shape[1] * torch.stack(squares).mean()
 
 
@@ -192,6 +192,6 @@ def _norm(squared: Tensor) -> Tensor:
     return torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
 
 
-def _squared(gradient: Tensor) -> Tensor:
+def _squared_norms(gradient: Tensor) -> Tensor:
     """Return the squared norm of each sample's row: `[B, ...]` to `[B]`."""
     return gradient.flatten(1).square().sum(1)

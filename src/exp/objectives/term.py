@@ -63,7 +63,7 @@ class AbstractTerm(nn.Module, ABC):
         """
         return None
 
-    def weighed(
+    def weigh(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, Tensor | float | None]:
         """Return the loss and its divisor."""

@@ -38,7 +38,7 @@ from exp.construct import build_network, build_objective, build_phases, build_ru
 from exp.data.randomness import preserve_generators
 from exp.engine.forward import enable_needs, forward_by_name, make_passes
 from exp.errors import ConfigError, RunError, one_line
-from exp.hooks.saved_tensors import Kept, held, innermost_call, kept_by, storages
+from exp.hooks.saved_tensors import Kept, dense_tensors, innermost_call, kept_by, storages
 from exp.models.containers import with_forward
 from exp.models.flop_count import flops_of
 from exp.nested import map_tensors, tensors_in
@@ -217,11 +217,11 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
         return _declared_batch(plan, samples=samples)
     count = next(len(tensor) for tensor in tensors_in(read) if tensor.dim())
 
-    def resized(tensor: Tensor) -> Tensor:
+    def resize(tensor: Tensor) -> Tensor:
         shape = (samples, *tensor.shape[1:]) if tensor.dim() and len(tensor) == count else tensor.shape
         return torch.empty(shape, dtype=tensor.dtype)
 
-    return map_tensors(read, resized)
+    return map_tensors(read, resize)
 
 
 def _declared_batch(plan: Plan, *, samples: int) -> object:
@@ -480,7 +480,7 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
-        for storage in (part.untyped_storage() for part in held(tensor)):
+        for storage in (part.untyped_storage() for part in dense_tensors(tensor)):
             if id(storage) not in self._known:
                 size = storage.nbytes()
                 self._known.add(id(storage))

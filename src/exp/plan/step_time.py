@@ -84,12 +84,12 @@ def step_time(
         parts = {"compute": compute * work, "memory": memory * work, "overhead": device.overhead * footprint.calls}
         longest = max(parts, key=lambda name: parts[name])
         found[longest] += parts[longest] * one.times * micro_batches * footprint.waiting
-    stepped = max((_stepped(place) for place in places), default=0)
+    stepped = max((_updated_bytes(place) for place in places), default=0)
     found["memory"] += READ_AND_WRITTEN * stepped / device.bandwidth
     communication = sum(one.sent / device.link + one.messages * device.latency for one in footprint.transfers)
     flops = micro_batches * sum(one.flops * one.times * footprint.work_of(one.layer) for one in figures.operators)
     return StepTime(device=device, communication=communication, flops=flops, **found)
 
 
-def _stepped(place: PlaceMemory) -> int:
+def _updated_bytes(place: PlaceMemory) -> int:
     return place.parameters + (place.gradients or 0) + (place.optimizer or 0)

@@ -106,15 +106,15 @@ class RunPrecision(Precision):
         """Set the scale of the next step, after every optimizer's step."""
         self.scaler.update()
 
-    def skipped(self, optimizer: Optimizer) -> bool:
+    def has_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer's last step was skipped. Waits for the device."""
-        return self.scaler.skipped(optimizer)
+        return self.scaler.has_skipped(optimizer)
 
     def agree_over(self, group: ProcessGroup) -> None:
         """Skip a step on all ranks of a process group, which hold parts of one model, if one of them must skip it."""
         self.scaler.agree_over(group)
 
-    def written(self, values: Mapping[str, float], *, step: int) -> None:
+    def check_values(self, values: Mapping[str, float], *, step: int) -> None:
         """Warn of a falling loss scale or of many skipped steps, given the values written for a step."""
         if self.skips and "precision/skipped_steps" in values:
             scale = values["precision/loss_scale"] if self.is_scaled else None

@@ -109,7 +109,7 @@ class CountingScaler(torch.amp.GradScaler):
             super().update(new_scale)
             self._unscaled.clear()
 
-    def skipped(self, optimizer: Optimizer) -> bool:
+    def has_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer's last step changed nothing. Waits for the device."""
         return optimizer in self._skips and bool(self._skips[optimizer].item())
 

@@ -105,12 +105,12 @@ def predict(
     # A process forked from this one would remove a tempfile.TemporaryDirectory when it ends.
     place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
     try:
-        path = Path(given).absolute() if isinstance(given, str | Path) else _saved(given, run, place)
+        path = Path(given).absolute() if isinstance(given, str | Path) else _save(given, run, place)
         checkpoint = run.path_of(weights).absolute()
         config = _predicting(run, path, checkpoint=checkpoint, overrides=overrides, place=place)
         config.trainer.enable_progress_bar = is_shown
         try:
-            kept = _kept(run, path, keep) if keep else {}
+            kept = _read_kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
             raise ConfigError([_as_input_error(error) for error in error.errors]) from error
@@ -139,7 +139,7 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
     return config
 
 
-def _saved(given: object, run: RunFiles, place: Path) -> Path:
+def _save(given: object, run: RunFiles, place: Path) -> Path:
     """Write arrays to an .npz file, and return its path. Raise RunError for other values."""
     names = list(DataSpec.of(run.settings.data).inputs)
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
@@ -157,7 +157,7 @@ def _saved(given: object, run: RunFiles, place: Path) -> Path:
     return place / "given.npz"
 
 
-def _kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[object]]:
+def _read_kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[object]]:
     """Return columns of the input by name.
 
     Raises:

@@ -87,7 +87,7 @@ def need(
     devices, accelerator = launch["devices"], launch["accelerator"]
     is_named = not isinstance(devices, int | str)
 
-    def placed(gpus: int) -> Placement:
+    def place(gpus: int) -> Placement:
         return placement(
             strategy,
             devices=devices,
@@ -110,15 +110,15 @@ def need(
                 expected="auto, or at least launch.devices and at most the GPUs of the machine",
                 fix="Write sweep.devices_per_job=auto",
             )
-        return replace(wanted, ranks=placed(wanted.visible).ranks_per_node)
-    whole = placed(machine.gpus)
+        return replace(wanted, ranks=place(wanted.visible).ranks_per_node)
+    whole = place(machine.gpus)
     if whole.accelerator != "cuda":
         return Need(ranks=whole.ranks_per_node, is_alone=whole.accelerator == "mps")
     if is_named:
         return Need(ranks=whole.ranks_per_node, gpus=len(devices), is_alone=True)
     everything = 1 if demand.adapts else whole.world_size * whole.layers
     gpus = devices if isinstance(devices, int) else everything
-    return Need(ranks=placed(gpus).ranks_per_node, gpus=gpus)
+    return Need(ranks=place(gpus).ranks_per_node, gpus=gpus)
 
 
 def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:

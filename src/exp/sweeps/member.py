@@ -140,7 +140,7 @@ class MemberLog:
         """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
         numbers, panels = on_host_values(values)
         self.latest.update(numbers)
-        shown = {tag: panel.drawn() for tag, panel in panels.items()}
+        shown = {tag: panel.draw() for tag, panel in panels.items()}
         shown = self._heat_maps.replace_columns(shown, index)
         for logger in self.loggers:
             logger.log_metrics(numbers, index)

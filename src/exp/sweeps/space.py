@@ -119,16 +119,16 @@ class Space:
 
     def grid(self) -> Iterator[Combination]:
         """Yield every combination of lists. An axis whose condition does not hold is left out of a combination."""
-        yield from self._combined(self.by_condition(), {})
+        yield from self._combine(self.by_condition(), {})
 
-    def _combined(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
+    def _combine(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
         if not axes:
             yield values
             return
         first, *rest = axes
         texts = first.texts if self.is_there(first, values) else (None,)
         for text in texts:
-            yield from self._combined(rest, values if text is None else {**values, first.key: text})
+            yield from self._combine(rest, values if text is None else {**values, first.key: text})
 
     def corners(self) -> list[Combination]:
         """Return combinations that have every value of each list, and both ends of each interval and range."""

@@ -102,7 +102,7 @@ class StackedHooks:
             first, index = copies[0], self._step.index
             if _is_norms_alone(first, index):
                 for values, norms in zip(found, _norms(first, gradients), strict=True):
-                    values |= first.named(norms, index)
+                    values |= first.name_norms(norms, index)
             else:
                 self._call(copies, "after_backward", found)
         return found

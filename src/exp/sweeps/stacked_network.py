@@ -158,7 +158,7 @@ class StackedNetwork:
 
         def objective(trained: Tensors, fixed: Tensors, member: Tensor, data: Any) -> tuple[Tensor, Tensor]:
             self._member = member
-            values = self._run(functools.partial(_called, self._template, {**fixed, **trained}), data)
+            values = self._run(functools.partial(_call, self._template, {**fixed, **trained}), data)
             total, parts = self._objective(values, sizes)
             return total, torch.stack([total.detach(), *(parts.values() if len(parts) > 1 else ())])
 
@@ -175,7 +175,7 @@ class StackedNetwork:
         entries = data if isinstance(data, Mapping) else dict(zip(("input", "target"), data, strict=False))
 
         def forward(tensors: Tensors) -> dict[str, Any]:
-            values = self._run(functools.partial(_called, self._template, tensors), batch.data)
+            values = self._run(functools.partial(_call, self._template, tensors), batch.data)
             shared.update({name: value for name, value in entries.items() if values[name] is value})
             return {name: value for name, value in values.items() if name not in shared}
 
@@ -204,7 +204,7 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
         run(network.train(), batch.data)
     state = torch.default_generator.get_state()
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    loss, _ = objective(run(functools.partial(_called, network, buffers), batch.data), batch)
+    loss, _ = objective(run(functools.partial(_call, network, buffers), batch.data), batch)
     if not torch.equal(state, torch.default_generator.get_state()):
         raise Unstackable("model cannot be stacked: something other than its dropout layers draws random numbers")
     for key, one in kept.items():
@@ -221,7 +221,7 @@ def _dropouts_of(network: nn.Module) -> list[nn.Dropout]:
     return [cast(nn.Dropout, module) for module in network.modules() if type(module) in DROPOUTS]
 
 
-def _called(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **named: Any) -> Any:
+def _call(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **named: Any) -> Any:
     return functional_call(network, dict(tensors), inputs, named)
 
 

@@ -206,7 +206,7 @@ class ClusterExecutor(ABC):
         limit = time.monotonic() + min(timeout, max(0.5, self._poll_seconds))
         while True:
             ends, self._failed = self._failed, []
-            ends += self._ended()
+            ends += self._collect_ends()
             if ends or time.monotonic() >= limit:
                 return ends
             time.sleep(min(self._poll_seconds, max(0.0, limit - time.monotonic())))
@@ -228,7 +228,7 @@ class ClusterExecutor(ABC):
             shutil.rmtree(submitted.frozen.exchange, ignore_errors=True)
         self._running = []
 
-    def _ended(self) -> list[End]:
+    def _collect_ends(self) -> list[End]:
         states = self._states()
         ends = []
         for submitted in list(self._running):

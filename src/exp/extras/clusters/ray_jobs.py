@@ -130,7 +130,7 @@ class RayExecutor(ClusterExecutor):
                 expected="1: a job of Ray runs on one node",
                 fix="Write hydra/launcher=slurm for several",
             )
-        has, asked = self._ray.cluster_resources(), self._asked(frozen)
+        has, asked = self._ray.cluster_resources(), self._resources(frozen)
         short = {name: count for name, count in asked.items() if count > has.get(name, 0)}
         if short:
             # It would wait in the queue for ever.
@@ -140,7 +140,7 @@ class RayExecutor(ClusterExecutor):
                 expected="at most " + ", ".join(f"{has.get(name, 0):g} {name}" for name in short),
             )
 
-    def _asked(self, frozen: Frozen) -> dict[str, float]:
+    def _resources(self, frozen: Frozen) -> dict[str, float]:
         settings, placed = self._settings, frozen.placement
         gpus = settings["num_gpus"]
         if gpus is None:
@@ -151,7 +151,7 @@ class RayExecutor(ClusterExecutor):
     def _submit(self, frozen: Frozen) -> Any:
         # What an attempt before this one left is not what comes of this one.
         (frozen.directory / "report.json").unlink(missing_ok=True)
-        asked = self._asked(frozen)
+        asked = self._resources(frozen)
         cpus, gpus, name = asked.pop("CPU"), asked.pop("GPU"), f"job {frozen.job}"
         task = self._task.options(num_cpus=cpus, num_gpus=gpus, resources=asked, max_retries=0, name=name)
         return task.remote(frozen, os.getcwd(), import_path())

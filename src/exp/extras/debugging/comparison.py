@@ -167,8 +167,8 @@ def _layer(
     output, output32 = _join(found.outputs), _join(expected.outputs)
     gradient, gradient32 = found.gradient, expected.gradient
     # Under autocast the gradients of float32 parameters are results of half precision products.
-    lost = [_lost(output, output32, torch.finfo(found.dtype).smallest_normal)]
-    lost.append(_lost(gradient * scale, gradient32, torch.finfo(half).smallest_normal))
+    lost = [_count_lost(output, output32, torch.finfo(found.dtype).smallest_normal)]
+    lost.append(_count_lost(gradient * scale, gradient32, torch.finfo(half).smallest_normal))
     counted = sum(count for _, count in lost)
     return LayerComparison(
         name=name,
@@ -196,7 +196,7 @@ def _overflow(value: Tensor, expected: Tensor) -> int:
     return int((~value.isfinite() & expected.isfinite()).sum())
 
 
-def _lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
+def _count_lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
     """Return the number of nonzero values below the smallest normal number, and of all nonzero values."""
     if value.shape != expected.shape:
         return 0, 0

@@ -87,7 +87,7 @@ class Tracer:
     def backward(self, loss: Tensor) -> None:
         """Look at the backward that starts from `loss`."""
         for node in nodes_behind(loss):
-            node.register_hook(partial(self._passed, node.name(), self._calls.maker(node)))
+            node.register_hook(partial(self._trace_backward, node.name(), self._calls.maker(node)))
 
     def first(self, *, is_lost: bool) -> str:
         """Return the sentence on the first module. The backward only passes on a loss that is not finite."""
@@ -118,7 +118,7 @@ class Tracer:
             self._forward = ""
 
     @torch.no_grad()
-    def _passed(self, operator: str, name: str, given: object, taken: object) -> None:
+    def _trace_backward(self, operator: str, name: str, given: object, taken: object) -> None:
         """Look at the backward of one operator."""
         if self._backward or all(map(_is_finite, tensors_in(given))) or not all(map(_is_finite, tensors_in(taken))):
             return

@@ -235,7 +235,7 @@ class ZeroStrategy(ModelParallel):
             for key, value in entry.items():
                 if _is_count(value):
                     # A copy, because one process counts for each parameter in place.
-                    whole[key] = _copied(value)
+                    whole[key] = _copy(value)
                 else:
                     found = safe_get_full_optimizer_state(parameter, key)
                     whole[key] = found.view(parameter.shape).cpu() if self.is_global_zero else None
@@ -264,7 +264,7 @@ class ZeroStrategy(ModelParallel):
             # One flat tensor holds the parts of many parameters: counts, such as the steps, are those of all of them.
             optimizer.state[flat[name]].update(
                 {
-                    key: _copied(value) if _is_count(value) else torch.zeros_like(flat[name])
+                    key: _copy(value) if _is_count(value) else torch.zeros_like(flat[name])
                     for key, value in entry.items()
                     if key not in optimizer.state[flat[name]]
                 }
@@ -318,5 +318,5 @@ def _is_count(value: object) -> bool:
     return not isinstance(value, Tensor) or value.dim() == 0
 
 
-def _copied(value: object) -> object:
+def _copy(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value

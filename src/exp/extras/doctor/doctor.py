@@ -53,7 +53,7 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
     yield from machine.findings(outputs)
     torch = try_in_process("torch")
     if "error" in torch:
-        yield torch_findings.broken(torch["error"], PathFinder.find_spec("torch"))
+        yield torch_findings.explain_import_error(torch["error"], PathFinder.find_spec("torch"))
         return
     build = f"built for CUDA or ROCm {torch['cuda']}" if torch["cuda"] else "built for the CPU only"
     yield Finding("ok", "torch", f"{torch['version']}, {build}, {torch['threads']} threads, {torch['file']}")

@@ -23,10 +23,10 @@ def findings() -> Iterator[Finding]:
     """Check the version of each package, and name Python and exp."""
     yield Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}, {platform.platform()}")
     yield Finding("ok", "exp", f"{exp.__version__}, {PACKAGE}")
-    yield from versions(declared())
+    yield from versions(declared_requirements())
 
 
-def declared() -> list[str]:
+def declared_requirements() -> list[str]:
     """Return the requirements of exp and of its extras, from pyproject.toml in a checkout, else from the metadata.
 
     The metadata of an editable installation is as old as its `pip install`, pyproject.toml as new as the code.
@@ -41,7 +41,7 @@ def declared() -> list[str]:
 
 def torch_requirement() -> str:
     """Return the argument of `pip install` for a torch that exp supports, in quotes."""
-    return next((f"'{line}'" for line in declared() if re.match(r"torch\b", line)), "torch")
+    return next((f"'{line}'" for line in declared_requirements() if re.match(r"torch\b", line)), "torch")
 
 
 def versions(requirements: Sequence[str]) -> Iterator[Finding]:

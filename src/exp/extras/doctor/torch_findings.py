@@ -20,7 +20,7 @@ BUILD = "install the build of torch for your GPU with the command that pytorch.o
 HIDDEN = "CUDA_VISIBLE_DEVICES"
 
 
-def broken(error: str, spec: ModuleSpec | None) -> Finding:
+def explain_import_error(error: str, spec: ModuleSpec | None) -> Finding:
     """Return the finding that torch cannot be imported.
 
     Args:

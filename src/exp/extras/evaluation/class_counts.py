@@ -45,11 +45,11 @@ class ClassCounts(Hook, ABC):
         """The shape of the counts."""
 
     @abstractmethod
-    def counted(self, scores: Tensor, classes: Tensor) -> Tensor:
+    def count(self, scores: Tensor, classes: Tensor) -> Tensor:
         """Return the counts of one batch, int64. scores: `[N, V]` or `[N]`. classes: `[N]`, int64; see `rows`."""
 
     @abstractmethod
-    def shown(self, stage: Stage, counts: Tensor) -> Values:
+    def make_panels(self, stage: Stage, counts: Tensor) -> Values:
         """Return the panels of the counts of all ranks."""
 
     @property
@@ -88,7 +88,7 @@ class ClassCounts(Hook, ABC):
         if stage not in self.stages:
             return
         scores, classes = rows(values, output=self.output, target=self.target, num_classes=self.classes, hook=self.name)
-        found = self.counted(scores, classes)
+        found = self.count(scores, classes)
         self._counts = found if self._counts is None else self._counts + found
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
@@ -97,7 +97,7 @@ class ClassCounts(Hook, ABC):
         mine, self._counts = self._counts, None
         if mine is None:  # a rank without a share of the data still takes part in the sum
             mine = torch.zeros(self.shape, dtype=torch.int64, device=self._device)
-        return self.shown(stage, gather(mine).sum(0))
+        return self.make_panels(stage, gather(mine).sum(0))
 
 
 def rows(
@@ -149,7 +149,7 @@ def counted_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
     return found[:-1]
 
 
-def predicted(scores: Tensor, *, threshold: float) -> Tensor:
+def predict_classes(scores: Tensor, *, threshold: float) -> Tensor:
     """Return class numbers, int64 `[N]`: of the largest score of `[N, V]`; of `[N]`, 1 above `threshold`."""
     return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
 

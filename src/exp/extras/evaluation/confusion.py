@@ -11,7 +11,7 @@ import torch
 from PIL import Image as Pillow
 from torch import Tensor
 
-from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, predicted
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, predict_classes
 from exp.hooks.figures import (
     INK,
     LINE,
@@ -64,10 +64,10 @@ class Confusion(ClassCounts):
     def shape(self) -> tuple[int, ...]:
         return self.classes, self.classes
 
-    def counted(self, scores: Tensor, classes: Tensor) -> Tensor:
-        return counts(predicted(scores, threshold=self.threshold), classes, num_classes=self.classes)
+    def count(self, scores: Tensor, classes: Tensor) -> Tensor:
+        return counts(predict_classes(scores, threshold=self.threshold), classes, num_classes=self.classes)
 
-    def shown(self, stage: Stage, counts: Tensor) -> Values:
+    def make_panels(self, stage: Stage, counts: Tensor) -> Values:
         return {f"confusion/{stage}": Matrix(counts, tuple(self._class_names.get(self.target, ())))}
 
 
@@ -83,7 +83,7 @@ class Matrix(Panel):
     counts: Tensor
     names: Sequence[str] = ()
 
-    def drawn(self) -> Image:
+    def draw(self) -> Image:
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))
         right = f", {100 * hits / samples:.1f} % right" if samples else ""

@@ -57,24 +57,24 @@ class PRCurve(ClassCounts):
     def shape(self) -> tuple[int, ...]:
         return len(self.drawn), 2, THRESHOLDS + 1
 
-    def counted(self, scores: Tensor, classes: Tensor) -> Tensor:
+    def count(self, scores: Tensor, classes: Tensor) -> Tensor:
         shares = probabilities(scores, given=self.probabilities)
         if shares.dim() == 1:
             shares = torch.stack([1 - shares, shares], dim=1)
         if self._drawn is None or self._drawn.device != shares.device:
             self._drawn = torch.tensor(self.drawn, device=shares.device)
-        return reached(
+        return count_reached(
             shares.index_select(1, self._drawn),
             classes[:, None] == self._drawn,
             counted=(classes >= 0) & (classes < self.classes),
         )
 
-    def shown(self, stage: Stage, counts: Tensor) -> Values:
+    def make_panels(self, stage: Stage, counts: Tensor) -> Values:
         tags = [f"pr_curve/{stage}/{one}" for one in self.drawn] if len(self.drawn) > 1 else [f"pr_curve/{stage}"]
         return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, cases(counts), strict=True)}
 
 
-def reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
+def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
     """Return how many samples reach how many of THRESHOLDS, T, from 0 to 1: `[C, 2, T + 1]`, int64.
 
     The second axis is the samples of other classes and those of the class. It does not wait for the device.
@@ -95,7 +95,7 @@ def reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
 
 
 def cases(found: Tensor) -> Tensor:
-    """Return true and false positives, true and false negatives, `[C, 4, T]`, of the result of `reached`."""
+    """Return true and false positives, true and false negatives, `[C, 4, T]`, of the result of `count_reached`."""
     # A sample that reaches more thresholds than t is predicted to be of the class at threshold t.
     predicted = found.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     missed = found.sum(-1, keepdim=True) - predicted

@@ -106,7 +106,7 @@ class Samples(Hook):
         if "train" not in self.stages or self._drawn_step == step.index:
             return None
         self._drawn_step = step.index
-        return {"samples/train": self._shown(values, slice(self.count))}
+        return {"samples/train": self._select(values, slice(self.count))}
 
     def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         if stage not in self.stages:
@@ -117,13 +117,13 @@ class Samples(Hook):
         self._parts = {number: part for number, part in self._parts.items() if number <= largest}
         for place, number in enumerate(drawn):
             if number <= largest:
-                self._parts[number] = self._shown(values, slice(place, place + 1))
+                self._parts[number] = self._select(values, slice(place, place + 1))
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
         parts, self._parts, self._draw = list(self._parts.values()), {}, np.random.default_rng(0)
-        return {f"samples/{stage}": joined(parts)} if parts else None
+        return {f"samples/{stage}": join_pictures(parts)} if parts else None
 
-    def _shown(self, values: Mapping[str, object], places: slice) -> Shown:
+    def _select(self, values: Mapping[str, object], places: slice) -> Shown:
         """Return some samples of a batch."""
         shown, output, target = (
             None if found is None else found.detach()[places]
@@ -152,7 +152,7 @@ class Shown(Panel):
     outputs: Tensor | None
     names: Sequence[str] = ()
 
-    def drawn(self) -> Image:
+    def draw(self) -> Image:
         from exp.hooks.figures import Caption, draw_captioned
 
         captions = [
@@ -185,7 +185,7 @@ class Shown(Panel):
         return bool((self.targets[place] == self.outputs[place]).all())
 
 
-def joined(parts: Sequence[Shown]) -> Shown:
+def join_pictures(parts: Sequence[Shown]) -> Shown:
     """Return the pictures of several batches, which may differ in size, as one panel."""
 
     def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -69,7 +69,7 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
             raise _refusal(network, error, dimensions) from error
 
 
-def refused(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
+def export_error(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
     """Return the error for a node of the graph, with its place in the config and in the code."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()]

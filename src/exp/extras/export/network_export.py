@@ -27,7 +27,7 @@ from exp.data.value_names import value_names
 from exp.errors import RunError, config_error, shorten
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
-from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, required
+from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, require_package
 from exp.extras.export.served_tables import table_form
 from exp.files import write_atomic
 from exp.output import describe_write_error
@@ -101,11 +101,11 @@ def export(
     path = _output(run, format, output, weights=weights)
     if format == "onnx":
         for package in ("onnx", "onnxscript", "onnxruntime"):
-            required(package, feature="format=onnx")
+            require_package(package, feature="format=onnx")
     network = named_network(run, weights=weights)
     examples = _examples(run.data, network)
     dimensions = dimensions_of(network)
-    program = capture(network, _resized(examples[-1], 3), dimensions)
+    program = capture(network, _resize(examples[-1], 3), dimensions)
     if format == "onnx":
         with torch.no_grad():
             outputs = tuple(network(**examples[0]))
@@ -164,14 +164,14 @@ def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
     # Only batches of the same lengths can be joined.
     alike = [one for one in found if _lengths(one) == _lengths(found[0])]
     whole = {name: torch.cat([one[name] for one in alike]) for name in found[0]}
-    return [*(_resized(whole, size) for size in SIZES), *(one for one in found if _lengths(one) != _lengths(whole))]
+    return [*(_resize(whole, size) for size in SIZES), *(one for one in found if _lengths(one) != _lengths(whole))]
 
 
 def _lengths(inputs: Mapping[str, Tensor]) -> list[torch.Size]:
     return [one.shape[1:] for one in inputs.values()]
 
 
-def _resized(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+def _resize(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     """Return the first `size` samples of a batch, repeated if the batch is smaller."""
     return {name: one[torch.arange(size) % len(one)] for name, one in inputs.items()}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from exp.errors import MissingExtraError, RunError, chain_of, shorten
-from exp.extras.export.graph_capture import Dimensions, ExportRefused, operator_of, quiet, refused
+from exp.extras.export.graph_capture import Dimensions, ExportRefused, export_error, operator_of, quiet
 from exp.extras.export.named_network import NamedNetwork
 
 METADATA = "exp"
@@ -88,7 +88,7 @@ class OnnxModel:
     """
 
     def __init__(self, source: Path | bytes, *, threads: int | None = None) -> None:
-        runtime = required("onnxruntime", feature="running an ONNX file")
+        runtime = require_package("onnxruntime", feature="running an ONNX file")
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # errors are raised
         if threads is not None:
@@ -139,7 +139,7 @@ def onnx_bytes(
         ExportRefused: ONNX does not have an operator.
         RunError: onnx.checker refuses the file, or it is larger than 2 GiB.
     """
-    onnx = required("onnx", feature="format=onnx")
+    onnx = require_package("onnx", feature="format=onnx")
     size = sum(one.numel() * one.element_size() for one in network.state_dict().values())
     if size > MOST_BYTES:
         raise RunError(f"the weights take {size:,} bytes, and an ONNX file holds {MOST_BYTES:,}; take another format")
@@ -168,7 +168,7 @@ def onnx_bytes(
     return content
 
 
-def required(package: str, *, feature: str) -> Any:
+def require_package(package: str, *, feature: str) -> Any:
     """Return a package of the extra `export`.
 
     Raises:
@@ -202,5 +202,5 @@ def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseExcepti
     for graph in (program.graph, program.run_decompositions().graph):
         for node in graph.nodes:
             if node.op == "call_function" and operator_of(node) == operator:
-                return refused(network, node, why)
+                return export_error(network, node, why)
     return ExportRefused("model", f"{operator} {why}")

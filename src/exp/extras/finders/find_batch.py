@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ErrorDetails, RunError, config_error, missing_value, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, run, shortened, shown_path, write_table
+from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, shown_path, write_table
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Trial:
         if self.peak is None:
             return f"{self.size:>9}  out of memory"
         word = "" if self.fits else ", above the limit"
-        return f"{self.size:>9}  {_shown(self.peak):>10}  {self.samples_per_second:>12,.0f} samples/s{word}"
+        return f"{self.size:>9}  {_format_size(self.peak):>10}  {self.samples_per_second:>12,.0f} samples/s{word}"
 
 
 @command()
@@ -141,7 +141,7 @@ class Trials:
             # Ranks next to one without memory have nothing to save.
             "launch.grace_seconds": 2,
         }
-        self._config = shortened(config, decided, changes, room="find_batch", overrides=overrides)
+        self._config = shorten_config(config, decided, changes, room="find_batch", overrides=overrides)
         self.directory = make_exclusively(Path(self._config[COMPOSITION].directory))
         self.directory_shown = shown_path(self.directory)
         self._jobs = jobs
@@ -189,7 +189,7 @@ class Trials:
         larger = [one.size for one in self.done if not one.fits]
         beyond = f"; {min(larger)} does not fit" if larger else "; no larger size was tried"
         return "\n".join([
-            f"largest   {found.size}: {_shown(found.peak)} of {_shown(self.limit)}{beyond}",
+            f"largest   {found.size}: {_format_size(found.peak)} of {_format_size(self.limit)}{beyond}",
             f"fastest   {fastest.size}: {fastest.samples_per_second:,.0f} samples a second",
             f"table     {self.directory_shown}/{TABLE}",
             "The learning rate stays the same: for another size python -m exp.find_lr may find another.",
@@ -197,7 +197,7 @@ class Trials:
         ])  # fmt: skip
 
 
-def _shown(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 

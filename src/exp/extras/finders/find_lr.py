@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ErrorDetails, RunError, config_error, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shortened, shown_path
+from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shorten_config, shown_path
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             "steps": flags.steps,
         }
         changes = {"callbacks": {"range_test": test}, "trainer.max_steps": flags.steps}
-        short = shortened(config, decided, changes, room="find_lr", overrides=arguments.overrides)
+        short = shorten_config(config, decided, changes, room="find_lr", overrides=arguments.overrides)
         left = ["schedule", *(f"callbacks.{name}" for name in parted_callbacks(decided)[1])]
         print(f"{flags.steps} steps at learning rates from {flags.min:g} to {flags.max:g}; no {', '.join(left)}")
         from exp.start import fit

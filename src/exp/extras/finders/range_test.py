@@ -95,7 +95,7 @@ class RangeTest(Callback):
         # The loss of the whole batch, over micro-batches and ranks, which is the same on all of them.
         loss = self._recording(trainer).latest["loss/train"]
         self.losses.append(loss)
-        end = self._judged(loss)
+        end = self._judge(loss)
         if end is not None:
             self.end = end
             trainer.should_stop = True
@@ -128,7 +128,7 @@ class RangeTest(Callback):
         for group, factor in self._factors:
             group["lr"] = rate * factor
 
-    def _judged(self, loss: float) -> End | None:
+    def _judge(self, loss: float) -> End | None:
         """Add a loss to the smoothed ones, and return the reason to end the test, or None."""
         if not math.isfinite(loss):
             self.smoothed.append(math.nan)

@@ -138,7 +138,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     return config, decided
 
 
-def shortened(
+def shorten_config(
     config: DictConfig, decided: Plan, changes: Mapping[str, Any], *, room: str, overrides: Sequence[str]
 ) -> DictConfig:
     """Return the config of the short run.

@@ -35,7 +35,7 @@ class DigitDomains(Tensors):
         order = permutation(seed=0, epoch=0, length=len(images))
         source, unlabelled, val, test = order.split([600, 600, 297, 300])
         if part == "train":
-            changed = _changed(images[unlabelled], change)
+            changed = _change_domain(images[unlabelled], change)
             entries = {
                 "input": torch.cat([images[source], changed]),
                 "target": torch.cat([classes[source], torch.full((len(unlabelled),), UNLABELLED)]),
@@ -46,14 +46,14 @@ class DigitDomains(Tensors):
         else:
             own = val if part == "val" else test
             entries = {
-                "input": _changed(images[own], change),
+                "input": _change_domain(images[own], change),
                 "target": classes[own],
                 "domain": torch.ones(len(own), dtype=torch.int64),
             }
         super().__init__(entries=entries, num_classes=10)
 
 
-def _changed(images: Tensor, change: Change) -> Tensor:
+def _change_domain(images: Tensor, change: Change) -> Tensor:
     """Images `[N, 1, 8, 8]` as the target domain shows them."""
     if change == "inverted":
         return (DARKEST - 2 * CENTRE) / SPREAD - images

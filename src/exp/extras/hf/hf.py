@@ -81,7 +81,7 @@ class HuggingFace(Dataset[object]):
         if (path is None) == (source is None):
             got = "no data set" if path is None else "data.dataset.path and data.dataset.source"
             raise data_error("dataset", got=got, expected="one of data.dataset.path and data.dataset.source")
-        found = _checked(source) if path is None else _saved(data_folder(path, directory=directory))
+        found = _check_splits(source) if path is None else _load_saved(data_folder(path, directory=directory))
         self.held = _one_split(found, split)
         self.rows: datasets.Dataset | None = next(iter(self.held.values())) if len(self.held) == 1 else None
         self.parts_seed = parts_seed
@@ -238,7 +238,7 @@ def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None =
     return {name: arrow_value(table.column(name), 0) for name in (there if names is None else names) if name in there}
 
 
-def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
+def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     """Return the data sets in a folder of save_to_disk, by split.
 
     Raises: ConfigError for another folder, and for one that is damaged.
@@ -257,13 +257,13 @@ def _saved(folder: Path) -> Mapping[str, datasets.Dataset]:
             fix="data=parquet and data=csv read files of tables",
         )
     try:
-        return _checked(datasets.load_from_disk(str(folder.absolute())))
+        return _check_splits(datasets.load_from_disk(str(folder.absolute())))
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         got = f"{folder} ({_line(error)})"
         raise data_error("dataset.path", got=got, expected="a whole folder of save_to_disk") from error
 
 
-def _checked(found: object) -> Mapping[str, datasets.Dataset]:
+def _check_splits(found: object) -> Mapping[str, datasets.Dataset]:
     """Return the result of a function of the user, or a folder, by split.
 
     Raises:

@@ -98,11 +98,11 @@ def compare(
         ReportError: The runs do not have a key or a tag.
     """
     notes = list(problems)
-    wanted = [_wanted(records, text, notes) for text in metrics]
-    tag, mode = wanted[0] if wanted else _monitored(records, notes)
+    wanted = [_find_wanted(records, text, notes) for text in metrics]
+    tag, mode = wanted[0] if wanted else _find_monitored(records, notes)
     typed = list(dict.fromkeys(key for record in records for key in record.typed))
     known = [record for record in records if _is_known(record)]
-    keys = [key for key in typed if len(records) == 1 or len({_swept(record, key) for record in known}) > 1]
+    keys = [key for key in typed if len(records) == 1 or len({_swept_value(record, key) for record in known}) > 1]
     base = Path(os.path.commonpath([record.directory.parent for record in records]))
     points = [_point(record, tag, mode) if wanted else (record.value, record.step) for record in records]
     rows = []
@@ -110,7 +110,7 @@ def compare(
         own = (tag, mode) if tag is not None else (record.monitor, record.mode or "min")
         row = Row(
             job=place,
-            swept={key: _swept(record, key) for key in keys} if _is_known(record) else {},
+            swept={key: _swept_value(record, key) for key in keys} if _is_known(record) else {},
             status=record.status,
             monitor=own[0],
             mode=own[1],
@@ -132,7 +132,7 @@ def compare(
         rows=rows,
         tag=tag,
         keys=differing_keys(rows),
-        repeat_over=_repeated(records, rows, keys, repeat_over, notes),
+        repeat_over=_find_repeat_key(records, rows, keys, repeat_over, notes),
         notes=notes,
     )
 
@@ -142,7 +142,7 @@ def tags_of(metrics: Sequence[str]) -> list[str]:
     return [re.sub(r":(min|max)$", "", text) for text in metrics]
 
 
-def _wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tuple[str, Mode]:
+def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tuple[str, Mode]:
     """Return a tag of --metric, and its mode."""
     (tag,) = tags_of([metric])
     known = list(dict.fromkeys(tag for record in records for tag in (*record.curves, *record.metrics)))
@@ -160,7 +160,7 @@ def _wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tupl
     return tag, mode
 
 
-def _monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str | None, Mode]:
+def _find_monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str | None, Mode]:
     """Return the tag that all runs monitor, and its mode."""
     pairs = {(record.monitor, record.mode) for record in records if record.monitor is not None and record.mode}
     if len(pairs) > 1:
@@ -174,7 +174,7 @@ def _is_known(record: RunRecord) -> bool:
     return bool(record.config or record.typed)
 
 
-def _swept(record: RunRecord, key: str) -> str:
+def _swept_value(record: RunRecord, key: str) -> str:
     found = record.value_of(key)
     return DEFAULT if found is None else found
 
@@ -187,7 +187,7 @@ def _point(record: RunRecord, tag: str | None, mode: Mode) -> tuple[float, int |
     return (record.metrics[tag], None) if step is None and tag in record.metrics else (value, step)
 
 
-def _repeated(
+def _find_repeat_key(
     records: Sequence[RunRecord], rows: Sequence[Row], keys: Sequence[str], asked: str | None, notes: list[str]
 ) -> str | None:
     """Return the key in which repeats differ; None without repeats."""

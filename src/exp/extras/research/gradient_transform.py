@@ -50,12 +50,12 @@ class GradientTransform(Hook, ABC):
         return super().overrides(method)
 
     def forward_pre(self, name: str, module: nn.Module, inputs: tuple[object, ...]) -> object:
-        return self._changed(name, inputs)
+        return self._change(name, inputs)
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
-        return self._changed(name, output)
+        return self._change(name, output)
 
-    def _changed(self, name: str, values: object) -> Any | None:
+    def _change(self, name: str, values: object) -> Any | None:
         if not torch.is_grad_enabled():
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):

@@ -132,7 +132,7 @@ class PerSampleGradients(Hook):
             data = map_tensors(batch.data, lambda _: next(rest)[None])
             assert step.loss_with is not None
             with step.autocast():
-                return step.loss_with(partial(_called, network, parameters), data) * factor
+                return step.loss_with(partial(_call, network, parameters), data) * factor
 
         def norm(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
             found = grad(loss)(parameters, *sample)
@@ -224,7 +224,7 @@ class NoiseScale:
         return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}
 
 
-def _called(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named: Any) -> Any:
+def _call(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named: Any) -> Any:
     return functional_call(network, state, inputs, named)
 
 

@@ -64,15 +64,15 @@ class Schemas:
 
     def __init__(self, targets: Iterable[str], *, allow: Sequence[str] = ()) -> None:
         self._allow = allow
-        found = {name: self._resolved(name) for name in sorted(set(targets))}
+        found = {name: self._resolve(name) for name in sorted(set(targets))}
         self._targets = {name: target for name, target in found.items() if target is not None}
 
     def train(self) -> Schema:
         """Return the schema of train.yaml, and of files with `# @package _global_`."""
         body: Schema = {
-            **fixed(SCHEMA)["properties"],
+            **fixed_keys(SCHEMA)["properties"],
             **{name: _or(self._node(slot_of(name)), NULL) for name in ("module", *NODES)},
-            **{name: _or(self._named(slot_of(f"{name}.entry"))) for name in COLLECTIONS},
+            **{name: _or(self._named_schema(slot_of(f"{name}.entry"))) for name in COLLECTIONS},
             PHASES: _or(self._phases()),
             "hydra": {"type": "object"},
         }
@@ -81,16 +81,16 @@ class Schemas:
     def group(self, name: str) -> Schema:
         """Return the schema of the options of a group, such as optimizer."""
         if name in COLLECTIONS:
-            body = self._named(slot_of(f"{name}.entry"))
+            body = self._named_schema(slot_of(f"{name}.entry"))
         elif name == PHASES:
             body = self._phases()
         elif name in SCHEMA and isinstance(SCHEMA[name], dict):
-            body = fixed(SCHEMA[name])
+            body = fixed_keys(SCHEMA[name])
         else:
             body = self._node(slot_of(name))
         return self._whole(body, f"An option of the group {name}")
 
-    def _resolved(self, name: str) -> Any:
+    def _resolve(self, name: str) -> Any:
         try:
             return resolve(name, returns=("builtins.object",), allow=self._allow)
         except ExpError:
@@ -104,15 +104,19 @@ class Schemas:
             **{name: self._target(name, ANYWHERE) for name in self._targets},
         }
         body = _with_defaults(body)
-        return {"$schema": DRAFT, "title": title, **body, "definitions": _reached(body, definitions)}
+        return {"$schema": DRAFT, "title": title, **body, "definitions": _reachable(body, definitions)}
 
-    def _named(self, slot: Slot) -> Schema:
+    def _named_schema(self, slot: Slot) -> Schema:
         """Return the schema of named nodes."""
         return {"type": "object", "additionalProperties": _or(self._node(slot))}
 
     def _phases(self) -> Schema:
         nodes = {name: _or(self._node(slot_of(f"{PHASES}.one.{name}")), NULL) for name in ("optimizer", "scheduler")}
-        phase = {"type": "object", "properties": {**fixed(PHASE)["properties"], **nodes}, "additionalProperties": False}
+        phase = {
+            "type": "object",
+            "properties": {**fixed_keys(PHASE)["properties"], **nodes},
+            "additionalProperties": False,
+        }
         return {"type": "object", "additionalProperties": phase}
 
     # --- nodes with a _target_ ---
@@ -128,8 +132,8 @@ class Schemas:
             cases.append(_case(name, {"$ref": f"#/definitions/{name}"} if is_plain else one))
         properties: Schema = {"defaults": {}}  # of the file whose node it is
         properties |= {name: VALUE for one in known.values() for name in one["properties"] if name != "defaults"}
-        properties |= {name: self._reserved(slot, name) for name in slot.reserved}
-        properties |= self._bounded(slot, within=properties)
+        properties |= {name: self._reserved_schema(slot, name) for name in slot.reserved}
+        properties |= self._schema_of_bounds(slot, within=properties)
         closed = bool(known) and all(one.get("additionalProperties") is False for one in known.values())
         open_node: Schema = {"properties": properties, **({"additionalProperties": False} if closed else {})}
         return {"type": "object", "allOf": [*cases, {"if": {"not": NODE}, "then": open_node}]}
@@ -150,9 +154,9 @@ class Schemas:
             "_args_": _or({"type": "array", "items": VALUE}),
             "defaults": {},  # of the file whose node it is
             **{one.name: self._parameter(one, slot) for one in signature.parameters.values()},
-            **{one: self._reserved(slot, one) for one in slot.reserved},
+            **{one: self._reserved_schema(slot, one) for one in slot.reserved},
         }
-        properties |= self._bounded(slot, within=properties)
+        properties |= self._schema_of_bounds(slot, within=properties)
         found: Schema = {
             "properties": {key: rule for key, rule in properties.items() if key not in slot.refused},
             "description": (inspect.getdoc(target) or "").strip().split("\n")[0][:200],
@@ -174,11 +178,11 @@ class Schemas:
             return {**about, **_or(kind, *nullable)}
         return {**about, "allOf": [_or(kind, A_NODE, *nullable), VALUE]}
 
-    def _reserved(self, slot: Slot, name: str) -> Schema:
+    def _reserved_schema(self, slot: Slot, name: str) -> Schema:
         rule = VALUES.get(slot.pattern + f".{name}")
         return VALUE if rule is None else _or(annotation_schema(rule))
 
-    def _bounded(self, slot: Slot, within: Iterable[str]) -> Schema:
+    def _schema_of_bounds(self, slot: Slot, within: Iterable[str]) -> Schema:
         """Return the schemas of keys below a slot whose values exp bounds itself."""
         rules = {name: VALUES[f"{slot.pattern}.{name}"] for name in within if f"{slot.pattern}.{name}" in VALUES}
         return {name: _or(annotation_schema(rule)) for name, rule in rules.items()}
@@ -190,7 +194,7 @@ class Schemas:
         return {"items": VALUE, "allOf": [{"if": {"type": "object"}, "then": {"allOf": [*cases, inner]}}]}
 
 
-def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schema]:
+def _reachable(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schema]:
     """Return the definitions that a schema refers to, also through other definitions."""
     found: dict[str, Schema] = {}
     todo = [body]
@@ -201,10 +205,10 @@ def _reached(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schem
     return {name: found[name] for name in definitions if name in found}
 
 
-def fixed(keys: Mapping[str, Any]) -> Schema:
+def fixed_keys(keys: Mapping[str, Any]) -> Schema:
     """Return the schema of a mapping with these keys and no others. keys: as in `exp.config.settings.SCHEMA`."""
     properties = {
-        name: _or(fixed(rule))
+        name: _or(fixed_keys(rule))
         if isinstance(rule, dict)
         else {"description": describe_type(rule), **_or(annotation_schema(rule))}
         for name, rule in keys.items()

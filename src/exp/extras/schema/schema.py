@@ -46,7 +46,7 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
     )
     about = "a package of your own whose classes are read, as in security.allow"
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=about)
-    schemas = made(allow=parser.parse_args(argv).allow, libraries=libraries)
+    schemas = make_schemas(allow=parser.parse_args(argv).allow, libraries=libraries)
     try:
         FOLDER.mkdir(parents=True, exist_ok=True)
         for name, schema in schemas.items():
@@ -59,15 +59,15 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
     return 0
 
 
-def made(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, Any]]:
+def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, Any]]:
     """Return the schemas of this working directory by name: train, and each group."""
     from exp.extras.schema.json_schema import Schemas  # which imports torch
 
-    schemas = Schemas([*_named(), *_of_libraries(libraries)], allow=allow)
+    schemas = Schemas([*_named_targets(), *_of_libraries(libraries)], allow=allow)
     return {"train": schemas.train(), **{group: schemas.group(group) for group in GROUPS}}
 
 
-def _named() -> Iterator[str]:
+def _named_targets() -> Iterator[str]:
     """Yield every `_target_` in the YAML files of the search path."""
     for place in search_places():
         for file in sorted(place.directory.rglob("*.yaml")):

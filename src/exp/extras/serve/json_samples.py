@@ -84,7 +84,7 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
     return made
 
 
-def described(port: Port, description: Description) -> dict[str, Any]:
+def describe_port(port: Port, description: Description) -> dict[str, Any]:
     """Return the name, shape and dtype of an input or output, and the columns of an input."""
     found: dict[str, Any] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
     if port.name in description.columns:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from exp.errors import ExpError, RunError
 from exp.extras.export.onnx_file import OnnxModel
 from exp.extras.export.served_tables import ServedTable
-from exp.extras.serve.json_samples import BadRequest, answer_of, described, read_rows, read_samples
+from exp.extras.serve.json_samples import BadRequest, answer_of, describe_port, read_rows, read_samples
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
@@ -113,7 +113,7 @@ class Service:
                 Route("/health", self._health),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
-            exception_handlers={HTTPException: self._failed},
+            exception_handlers={HTTPException: self._answer_error},
         )
 
     async def _predict(self, request: Request) -> JSONResponse:
@@ -142,16 +142,16 @@ class Service:
 
     async def _describe(self, request: Request) -> JSONResponse:
         about = self._model.description
-        inputs = [described(port, about) for port in self._model.inputs]
+        inputs = [describe_port(port, about) for port in self._model.inputs]
         found = {
             "run": about.run,
             "inputs": self._table.columns if self._table else inputs,
-            "outputs": [described(port, about) for port in self._model.outputs],
+            "outputs": [describe_port(port, about) for port in self._model.outputs],
         }
         return JSONResponse(found)
 
     async def _health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    async def _failed(self, request: Request, error: HTTPException) -> JSONResponse:
+    async def _answer_error(self, request: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)

@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.multirun:
         raise config_error("--multirun", got="several configs", expected="one config", fix="Leave -m out")
-    resolved = _resolved(arguments)
+    resolved = _resolve_config(arguments)
     with survive_output_errors():
-        data = _built(resolved)
+        data = _build(resolved)
         from exp.data.entries import TARGET
         from exp.extras.survey.survey import survey
 
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
         targets = sorted({TARGET, *(name for node in nodes if isinstance(name := node.get("target"), str))})
         with show_transient_line("reading the data"):
             found = survey(data, count=arguments.samples or sys.maxsize, targets=targets)
-        directory = _written(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
+        directory = _write(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
         print((directory / "data.md").read_text(encoding="utf-8"))
         print(f"results    {os.path.relpath(directory)}")
     return 0
 
 
-def _resolved(arguments: argparse.Namespace) -> Resolved:
+def _resolve_config(arguments: argparse.Namespace) -> Resolved:
     """Return the checked config. The network is not built, and may not fit the data.
 
     Raises:
@@ -88,7 +88,7 @@ def _resolved(arguments: argparse.Namespace) -> Resolved:
     return resolved
 
 
-def _built(resolved: Resolved) -> Data:
+def _build(resolved: Resolved) -> Data:
     from exp.check.stages import locate_errors
     from exp.construct import build_data
     from exp.data.data import Data
@@ -105,7 +105,7 @@ def _built(resolved: Resolved) -> Data:
     raise ConfigError(locate_errors(resolved.config, [detail]))
 
 
-def _written(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:
+def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:
     """Write data.md, data.json and pictures to a new directory.
 
     Returns:

@@ -19,7 +19,7 @@ from exp.data.randomness import preserve_generators
 from exp.data.streams import declared_length
 from exp.data.value_names import ValueNames, value_names
 from exp.extras.survey.read_once import entries_of, read_once
-from exp.extras.survey.tallies import Numbers, combined, moments, statistics
+from exp.extras.survey.tallies import Numbers, combine, moments, statistics
 from exp.shared_types import Stage, dtype_name
 
 CHANNELS = (1, 3, 4)
@@ -57,7 +57,7 @@ class Classes:
     ignored: int
     imbalance: float
 
-    def named(self, label: int) -> str:
+    def name_of(self, label: int) -> str:
         """Return the number of a class, and its name."""
         return f"{label} {self.names[label]}" if 0 <= label < len(self.names) else str(label)
 
@@ -158,7 +158,7 @@ def _read(
     hashes: list[bytes | None] = []
     for read in read_once(data, stage, count=count, targets=sorted(targets)):
         values = entries_of(read.data)
-        part.batch = part.batch or {name: _described(value) for name, value in values.items()}
+        part.batch = part.batch or {name: _describe(value) for name, value in values.items()}
         values |= data.in_own_units(stage, torch.arange(read.first, read.first + read.count))
         kept = [place for place in range(read.count) if read.first + place in wanted]
         for name, value in values.items():
@@ -212,7 +212,7 @@ class _Entry:
             self._counts.update(dict(zip(labels.tolist(), counts.tolist(), strict=True)))
             columns, names = columns.reshape(-1, 1), ("",)
         found = moments(columns)
-        self._moments[names] = combined(self._moments[names], found) if names in self._moments else found
+        self._moments[names] = combine(self._moments[names], found) if names in self._moments else found
 
     def close(self, name: str, part: Part, shown: Shown) -> None:
         """Store the sums under a name."""
@@ -259,7 +259,7 @@ def _is_picture(value: Tensor, columns: Sequence[str]) -> bool:
     return value.dim() == 3 and not columns and has_numbers and min(value.shape[1:]) >= LEAST_SIDE
 
 
-def _described(value: object) -> Value:
+def _describe(value: object) -> Value:
     if isinstance(value, Tensor):
         return Value(dtype=dtype_name(value.dtype), shape=tuple(value.shape))
     if isinstance(value, list | tuple):

@@ -40,5 +40,5 @@ def _words(part: Part, name: str, label: Tensor) -> str:
     if label.numel() > 3:
         return str(list(label.shape))
     if name in part.classes and not label.dim():
-        return part.classes[name].named(int(label))
+        return part.classes[name].name_of(int(label))
     return " ".join(f"{number:.3g}" for number in label.reshape(-1).tolist())

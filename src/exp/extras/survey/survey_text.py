@@ -26,7 +26,7 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
         ]),
         "Batches": table(_rows(survey, "batch")),
         "Classes": table([
-            {"part": stage, "value": name, "class": one.named(label), "samples": count}
+            {"part": stage, "value": name, "class": one.name_of(label), "samples": count}
             for stage, part in survey.parts.items()
             for name, one in part.classes.items()
             for label, count in one.counts.items()
@@ -134,9 +134,9 @@ def _of_part(stage: Stage, part: Part) -> Iterator[str]:
         is_single = sum(classes.counts.values()) + classes.ignored == part.looked_at
         if classes.counts and is_single and classes.imbalance >= UNEQUAL:
             rare, *_, often = sorted(classes.counts, key=classes.counts.__getitem__)
-            times = f"{classes.imbalance:.3g} times as often as {classes.named(rare)}"
-            yield f"imbalance: in {stage} the {name} {classes.named(often)} is there {times}"
-        absent = [classes.named(one) for one in range(len(classes.names)) if one not in classes.counts]
+            times = f"{classes.imbalance:.3g} times as often as {classes.name_of(rare)}"
+            yield f"imbalance: in {stage} the {name} {classes.name_of(often)} is there {times}"
+        absent = [classes.name_of(one) for one in range(len(classes.names)) if one not in classes.counts]
         if absent and is_single:
             yield f"absent: {name} {among(absent)} in no sample of {stage} that was looked at"
     if part.samples is None or part.looked_at < part.samples:

@@ -46,7 +46,7 @@ def moments(tensor: Tensor) -> np.ndarray:
     return np.stack([count, missing, len(values) - count - missing, mean, squares, low, high])
 
 
-def combined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return the moments of two groups of rows together, without losing digits if the mean is large.
 
     Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.

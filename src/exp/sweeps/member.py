@@ -167,6 +167,53 @@ class MemberLog:
             self._lines = []
 
 
+class MemberUpdates:
+    """The optimizer of a member, with its schedule and its clipping.
+
+    Args:
+        module: Training module of the member.
+        settings: Settings of the job.
+        total_steps: Optimizer steps of the whole run.
+    """
+
+    def __init__(self, module: TrainingModule, settings: Settings, *, total_steps: int) -> None:
+        trainer, network = settings.trainer, module.network
+        self.parameters = [one for one in network.parameters() if one.requires_grad]
+        self.clips = bool(trainer.gradient_clip_val)
+        self.optimizer, self.schedule = module.optimization.make(
+            network, total_steps=total_steps, total_epochs=trainer.max_epochs
+        )
+        self._interval, self._trainer = module.optimization.interval, trainer
+        self._rates: list[float] | None = None
+
+    def clip(self) -> None:
+        value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
+
+    def note_rates(self, values: Found, *, is_written: bool) -> None:
+        """Add the learning rates that changed, and all of them if the step is written."""
+        if not is_written and self.schedule is None and self._rates is not None:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if is_written or rates != self._rates:
+            self._rates = rates
+            values.update(name_rates(self.optimizer, rates))
+
+    def move_schedule(self, interval: str) -> None:
+        if self.schedule is not None and self._interval == interval:
+            self.schedule.step()
+
+    def state(self) -> State:
+        """Return the entries of a checkpoint."""
+        schedules = [] if self.schedule is None else [self.schedule.state_dict()]
+        return {"optimizer_states": [self.optimizer.state_dict()], "lr_schedulers": schedules}
+
+    def restore(self, state: State) -> None:
+        self.optimizer.load_state_dict(state["optimizer_states"][0])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["lr_schedulers"][0])
+
+
 class Member:
     """A job of a stack.
 
@@ -220,8 +267,6 @@ class Member:
         fitted = decided.data.fitted
         self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
-        self.parameters = [one for one in self.network.parameters() if one.requires_grad]
-        self.clips = bool(settings.trainer.gradient_clip_val)
         self.log = MemberLog(directory, settings, plain)
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
@@ -230,7 +275,6 @@ class Member:
         self._last_path, self._best_path = (directory / CHECKPOINTS / f"{name}.ckpt" for name in ("last", "best"))
         self._text = text
         self._epoch_sum, self._epoch_size = 0.0, 0
-        self._rates: list[float] | None = None
         self._seconds_before = 0.0
         self._is_better = False
         self._hold = contextlib.ExitStack()
@@ -239,12 +283,10 @@ class Member:
         self._best_is_written = False
         self._saved = "no checkpoint was saved before it"
 
-    def join(self, progress: Progress, *, total_steps: int, total_epochs: int) -> None:
+    def join(self, progress: Progress, *, total_steps: int) -> None:
         """Make the optimizer and the schedule, and resume. The tensors of the network are rows of the stack."""
         self._progress = progress
-        self.optimizer, self.schedule = self.module.optimization.make(
-            self.network, total_steps=total_steps, total_epochs=total_epochs
-        )
+        self.updates = MemberUpdates(self.module, self.settings, total_steps=total_steps)
         if self._resumed is not None:
             self._restore(self._resumed)
             self._resumed = None
@@ -268,25 +310,7 @@ class Member:
         """Let other programs resume the run."""
         self._hold.close()
 
-    # --- a step ---
-
-    def clip(self) -> None:
-        trainer = self.settings.trainer
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
-
-    def note_rates(self, values: Found, *, is_written: bool) -> None:
-        """Add the learning rates that changed, and all of them if the step is written."""
-        if not is_written and self.schedule is None and self._rates is not None:
-            return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if is_written or rates != self._rates:
-            self._rates = rates
-            values.update(name_rates(self.optimizer, rates))
-
-    def move_schedule(self, interval: str) -> None:
-        if self.schedule is not None and self.module.optimization.interval == interval:
-            self.schedule.step()
+    # --- values ---
 
     def write_step(self, values: Found, losses: Sequence[float], *, index: int, size: int) -> None:
         """Write a step of training and add its loss to the mean of the epoch.
@@ -398,8 +422,7 @@ class Member:
             # Checkpointing makes the state of the fit loop from the position. The other loops start from zero.
             "loops": {f"{name}_loop": {} for name in ("fit", "validate", "test", "predict")},
             "callbacks": {},
-            "optimizer_states": [self.optimizer.state_dict()],
-            "lr_schedulers": [] if self.schedule is None else [self.schedule.state_dict()],
+            **self.updates.state(),
             **self._fitted,
             LATEST: dict(self.log.latest),
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
@@ -437,9 +460,7 @@ class Member:
         """Resume from a checkpoint of this job, which a stack or a single run wrote."""
         lay_out_optimizer_states(state, self.network)
         self.module.load_state_dict(state["state_dict"])
-        self.optimizer.load_state_dict(state["optimizer_states"][0])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["lr_schedulers"][0])
+        self.updates.restore(state)
         recorded, found = state[STATE], state[BEST]
         self.metrics.update(recorded["metrics"])
         self.log.latest.update(state[LATEST])

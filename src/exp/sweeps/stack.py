@@ -228,13 +228,12 @@ class Stack:
             autocast=precision.forward_context,
         )
         for member in members:
-            member.join(self._progress, total_steps=total_steps, total_epochs=self._epochs)
-        self._optimizers = DirectSteps(
-            [member.optimizer for member in members], [member.parameters for member in members]
-        )
+            member.join(self._progress, total_steps=total_steps)
+        updates = [member.updates for member in members]
+        self._optimizers = DirectSteps([one.optimizer for one in updates], [one.parameters for one in updates])
         self._hooks = StackedHooks(
             decided.hooks,
-            [(member.network, member.optimizer, member.clips) for member in members],
+            [(member.network, member.updates.optimizer, member.updates.clips) for member in members],
             forward=self._forward,
             total_steps=total_steps,
         )
@@ -364,16 +363,16 @@ class Stack:
         gradients, losses = self._network.gradients(batch, is_shared=is_shared, epoch=progress.epoch, index=batch_idx)
         progress.batches += 1
         rows = list(zip(*(gradients[name].unbind(0) for name in self._network.trained), strict=True))
-        clipped = [place for place, member in enumerate(members) if member.clips]
+        clipped = [place for place, member in enumerate(members) if member.updates.clips]
         for place in range(len(members)) if hooks.need_gradients() else clipped:
-            for parameter, gradient in zip(members[place].parameters, rows[place], strict=True):
+            for parameter, gradient in zip(members[place].updates.parameters, rows[place], strict=True):
                 parameter.grad = gradient
         values = hooks.after_backward(gradients)
         is_flush = is_written(index, first=self._start.step, every=self._log_every)
         for member, found in zip(members, values, strict=True):
-            member.note_rates(found, is_written=is_flush)
+            member.updates.note_rates(found, is_written=is_flush)
         for place in clipped:
-            members[place].clip()
+            members[place].updates.clip()
         hooks.after_clipping(values)
         self._optimizers(rows)
         hooks.after_step(values)
@@ -385,7 +384,7 @@ class Stack:
 
     def _move_schedules(self, interval: str) -> None:
         for member in self._members:
-            member.move_schedule(interval)
+            member.updates.move_schedule(interval)
 
     def _forward(self, network: nn.Module, batch: Batch) -> None:
         """Run the forward and the objective of a member as a single run does."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from exp.engine.module import TrainingModule
-from exp.errors import ErrorDetails
+from exp.errors import ErrorDetails, unsuitable
 from exp.models.freezing import Freezing, held_norms
 from exp.spelling import among
 
@@ -68,9 +68,8 @@ def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetai
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
-    got = f"all trained parameters, until epoch {first}"
     expected, fix = "a parameter that is trained in the first epoch", "Leave the head out of the patterns"
-    return [ErrorDetails(key="freeze.parameters", got=got, expected=expected, fix=fix)]
+    return [unsuitable("freeze.parameters", "all trained parameters", f"until epoch {first}", expected, fix)]
 
 
 def _wrap_again(trainer: Trainer, module: nn.Module) -> None:

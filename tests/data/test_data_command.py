@@ -495,4 +495,4 @@ def test_a_user_module_works_and_user_loaders_are_refused(
     assert "| train |     125 |" in capsys.readouterr().out
     assert main(["module=litnet", "data=litdigits"]) == 2
     told = capsys.readouterr().err
-    assert "data._target_: lit.LitDigits, whose loaders give batches and know no samples" in told
+    assert "data._target_: lit.LitDigits with exp.data" in told

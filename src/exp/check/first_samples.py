@@ -193,14 +193,14 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
     def values(seed: int | None) -> Values:
         draw = torch.Generator().manual_seed(seed or 0)
 
-        def made(tensor: Tensor) -> Tensor:
+        def make(tensor: Tensor) -> Tensor:
             if not tensor.dim():
                 return tensor
             shape = (samples, *tensor.shape[1:])
             share = torch.full(shape, 0.5) if seed is None else 0.05 + 0.9 * torch.rand(shape, generator=draw)
             return share.to(tensor.dtype)
 
-        given = map_tensors(trace.output, made)
+        given = map_tensors(trace.output, make)
         return run(lambda *_, **__: given, few)
 
     return values
@@ -233,7 +233,7 @@ def _term_errors(
         except RunError as error:
             yield ErrorDetails(key=key, got=f"in the first samples of {stage}: {error}", expected=expected)
         except REFUSALS as error:
-            shown, fix = _described(values, term)
+            shown, fix = _describe_values(values, term)
             got = f"{type(term.loss).__name__} refuses the targets of {stage}, {shown}: {one_line(error)}"
             yield ErrorDetails(key=key, got=got, expected=expected, fix=fix)
 
@@ -271,7 +271,7 @@ def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
     return all(one.dim() > 0 and len(one) == size for one in read)
 
 
-def _described(values: Mapping[str, object], term: Term) -> tuple[str, str | None]:
+def _describe_values(values: Mapping[str, object], term: Term) -> tuple[str, str | None]:
     """Return the values that a loss refused in words, and the fix."""
     if term.inputs is not None:
         return ", ".join(f"{one} {describe_value(pick(values, name, one))}" for one, name in term.inputs.items()), None

@@ -121,7 +121,7 @@ def with_bounds(target: type, name: str, annotation: object, default: object) ->
     for base in target.__mro__:
         bound = BOUNDS.get(f"{base.__module__}.{base.__qualname__}", {}).get(name)
         if bound is not None:
-            return _annotated(bound, annotation, default)
+            return _annotate(bound, annotation, default)
     return annotation
 
 
@@ -135,7 +135,7 @@ def missing_package(target: type, *, key: str) -> ErrorDetails | None:
     return None
 
 
-def _annotated(bound: Any, annotation: object, default: object) -> object:
+def _annotate(bound: Any, annotation: object, default: object) -> object:
     if not isinstance(bound, Ge | Gt | Interval):
         return bound if default is not None else bound | None
     if annotation is EMPTY or annotation is Any:

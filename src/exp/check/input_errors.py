@@ -126,7 +126,7 @@ def describe_value(value: object, *, batch: int | None = None) -> str:
     )
 
 
-def _given(values: object) -> str:
+def _describe_given(values: object) -> str:
     return describe_value(values, batch=BATCH)
 
 
@@ -140,7 +140,7 @@ def layer_error(error: BaseException, key: str, call: Call, refused: Refused | N
         refused: The function in the layer that raised, if a function of torch did.
     """
     module = call.module
-    given = ", ".join(map(_given, call.inputs)) or "no input"
+    given = ", ".join(map(_describe_given, call.inputs)) or "no input"
     demand = _dtype_demand(module, call, error) or _shape_demand(module, call)
     message = "" if demand is not None else f": {_first_line(error)}{user_location(error)}"
     demand = demand or _general_demand(module, error, refused)
@@ -307,7 +307,7 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
     shown = linecache.getline(frame.filename, line).rstrip("\n")[column - 1 : end] or frame.line or ""
     given = ""
     if refused is not None and refused.sources:
-        given = f"{_word(refused)} is given {', '.join(map(_given, refused.sources))}: "
+        given = f"{_word(refused)} is given {', '.join(map(_describe_given, refused.sources))}: "
     expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
     expected = (refused and _operands(refused)) or expected
     fix = None if refused is None else _fix_of_operands(refused)

@@ -125,7 +125,7 @@ def rate_errors(
     length = MOST if needs_total(factory) else steps() if optimization.interval == "step" else epochs
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
-    def stepped(**values: Any) -> str | None:
+    def take_step(**values: Any) -> str | None:
         for group, first in zip(optimizer.param_groups, groups, strict=True):
             group.update({**first, "lr": first.get("initial_lr", first["lr"])})
             group.pop("initial_lr", None)
@@ -136,10 +136,10 @@ def rate_errors(
             return str(error.errors[0])
         return _schedule_trouble(made, optimizer, length=length)
 
-    trouble = stepped()
+    trouble = take_step()
     if trouble is None:
         return
-    guilty = find_rejected_parameter(stepped, factory, accepts=lambda told: told is None)
+    guilty = find_rejected_parameter(take_step, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
     yield unsuitable(place, value, f"with which {trouble}", EXPECTED)

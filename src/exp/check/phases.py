@@ -38,7 +38,7 @@ def phase_errors(
     if patterns:
         return [*errors, *patterns]
     errors += _claimed_twice(phases, network)
-    return [*errors, *_untrained(phases, network), *_optimizer_errors(phases, network, steps, epochs, made)]
+    return [*errors, *_untrained_errors(phases, network), *_optimizer_errors(phases, network, steps, epochs, made)]
 
 
 def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
@@ -59,7 +59,7 @@ def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
     )
 
 
-def _untrained(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
+def _untrained_errors(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
     """Yield the error of parameters that no phase trains and that are not frozen."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:

@@ -27,7 +27,7 @@ START_KEYS = ("resume", "runtime", "name", "train")
 def resolve(config: DictConfig) -> Resolved:
     """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
     config = copy_config(config)
-    use_resolvers(config, allow=_allowed(config))
+    use_resolvers(config, allow=_allowed_packages(config))
     reading = read(config)
     if Values(reading[0])[ACCELERATOR] == GPU:
         OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
@@ -58,7 +58,7 @@ def resolve(config: DictConfig) -> Resolved:
     return Resolved(config=config, plain=plain, errors=tuple(errors), notes=notes)
 
 
-def _allowed(config: DictConfig) -> list[str]:
+def _allowed_packages(config: DictConfig) -> list[str]:
     """Return the packages that the command line allows; none of a config that exp.compose did not make."""
     return [str(name) for name in config[COMPOSITION][ALLOWED]] if COMPOSITION in config else []
 

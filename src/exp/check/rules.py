@@ -205,7 +205,7 @@ def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
         return
     without = _no_validation(values)
-    for key, monitor in _monitored(values).items():
+    for key, monitor in _monitored_keys(values).items():
         if key != "monitor":
             yield from _monitor_errors(values, key, monitor, without=without)
     yield from _searched_errors(values, without=without)
@@ -232,7 +232,7 @@ def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDe
             yield from _monitor_errors(values, "sweep.monitor", tag, without=without)
 
 
-def _monitored(values: Values) -> dict[str, object]:
+def _monitored_keys(values: Values) -> dict[str, object]:
     """Return what the config monitors, by key. A part that monitors the run's tag is left out."""
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
@@ -284,7 +284,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
 
 def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
     """Return the tags that a config monitors, by key."""
-    return {key: tag for key, tag in _monitored(Values(plain)).items() if isinstance(tag, str)}
+    return {key: tag for key, tag in _monitored_keys(Values(plain)).items() if isinstance(tag, str)}
 
 
 def mode_fits_a_loss(values: Values) -> Iterator[ErrorDetails]:

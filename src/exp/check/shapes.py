@@ -168,7 +168,7 @@ def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str
 def _width_error(
     network: nn.Module, value: Tensor, calls: Sequence[Call], spec: DataSpec, loss: nn.Module | None
 ) -> ErrorDetails | None:
-    wanted, what = _wanted(spec, loss)
+    wanted, what = _needed_width(spec, loss)
     if wanted is None or (value.dim() == 1 and wanted == 1 and spec.num_classes is None):
         return None
     got, origins = f"the network returns {describe_value(value)}", _returning(network)
@@ -185,7 +185,7 @@ def _width_error(
     return ErrorDetails(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
 
 
-def _wanted(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
+def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
     """Return the width of the output that a loss needs, and the reason; None if the loss takes any."""
     classes = "the data has that many classes"
     if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):

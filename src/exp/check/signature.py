@@ -60,7 +60,7 @@ def signature_of(target: Any) -> Signature:
 
 
 def _of_class(target: type) -> Signature:
-    own = _overloaded(target)
+    own = _find_overload(target)
     if own is not None:
         return own
     maker = _maker(target)
@@ -103,7 +103,7 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
     return all(kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for kind in kinds)
 
 
-def _overloaded(target: type) -> Signature | None:
+def _find_overload(target: type) -> Signature | None:
     """Return the longest overload of an `__init__` that only takes `*args, **kwargs`, such as nn.LSTM's."""
     init = inspect.getattr_static(target, "__init__")
     if not inspect.isfunction(init) or not _takes_anything(init):
@@ -151,8 +151,8 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
     """Return a signature that also has the parameters of bases, up to the first base without `**kwargs`."""
     parameters = dict(found.parameters)
     holder = _holder(target, maker)
-    if holder is not None and _hidden(holder):
-        return replace(found, parameters={**_hidden(holder), **parameters}, open=False)
+    if holder is not None and _hidden_parameters(holder):
+        return replace(found, parameters={**_hidden_parameters(holder), **parameters}, open=False)
     reads = not _is_library(maker)
     for base in _bases_above(target, maker):
         if "__init__" not in vars(base):
@@ -162,8 +162,8 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             # The subclass may pass a value itself, so only its own parameters are required.
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
-        if not above.open or _hidden(base):
-            return replace(found, parameters={**_hidden(base), **parameters}, open=reads)
+        if not above.open or _hidden_parameters(base):
+            return replace(found, parameters={**_hidden_parameters(base), **parameters}, open=reads)
         reads = reads or not _is_library(vars(base)["__init__"])
     return replace(found, parameters=parameters, open=True)
 
@@ -173,7 +173,7 @@ def _is_library(function: Callable[..., Any]) -> bool:
     return (function.__module__ or "").partition(".")[0] in LIBRARIES
 
 
-def _hidden(base: type) -> dict[str, Parameter]:
+def _hidden_parameters(base: type) -> dict[str, Parameter]:
     names = HIDDEN_NAMES.get(f"{base.__module__}.{base.__qualname__}", {})
     return {name: Parameter(name=name, annotation=kind, default=None) for name, kind in names.items()}
 

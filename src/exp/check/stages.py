@@ -73,11 +73,11 @@ def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
 
 
 def _follows_the_data(config: DictConfig, key: str) -> bool:
-    raw = _written(config, key)
+    raw = _unresolved_value(config, key)
     return isinstance(raw, str) and "${data." in raw
 
 
-def _written(config: DictConfig, key: str) -> object:
+def _unresolved_value(config: DictConfig, key: str) -> object:
     """Return the value of a key with unresolved interpolations."""
     return Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
 
@@ -148,7 +148,7 @@ def locate_errors(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[Er
 
 
 def _with_interpolation(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
-    written = _written(config, error.key) if error.got == "null" else None
+    written = _unresolved_value(config, error.key) if error.got == "null" else None
     if isinstance(written, str) and written.startswith("${"):
         return replace(error, got=f"{written}, which is null")
     return error

@@ -112,7 +112,7 @@ def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path 
         notes: Receives what was found or skipped.
     """
     unfinished = []
-    for run in sorted(runs, key=_begun, reverse=True):
+    for run in sorted(runs, key=_start_time, reverse=True):
         if not (run / "overrides.yaml").is_file() or (run / "overrides.yaml").read_bytes() != overrides.encode():
             continue
         if is_locked(run / "config.yaml"):
@@ -174,7 +174,7 @@ def _name(config: str) -> str | None:
     return str(content.get("name")) if isinstance(content, dict) else None
 
 
-def _begun(run: Path) -> int:
+def _start_time(run: Path) -> int:
     return (run / "overrides.yaml").stat().st_mtime_ns if (run / "overrides.yaml").is_file() else 0
 
 

@@ -89,7 +89,7 @@ def _declared_functions(config: DictConfig) -> dict[str, str]:
 def _make_resolver(name: str) -> Callable[..., object]:
     """Return a resolver that calls the function which the resolved config declares."""
 
-    def called(*arguments: object, _root_: DictConfig) -> object:
+    def call_function(*arguments: object, _root_: DictConfig) -> object:
         declared, kept = _declared_functions(_root_), OmegaConf.get_cache(_root_)
         if name not in declared or NODE not in kept:
             # OmegaConf's words for an unknown resolver.
@@ -103,4 +103,4 @@ def _make_resolver(name: str) -> Callable[..., object]:
         # A container becomes a part of the resolved config.
         return copy.deepcopy(calls.values[call])
 
-    return called
+    return call_function

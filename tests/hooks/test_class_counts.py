@@ -62,9 +62,11 @@ def test_one_output_for_two_classes_has_a_threshold(outputs, targets):
 
 
 def test_wrong_shapes_and_names_are_errors():
-    with pytest.raises(RunError, match=r"output is \[2, 5, 3, 3\], target \[2, 3, 3\].*must be \[2, 3, 3, 5\]"):
+    with pytest.raises(
+        RunError, match=r"output has shape \[2, 5, 3, 3\], and target \[2, 3, 3\].*expected \[2, 3, 3, 5\]"
+    ):
         evaluated(Confusion, (torch.zeros(2, 5, 3, 3), torch.zeros(2, 3, 3)), num_classes=5)
-    with pytest.raises(RunError, match=r"there is no tensor kind; there are output, target"):
+    with pytest.raises(RunError, match=r"no tensor kind; expected one of output, target"):
         evaluated(Confusion, (torch.zeros(2, 5), torch.zeros(2)), num_classes=5, target="kind")
 
 

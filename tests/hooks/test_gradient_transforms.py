@@ -215,7 +215,7 @@ def test_torch_func_sees_transformed_gradients() -> None:
 def test_a_module_without_floating_tensors_is_an_error() -> None:
     net = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     ScaleGradient(modules=["0"], factor=2.0, at="input").attach(net, name="mine")
-    with pytest.raises(RunError, match=r"hooks\.mine: no floating tensor is at the input of 0"):
+    with pytest.raises(RunError, match=r"hooks\.mine: the input of 0 has no floating-point tensor"):
         net(torch.ones(2, 3, dtype=torch.long))
     with torch.no_grad():
         net(torch.ones(2, 3, dtype=torch.long))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.extras.debugging.dtypes import Dtypes
-from exp.extras.debugging.module_calls import ModuleCalls, next_number, nodes_behind, number_of, running_node
+from exp.extras.debugging.module_calls import ModuleCalls, next_number, nodes_of, number_of, running_node
 
 BOTH = ["hooks=[operators,dtypes]", "logger=[tensorboard]", "trainer.max_steps=2"]
 SMALL = "model.layers.hidden.out_features=16"
@@ -143,7 +143,7 @@ def test_a_node_knows_its_module_and_run() -> None:
     loss = w.sum()
     assert number_of(y.grad_fn) == before
     assert next_number() == number_of(loss.grad_fn) + 1
-    nodes = {node.name(): node for node in nodes_behind(loss)}
+    nodes = {node.name(): node for node in nodes_of(loss)}
     assert {name: calls.maker(node) for name, node in nodes.items() if "Accumulate" not in name} == {
         "MulBackward0": "outer", "ExpBackward0": "inner", "AddBackward0": "outer", "SumBackward0": "loss",
     }  # fmt: skip

@@ -71,7 +71,7 @@ def test_samples_are_a_random_choice_of_the_whole_evaluation():
     assert frames(panel)[::2] == [WRONG if kind else RIGHT for kind in kinds]
     words = [Caption(lines=[f"target {name}", "output disc"], right=name == "disc") for name in ("disc", "bar")]
     expected = draw_captioned(to_rgb(panel.pixels), [words[kind] for kind in kinds],
-                         title=f"{4 - sum(kinds)} of 4 right; orange is wrong", columns=4)  # fmt: skip
+                         title=f"{4 - sum(kinds)} of 4 correct; orange is wrong", columns=4)  # fmt: skip
     assert np.array_equal(panel.draw().pixels[0].permute(1, 2, 0).numpy(), expected)
 
 
@@ -131,5 +131,5 @@ def test_features_show_the_channels_of_the_first_sample(step):
 def test_features_need_a_module_with_maps(step):
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))
     assert list(maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["*"])) == ["features/0"]
-    with pytest.raises(RunError, match=r"no module gives feature maps \[B, C, H, W\] in this step"):
+    with pytest.raises(RunError, match=r"no module has feature maps \[B, C, H, W\] in this step"):
         maps_of(step, net, torch.randn(1, 1, 8, 8), modules=["1", "2"])

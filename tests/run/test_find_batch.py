@@ -77,7 +77,7 @@ def test_the_search_continues_below_a_size_without_memory(name: str, commands, p
     ("words", "message"),
     [
         (["model._target_=mine.Wrong", "--memory", "20GiB"], "more than I can count"),
-        (["data.batch_size=1", "--memory", "1MiB"], "not one sample fits: 1 "),
+        (["data.batch_size=1", "--memory", "1MiB"], "not even one sample fits: 1 "),
     ],
     ids=["another error", "too little memory"],
 )
@@ -135,7 +135,7 @@ def test_few_trials_find_the_limit(start: int, each: float) -> None:
 
 def test_the_search_ends_at_all_samples_or_one_sample() -> None:
     assert search(Modelled(limit=10**6, base=0, each=1.0), start=10, most=500).size == 500
-    with pytest.raises(RunError, match="not one sample fits"):
+    with pytest.raises(RunError, match="not even one sample fits"):
         search(Modelled(limit=10, base=20, each=1.0), start=8, most=None)
 
 

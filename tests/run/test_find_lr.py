@@ -294,7 +294,7 @@ def own(write: Any) -> None:
         (["strategy={_target_: mine.Owner, name: owner}"], "strategy: owner with exp.find_lr"),
         (
             [*UNCHECKED, "module={_target_: mine.Lit}"],
-            "the command shortens exp's own training",
+            "only exp's own training can be shortened",
         ),
     ],
 )
@@ -317,6 +317,6 @@ def test_ctrl_c_exits_130_and_saves_nothing(place: Path, capsys: pytest.CaptureF
     words = ["data=wine", "launch.accelerator=cpu", "model={_target_: mine.Interrupted}"]
     assert main(words) == 128 + signal.SIGINT
     error = capsys.readouterr().err
-    assert "interrupted by signal 2; a test that did not end says nothing, and leaves no state" in error
+    assert "interrupted by signal 2; an incomplete test has no result and saves no state" in error
     assert "Resume with" not in error
     assert list(place.glob("outputs/**/*.ckpt")) == []

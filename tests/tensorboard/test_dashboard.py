@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from exp.extras.dashboard import dashboard
-from exp.extras.dashboard.dashboard import DashboardError, page_for, shown_below
+from exp.extras.dashboard.dashboard import DashboardError, find_event_folders, page_for
 from exp.tensorboard.logger import TensorBoardLogger
 
 
@@ -105,13 +105,13 @@ def test_a_taken_port_fails_and_another_host_warns(tmp_path):
         assert re.match(r"1 run  http://127\.0\.0\.2:\d+/data/plugin/exp/overview ", line)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=100) == 143
-        assert "127.0.0.2: whoever reaches this address can read everything" in process.stderr.read()
+        assert "no authentication; anyone who can reach 127.0.0.2 can read everything" in process.stderr.read()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (name, f"{name} holds no TensorBoard events; expected a run directory, or one above")
+        (name, f"{name} has no TensorBoard events; expected a run directory, or a folder above")
         for name in ("missing", "file", "empty")
     ],
 )
@@ -127,11 +127,11 @@ def test_the_page_fits_the_directory(tmp_path):
     run, sweep = tmp_path / "train" / "2026-01-31" / "1", tmp_path / "train" / "sweeps" / "2026-01-31" / "12-00-00"
     for directory in (run, sweep / "0", sweep / "1"):
         log_a_run(directory)
-    assert len(shown_below(tmp_path)) == 3
-    pages = {path: page_for(path, runs=len(shown_below(path))) for path in (run, sweep, tmp_path)}
+    assert len(find_event_folders(tmp_path)) == 3
+    pages = {path: page_for(path, runs=len(find_event_folders(path))) for path in (run, sweep, tmp_path)}
     assert pages == {run: "overview", sweep: "hparams", tmp_path: "overview"}
     with pytest.raises(DashboardError):
-        shown_below(tmp_path / "nowhere")
+        find_event_folders(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a desktop is taken for granted")

@@ -1,11 +1,11 @@
-"""Jobs of a sweep that a cluster runs: frozen here, handed over, and read again in their run directories.
+"""Runs the jobs of a sweep on a cluster: freezes and submits them, and reads the results from their run directories.
 
     sweep                                        a node of the cluster
     freeze   in another process
     submit   -> the cluster's queue        ->    python -m exp.worker RUN_DIR, once a rank
-    ends     <- report.json, the failures of ranks, the cluster's word for the job
+    ends     <- report.json, the failures of ranks, the state of the job in the cluster
 
-The end of a job is reported as if it had run on this machine.
+The end of a job is reported like that of a job on this machine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SETTLE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """A job that can be handed over.
+    """A job that can be submitted.
 
     Args:
         job: Number of the job.
         directory: Run directory.
         placement: Ranks of the job on the node.
-        resume: Newest whole checkpoint of a directory that existed before.
+        resume: Newest complete checkpoint, if the directory existed before.
         settings: Settings of the job.
     """
 
@@ -64,13 +64,13 @@ class Frozen:
 
 @dataclass(kw_only=True)
 class Submitted:
-    """A job that the cluster has.
+    """A job that was submitted.
 
     Args:
         frozen: The job.
-        handle: The cluster's own name for it.
-        ended: The cluster's word for its end; None while it runs.
-        since: When the cluster, or the report of the job, said that it ended.
+        handle: The cluster's name for the job.
+        ended: Words for the final state of the job; None while it runs.
+        since: Time at which the cluster or the report showed the end.
     """
 
     frozen: Frozen
@@ -80,10 +80,13 @@ class Submitted:
 
 
 def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | None) -> Frozen | ExpError:
-    """Freeze a checked config in its run directory, unless it is there, and place its ranks on the cluster's node.
+    """Freeze a checked config in its run directory, if it is not frozen, and place its ranks on a node of the cluster.
 
-    prepare: exp.start.prepare, which freezes.
-    gpus: that the launcher asks for on a node; None: those of launch.devices, where launch.accelerator=cuda.
+    Args:
+        prepare: exp.start.prepare, which freezes.
+        config: Config of the job.
+        job: Number of the job.
+        gpus: GPUs per node that the launcher requests. None: those of launch.devices with launch.accelerator=cuda.
     """
     from exp.check.plan import Plan, place, read_resolved
     from exp.check.starting_point import newest_of
@@ -124,17 +127,17 @@ def output_of(directory: Path, rank: int) -> Path:
 
 
 class ClusterExecutor(ABC):
-    """Runs works of one job each on a cluster.
+    """Runs jobs on a cluster, each alone.
 
     Args:
-        slots: Jobs that are queued or run at once.
+        slots: Jobs that are queued or running at once.
         processes: Starts the processes in which jobs are frozen.
-        prepare: See `freeze_job`; a function that another process finds by its name.
+        prepare: See `freeze_job`. Another process imports it by name.
         gpus: See `freeze_job`.
-        poll_seconds: Interval at which the run directories are read.
+        poll_seconds: Interval between two reads of the run directories.
     """
 
-    # The cluster has a node for each job.
+    # Each job has a node.
     stacks = False
 
     def __init__(
@@ -156,32 +159,32 @@ class ClusterExecutor(ABC):
         """Submit a job, or find it if an earlier sweep submitted it, and return its handle.
 
         Raises:
-            RunError: The cluster does not take it.
+            RunError: The cluster rejects the job.
         """
 
     @abstractmethod
     def _states(self) -> Mapping[Any, str]:
-        """Return the cluster's word for the end of jobs in `_running` that ended, by their handles."""
+        """Return words for the final state of each job in `_running` that ended, by handle."""
 
     @abstractmethod
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
-        """Pass a signal on. Tasks act on it once, however often this is called."""
+        """Send a signal to jobs. Tasks act on it once, even if it is sent several times."""
 
     @abstractmethod
     def _kill(self, jobs: list[Submitted]) -> None:
-        """End jobs at once."""
+        """End jobs immediately."""
 
     def start(self, work: Work) -> None:
         """Freeze and submit a job.
 
         Raises:
-            ConfigError: The work has several jobs to train together.
+            ConfigError: The work is a stack of several jobs.
         """
         if len(work.jobs) > 1:
             raise config_error(
                 "sweep.stack",
                 got=f"{len(work.jobs)} jobs in one process, on a cluster",
-                expected="jobs with a process of their own",
+                expected="one process per job",
                 fix="Write sweep.stack=false, or leave hydra/launcher unchanged",
             )
         job, config = work.jobs[0].number, work.jobs[0].new_config()
@@ -194,7 +197,7 @@ class ClusterExecutor(ABC):
         except Died as error:
             self._failed.append(End(job=job, outcome=RunError(f"the process that freezes the job {error}")))
         except Interrupted:
-            raise  # a signal: the job is put back
+            raise  # the job returns to the queue
         except ExpError as error:
             report_bad_end(Path(config[COMPOSITION].directory), error)
             self._failed.append(End(job=job, outcome=error))
@@ -202,7 +205,7 @@ class ClusterExecutor(ABC):
             self._running.append(Submitted(frozen=frozen, handle=handle))
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait for the end of a job, at most `timeout` seconds, or half a second for signals."""
+        """Wait for the end of a job, at most `timeout` seconds and at most half a second because of signals."""
         limit = time.monotonic() + min(timeout, max(0.5, self._poll_seconds))
         while True:
             ends, self._failed = self._failed, []
@@ -212,7 +215,7 @@ class ClusterExecutor(ABC):
             time.sleep(min(self._poll_seconds, max(0.0, limit - time.monotonic())))
 
     def end(self, signum: int) -> None:
-        """Pass a signal on to every running job; a second call kills them."""
+        """Send a signal to every running job. A second call kills them."""
         if self._signum is None:
             self._signum = signum
             self._signal(self._running, signum)
@@ -249,12 +252,12 @@ class ClusterExecutor(ABC):
         if submitted.since is None and (is_done or has_ended):
             submitted.since = time.monotonic()
         if is_done:
-            # Its ranks leave a moment later, and a cluster may be slow to say so.
+            # The ranks exit a moment later, and a cluster may report it late.
             return report if has_ended or self._is_late(submitted) else None
         ranks = range(frozen.placement.world_size)
         failures = [one for rank in ranks if (one := read_failure(frozen.exchange, rank=rank)) is not None]
         if not has_ended:
-            # A rank that died leaves others waiting for it in a collective.
+            # After the death of a rank, others wait for it in a collective.
             first = min((failure.time for failure in failures if failure.kind != "interrupted"), default=math.inf)
             if len(ranks) > 1 and time.time() > first + SETTLE_SECONDS:
                 self._kill([submitted])
@@ -265,7 +268,7 @@ class ClusterExecutor(ABC):
         return error
 
     def _is_late(self, submitted: Submitted) -> bool:
-        """Return whether no more files can be expected. On a disk that machines share, a file may come late."""
+        """Return whether no more files are expected. On a shared disk, files may appear late."""
         return submitted.since is not None and time.monotonic() > submitted.since + SETTLE_SECONDS
 
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
@@ -286,11 +289,11 @@ class ClusterExecutor(ABC):
 
 
 def _first_cause(submitted: Submitted, failures: list[Failure]) -> ExpError:
-    """Return the error of the rank that ended first, of several ranks."""
-    # A rank that was killed with its task reports nothing, and its neighbors complain.
+    """Return the error of the rank that ended first."""
+    # A rank that was killed with its task reports nothing, and only other ranks report errors.
     if all(failure.kind == "peer" for failure in failures):
-        heard = {failure.rank for failure in failures}
-        silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in heard]
+        reported = {failure.rank for failure in failures}
+        silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in reported]
         reason = f"ended without a message: {submitted.ended}"
         failures = failures + [Failure(rank=rank, time=time.time(), kind="death", reason=reason) for rank in silent[:1]]
     cause = first_cause(failures, silent=())

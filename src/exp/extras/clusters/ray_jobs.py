@@ -1,7 +1,7 @@
-"""hydra/launcher=ray: the jobs of a sweep on Ray, each a task that starts the ranks of a frozen run on its node.
+"""hydra/launcher=ray: jobs of a sweep as tasks of Ray, which start the ranks of a frozen run on a node.
 
-The node is this machine, or the run directories are on a disk that the cluster shares. A process of Ray runs one task
-after another, so ranks have separate processes, as in a run without Ray.
+The run directories must be on a disk that all nodes share. A process of Ray runs several tasks one after another, so
+each rank has a separate process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ POLL_SECONDS = 0.1
 
 
 def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | None:
-    """Run the ranks of a frozen run on this node, until all have ended.
+    """Run the ranks of a frozen run on this node until all have ended.
 
-    place: the working directory of the sweep. folders: from which it imports.
-    Returns: what ended it; None where it did well.
+    Args:
+        frozen: The job.
+        place: Working directory of the sweep.
+        folders: Folders from which the sweep imports.
+
+    Returns:
+        The error that ended the run; None without one.
     """
     launching, runtime = frozen.settings.launch, frozen.settings.runtime
     sys.path += [folder for folder in folders if folder not in sys.path]
@@ -54,7 +59,7 @@ def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | 
 
 @contextlib.contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    """Let what this process starts write to the end of a file."""
+    """Append the output of child processes to a file."""
     kept = [os.dup(number) for number in (1, 2)]
     try:
         with path.open("ab") as file:
@@ -70,9 +75,13 @@ def _output_in(path: Path) -> Iterator[None]:
 class RayExecutor(ClusterExecutor):
     """Runs jobs as tasks of Ray.
 
-    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
-    jobs: sweep.jobs, where it is a number.
-    Raises: ConfigError where there is no cluster at hydra.launcher.address.
+    Args:
+        settings: hydra.launcher, checked.
+        processes, prepare: As in ClusterExecutor.
+        jobs: sweep.jobs if it is a number.
+
+    Raises:
+        ConfigError: No cluster runs at hydra.launcher.address.
     """
 
     def __init__(
@@ -94,14 +103,14 @@ class RayExecutor(ClusterExecutor):
         self._task = ray.remote(run_ranks)
 
     def close(self) -> None:
-        """End what is left, and Ray where it was started here."""
+        """End remaining jobs, and Ray if this executor started it."""
         super().close()
         if self._is_own:
             self._ray.shutdown()
 
     def _start(self) -> None:
         address = self._settings["address"]
-        # Ray sends no usage statistics of a sweep.
+        # Disable the usage statistics of Ray.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
@@ -111,12 +120,12 @@ class RayExecutor(ClusterExecutor):
         except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError is an OSError
             raise config_error(
                 "hydra.launcher.address",
-                got=f"{address}, and Ray says {one_line(error)}",
-                expected="a cluster of Ray that runs, or null for one on this machine",
+                got=f"{address} ({one_line(error)})",
+                expected="a running cluster of Ray, or null for one on this machine",
             ) from error
 
     def _room(self) -> int:
-        """Return the number of jobs of one rank for which the cluster has cores and GPUs."""
+        """Return how many jobs with one rank fit into the cluster."""
         has, settings = self._ray.cluster_resources(), self._settings
         asked = {"CPU": 1 if settings["num_cpus"] is None else settings["num_cpus"], "GPU": settings["num_gpus"] or 0}
         return max(1, min((int(has.get(name, 0) // count) for name, count in asked.items() if count), default=1))
@@ -133,7 +142,7 @@ class RayExecutor(ClusterExecutor):
         has, asked = self._ray.cluster_resources(), self._resources(frozen)
         short = {name: count for name, count in asked.items() if count > has.get(name, 0)}
         if short:
-            # It would wait in the queue for ever.
+            # The job would wait in the queue forever.
             raise config_error(
                 "hydra.launcher",
                 got=", ".join(f"{count:g} {name}" for name, count in short.items()),
@@ -149,7 +158,7 @@ class RayExecutor(ClusterExecutor):
         return {"CPU": cpus, "GPU": gpus, **settings["resources"]}
 
     def _submit(self, frozen: Frozen) -> Any:
-        # What an attempt before this one left is not what comes of this one.
+        # The report of an earlier attempt.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         asked = self._resources(frozen)
         cpus, gpus, name = asked.pop("CPU"), asked.pop("GPU"), f"job {frozen.job}"
@@ -177,15 +186,15 @@ class RayExecutor(ClusterExecutor):
             is_coming = report is None and not self._is_late(submitted)
             return None if is_coming else dead_job(directory, Died("ended with status 0 without a message"))
         if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
-            # A job without other processes is reported like this.
-            told = None if report is None else report.error
-            return dead_job(directory, Died(error.reason)) if told is None else RunError(told["message"])
+            # A job with one process is reported without its rank.
+            reported = None if report is None else report.error
+            return dead_job(directory, Died(error.reason)) if reported is None else RunError(reported["message"])
         assert isinstance(error, ExpError)
         return error
 
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
         for submitted in jobs:
-            # As Ctrl-C; of a task that waits it is the end.
+            # Like Ctrl-C. It ends a task that waits.
             self._ray.cancel(submitted.handle, force=False)
 
     def _kill(self, jobs: list[Submitted]) -> None:

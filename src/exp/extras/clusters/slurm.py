@@ -1,7 +1,7 @@
-"""hydra/launcher=slurm: the jobs of a sweep through submitit, one job of SLURM each, one task a rank.
+"""hydra/launcher=slurm: jobs of a sweep as jobs of SLURM through submitit, with one task per rank.
 
-With cluster=local submitit runs processes on this machine instead. Its batch script and its output of a job are in
-submitit/ of the run directory.
+With cluster=local submitit runs processes on this machine instead. submitit/ in the run directory has the batch script
+and the output of submitit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from exp.sweeps.job import JobProcesses
 log = logging.getLogger(__name__)
 
 FOLDER = "submitit"
-# States of SLURM in which a job may still run; every other one is an end.
+# States of SLURM in which a job has not ended.
 ALIVE = (
     *("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "REQUEUED"),
     *("REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -46,7 +46,7 @@ DOUBTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", UNKNOWN)
 SQUEUE_SECONDS = 5.0
 SIGNAL_SECONDS = 2.0
 LOCAL_POLL, SLURM_POLL = 0.1, 1.0
-# Settings that submitit gives sbatch under the same name.
+# Settings that submitit passes to sbatch under the same name.
 OPTIONS = (
     *("cpus_per_task", "gpus_per_task", "cpus_per_gpu", "mem_per_cpu", "mem_per_gpu", "partition", "account"),
     *("qos", "constraint", "exclude", "nodelist", "gres", "exclusive", "comment", "job_name", "signal_delay_s"),
@@ -54,16 +54,18 @@ OPTIONS = (
 
 
 class SlurmExecutor(ClusterExecutor):
-    """Submits jobs with submitit, and asks SLURM for all of them at once how they are.
+    """Submits jobs with submitit, and reads the states of all jobs with one call of squeue.
 
-    settings: hydra.launcher, checked. processes, prepare: as of ClusterExecutor.
-    jobs: sweep.jobs, where it is a number.
+    Args:
+        settings: hydra.launcher, checked.
+        processes, prepare: As in ClusterExecutor.
+        jobs: sweep.jobs if it is a number.
     """
 
     def __init__(
         self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
-        # The signal before the end of a job's time. By default submitit sends SIGUSR2.
+        # The signal before the time limit of a job. The default of submitit is SIGUSR2.
         os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
         self._settings = settings
         self._is_local = settings["cluster"] == "local"
@@ -85,7 +87,7 @@ class SlurmExecutor(ClusterExecutor):
             raise config_error(
                 "hydra.launcher.nodes",
                 got=f"{nodes}, with launch.nodes={wanted}",
-                expected="the same, or one of the two",
+                expected="the same number, or one of the two",
             )
 
     def _submit(self, frozen: Frozen) -> str:
@@ -94,7 +96,7 @@ class SlurmExecutor(ClusterExecutor):
             job = script.name.removesuffix("_submitted.pkl")
             if self._is_alive(job, folder):
                 return job
-        # What an attempt before this one left is not what comes of this one.
+        # Files of an earlier attempt.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         shutil.rmtree(frozen.exchange, ignore_errors=True)
         frozen.exchange.mkdir()
@@ -119,13 +121,13 @@ class SlurmExecutor(ClusterExecutor):
         return str(job.job_id)
 
     def _submitit(self, frozen: Frozen, folder: Path) -> Any:
-        """submitit's executor for one job."""
+        """Return submitit's executor for one job."""
         import submitit
 
         placed, settings = frozen.placement, self._settings
         gpus = settings["gpus_per_node"]
-        is_told = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
-        if gpus is None and placed.accelerator == "cuda" and not is_told:
+        has_gpus = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
+        if gpus is None and placed.accelerator == "cuda" and not has_gpus:
             gpus = placed.ranks_per_node * placed.layers
         common: dict[str, Any] = {} if gpus is None else {"gpus_per_node": gpus}
         if self._is_local:
@@ -137,7 +139,7 @@ class SlurmExecutor(ClusterExecutor):
         given = {name: settings[name] for name in OPTIONS if settings[name] is not None}
         if settings["mem_gb"] is not None:
             given["mem"] = f"{math.ceil(1024 * settings['mem_gb'])}MB"
-        # Of clusters where a job is queued again only if it says so.
+        # Some clusters queue a job again only with requeue.
         own = {"signal": f"USR1@{settings['signal_delay_s']}", "requeue": True}
         executor.update_parameters(
             **common,
@@ -154,7 +156,7 @@ class SlurmExecutor(ClusterExecutor):
 
     def _states(self) -> Mapping[Any, str]:
         if self._signum is not None and not self._is_killed and time.monotonic() > self._signalled + SIGNAL_SECONDS:
-            # A task that had just begun was not listening.
+            # A task that had just begun missed the first signal.
             self._signal(self._running, self._signum)
         if not self._running:
             return {}
@@ -172,7 +174,7 @@ class SlurmExecutor(ClusterExecutor):
             return {}
         states = {job: said.get(job, UNKNOWN) for job in ids}
         over = {job: state for job, state in states.items() if state not in ALIVE}
-        # A job that is preempted may be on its way back into the queue.
+        # A preempted job may return to the queue.
         doubted = {job for job, state in over.items() if state in DOUBTED}
         sure = {job: state for job, state in over.items() if job not in doubted or job in self._doubted}
         self._doubted = doubted
@@ -191,12 +193,12 @@ class SlurmExecutor(ClusterExecutor):
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
         self._signalled = time.monotonic()
         ids = [submitted.handle for submitted in jobs]
-        # With SIGUSR1 each job would queue itself again.
+        # After SIGUSR1 a job would queue itself again.
         number = signal.SIGTERM if signum == signal.SIGUSR1 else signal.Signals(signum)
         if self._is_local:
             for job in ids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(job), signal.SIGTERM)  # the one that submitit's controller passes on
+                    os.kill(int(job), signal.SIGTERM)  # the signal that submitit's controller forwards
             return
         _scancel("--state=PENDING", *ids)
         _scancel(f"--signal={number.name.removeprefix('SIG')}", *ids)
@@ -217,7 +219,7 @@ class SlurmExecutor(ClusterExecutor):
 
 
 def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
-    """The states of jobs that SLURM knows, those that ended some minutes ago among them; None where it says nothing."""
+    """Return the states of jobs, including those that ended recently; None if squeue fails."""
     command = ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={','.join(jobs)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -231,6 +233,6 @@ def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
 
 
 def _scancel(*arguments: str) -> None:
-    # Of a job that has ended meanwhile it complains.
+    # scancel fails for a job that has ended.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["scancel", *arguments], capture_output=True, timeout=60, check=False)

@@ -1,6 +1,6 @@
-"""A task of a cluster's job: it starts one rank in a new interpreter, passes signals on, and reports its end.
+"""A task of a job on a cluster: starts one rank in a new interpreter, forwards signals, and reports its end.
 
-A scheduler starts one task a rank. The task reports the end of a rank that was killed and could not report it.
+A scheduler starts one task per rank. The task reports the end of a rank that was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_task(
     arguments: Sequence[str],
     cpus: int | None,
 ) -> None:
-    """Run the rank of this task, by the scheduler's variables, until it has ended.
+    """Run the rank of this task until it has ended. The scheduler's variables determine the rank.
 
     Args:
         directory: Directory of the frozen run.
@@ -68,7 +68,7 @@ def run_task(
 
 
 def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
-    """The rank of this task: SLURM's, or of submitit's stand-in for it, whose tasks are on one machine."""
+    """Return the rank of this task, from the variables of SLURM or of submitit's local executor."""
     if "SUBMITIT_EXECUTOR" not in environment or environment["SUBMITIT_EXECUTOR"] != "local":
         return rank_of({name: value for name, value in environment.items() if name not in FOREIGN})
     ranks = int(environment["SUBMITIT_LOCAL_NTASKS"])
@@ -77,7 +77,7 @@ def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
 
 
 def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, str]:
-    """SLURM's variables stay, for ranks of several nodes meet by them; on this machine alone they meet in a file."""
+    """Return the environment of a rank. Ranks meet through SLURM's variables, or on one machine through a file."""
     if os.environ["SUBMITIT_EXECUTOR"] == "local":
         environment = rank_environment(
             rank=rank.global_rank, world_size=rank.world_size, exchange=exchange, threads=cpus
@@ -86,5 +86,5 @@ def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, s
         environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         if cpus is not None:
             environment["OMP_NUM_THREADS"] = str(cpus)
-    # A scheduler ends a job by SIGKILL, and may signal more than once before.
+    # A scheduler may send several signals before SIGKILL.
     return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}

@@ -1,4 +1,4 @@
-"""python -m exp.dashboard [directory]: TensorBoard for outputs/, a sweep or a run, on this machine alone.
+"""python -m exp.dashboard [directory]: TensorBoard for outputs/, a sweep or a run, only for this machine.
 
     python -m exp.dashboard                                   all runs below outputs/
     python -m exp.dashboard outputs/train/sweeps/2026-01-31/12-00-00 --page hparams
@@ -35,7 +35,7 @@ SECONDS_BETWEEN_LOOKS = 5.0
 
 
 class DashboardError(ExpError):
-    """There is nothing to show, or the address is not free."""
+    """Error of a directory without events, or of an address that is not free."""
 
     exit_status = 2
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         0 after Ctrl-C; 143 after SIGTERM; 2 if there is nothing to show or the address is not free.
     """
     arguments = _arguments(argv)
-    count = len(shown_below(arguments.directory))
+    count = len(find_event_folders(arguments.directory))
     page = arguments.page or page_for(arguments.directory, runs=count)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     with (
@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
         address = serve(Path(place), host=arguments.host, port=arguments.port)
         address += OVERVIEW if page == "overview" else f"#{page}"
         if arguments.host != LOOPBACK:
-            warning = "whoever reaches this address can read everything, for TensorBoard asks for no password"
-            print(f"{arguments.host}: {warning}", file=sys.stderr)
+            warning = f"anyone who can reach {arguments.host} can read everything"
+            print(f"warning: no authentication; {warning}", file=sys.stderr)
         print(f"{count} run{'s' if count != 1 else ''}  {address}  (Ctrl-C ends it)", flush=True)
         if arguments.browser and has_screen():
             webbrowser.open(address)
@@ -72,21 +72,21 @@ def main(argv: Sequence[str]) -> int:
             links.refresh()
 
 
-def shown_below(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that hold TensorBoard events.
+def find_event_folders(directory: Path) -> list[Path]:
+    """Return the folders at and below a directory that have TensorBoard events.
 
     Raises:
-        DashboardError: There is none.
+        DashboardError: No folder has events.
     """
     found = runs_below(directory)
     if not found:
-        expected = "expected a run directory, or one above, such as outputs, which python -m exp.train makes"
-        raise DashboardError(f"{directory} holds no TensorBoard events; {expected}. logger=[] writes none")
+        expected = "expected a run directory, or a folder above it, such as outputs of python -m exp.train"
+        raise DashboardError(f"{directory} has no TensorBoard events; {expected}. logger=[] writes none")
     return found
 
 
 def page_for(directory: Path, *, runs: int) -> str:
-    """Return hparams for a sweep, and the overview for all else."""
+    """Return hparams for a sweep, and otherwise the overview."""
     # The table of a sweep is written at its end.
     is_one = runs > 1 and (directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory))
     return "hparams" if is_one else "overview"
@@ -129,7 +129,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("directory", nargs="?", type=Path, default=Path("outputs"), help="outputs, a sweep or a run")
     parser.add_argument("--page", choices=PAGES, help="default: hparams for a sweep, else overview")
-    parser.add_argument("--port", type=int, help="default: the first free one from 6006 on; 0: any free one")
-    parser.add_argument("--host", default=LOOPBACK, help="another address is open to whoever reaches it: no password")
+    parser.add_argument("--port", type=int, help="default: the first free port from 6006; 0: any free port")
+    parser.add_argument("--host", default=LOOPBACK, help="other addresses need no authentication")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="only print the address")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The page of TensorBoard that opens first: Time Series, with the most important curves pinned on top."""
+"""The first page of TensorBoard: Time Series with the most important curves pinned."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tensorboard.plugins import base_plugin
 from exp.shared_types import split_tag
 from exp.tensorboard.curves import read_curves
 
-# After losses, metrics and learning rates.
+# Tags after losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")
 MOST_PINNED = 9
 
 
 class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
-    """Redirects a short address to the long one that names the pinned curves.
+    """Redirects a short address to the address with the pinned curves.
 
-    An experimental plug-in has no tab. It relies on the parameter `pinnedCards` of Time Series, seen in tensorboard
-    2.21; a test fails if it changes.
+    An experimental plug-in has no tab. It uses the parameter `pinnedCards` of Time Series (tensorboard 2.21; a test
+    fails if it changes).
     """
 
     plugin_name = "exp"

@@ -1,4 +1,4 @@
-"""Names runs by their typed overrides: a temporary folder of links, because TensorBoard names runs by their folders.
+"""Names runs by their overrides, with a folder of links, because TensorBoard names runs by their folders.
 
 lr=0.01 model=lenet · 09-39
 lr=0.1 seed=2 · 09-41 job 7
@@ -22,16 +22,16 @@ from exp.tensorboard.hparams import OF_SWEEP
 
 TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
 DATE = re.compile(r"\d{4}-(\d\d-\d\d)")
-# Keys that say nothing about what was tried.
+# Keys that are no hyperparameters.
 PASSED_OVER = ("hydra", "name", "resume", "tags", "print_config")
-# Folders beside runs, which hold none.
+# Folders without runs.
 PASSED_BY = ("checkpoints", "pictures", "predictions", "report")
 # The longest name in bytes; file systems take 255.
 LONGEST = 120
 
 
 class LinkedRuns:
-    """Links to the folders of event files at and below a directory, each with a unique name that stays.
+    """Links to the folders of event files at and below a directory, with unique and stable names.
 
     Args:
         directory: outputs, a sweep, or a run.
@@ -43,7 +43,7 @@ class LinkedRuns:
         self._names: dict[Path, str] = {}
 
     def refresh(self) -> None:
-        """Link new runs, and remove links to runs that are gone."""
+        """Link new runs, and remove links to deleted runs."""
         runs = runs_below(self._directory)
         for folder in self._names.keys() - {*runs}:
             (self._place / self._names.pop(folder)).unlink(missing_ok=True)
@@ -59,12 +59,12 @@ class LinkedRuns:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that hold TensorBoard events of runs."""
+    """Return the folders at and below a directory that have TensorBoard events of runs."""
     runs: list[Path] = []
     for folder, inner, files in os.walk(directory):
         if any(fnmatch.fnmatchcase(name, EVENTS) and not name.endswith(OF_SWEEP) for name in files):
             runs.append(Path(folder))
-        # A run's directory holds no other run, but may hold many files.
+        # A run directory contains no other run, but possibly many files.
         is_run = {"tensorboard", "checkpoints"} <= {*inner}
         others = [name for name in inner if name not in PASSED_BY and not name.startswith(".")]
         inner[:] = ["tensorboard"] if is_run else others
@@ -72,11 +72,11 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def run_name(folder: Path, *, below: Path) -> str:
-    """Return the overrides and the time of a run; the path of a folder that belongs to no run.
+    """Return the overrides and the time of a run, or the path of another folder.
 
     Args:
         folder: The folder of event files.
-        below: The directory that is shown.
+        below: The directory of the dashboard.
     """
     run = _run_of(folder)
     typed = _overrides(run)
@@ -105,7 +105,7 @@ def _run_of(folder: Path) -> Path:
 
 
 def _short(typed: Sequence[str]) -> list[str]:
-    """Return overrides such as `lr=0.01` for `optimizer.lr=0.01` if no other key ends so, without folders of paths."""
+    """Return short overrides: `lr=0.01` for `optimizer.lr=0.01` if `lr` is unique, and paths without folders."""
     parted = [one.partition("=") for one in typed]
     parted = [one for one in parted if one[0].lstrip("+~").partition(".")[0] not in PASSED_OVER]
     count = Counter(key.rpartition(".")[2] for key, _, _ in parted)
@@ -119,7 +119,7 @@ def _short(typed: Sequence[str]) -> list[str]:
 
 
 def _time(run: Path) -> str:
-    """Return the time of a run's directory, its date unless it is today, and the number of a job."""
+    """Return the time of a run directory, its date if it is not today, and the number of a job."""
     parts = run.absolute().parts
     at = next((place for place in reversed(range(len(parts))) if TIME.fullmatch(parts[place])), None)
     if at is None:

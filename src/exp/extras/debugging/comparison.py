@@ -43,7 +43,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerComparison:
-    """One layer compared with float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
+    """A layer compared with float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
 
     Attributes:
         name: Name of the layer in the network.

@@ -1,4 +1,4 @@
-"""The hook `dtypes`: the dtype that each layer ran in."""
+"""The hook `dtypes`: the dtypes of each layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|-
 
 
 class Dtypes(OnChosenSteps):
-    """Shows a table of dtypes as the text `dtypes`: of each layer's inputs, output and own parameters.
+    """Logs the dtypes of the inputs, output and parameters of each layer, as the table `dtypes`.
 
-    A layer whose inputs and output differ was cast by autocast, by precision.keep, or by itself. `kept` is the dtype
-    that the run keeps a layer in, by precision.keep or because it has no kernel in the precision's own. Rank 0's; of a
-    layer that is called several times, all that came up.
+    If the dtypes of inputs and output differ, autocast, precision.keep or the layer itself casts. `kept` is the dtype
+    in which the run keeps a layer, because of precision.keep or because the precision has no kernel for it. The table
+    is that of rank 0. A layer that is called several times has all of its dtypes.
 
-    steps: counted from 1.
-    modules: patterns of the layers in the table. Containers without parameters of their own are not layers.
+    Args:
+        steps: Optimizer steps, counted from 1.
+        modules: Patterns of the layers in the table. Containers without own parameters are no layers.
     """
 
     needs = frozenset({"all_layers", "one_thread"})

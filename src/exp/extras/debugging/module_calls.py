@@ -1,9 +1,9 @@
-"""The calls of modules in a forward, and the module that made a node of autograd's graph.
+"""Records the calls of modules in a forward, and finds the module that created a node of autograd's graph.
 
-This is the adapter of private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
+It uses private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
 `_sequence_nr` of a node is its number among the nodes of one thread, and `_get_sequence_nr` the number of the next
-node. `_current_autograd_node` is the node whose backward runs in this thread. `torch.utils.module_tracker` knows
-neither operations in place nor functions between layers.
+node. `_current_autograd_node` is the node whose backward runs in this thread. `torch.utils.module_tracker` does
+not support in-place operations and functions between layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One call of a module. first, end: the range of the nodes that it made, with those of calls within it."""
+    """A call of a module. The nodes from `first` to `end` were created in it, including its inner calls."""
 
     name: str
     first: int
@@ -29,9 +29,10 @@ class Call:
 
 
 class ModuleCalls:
-    """The calls of a forward, reported as they begin and end.
+    """The calls of modules in a forward.
 
-    outside: Name of work outside every module.
+    Args:
+        outside: Name for work outside all modules.
     """
 
     def __init__(self, *, outside: str = "") -> None:
@@ -47,7 +48,7 @@ class ModuleCalls:
         return call
 
     def end(self, name: str) -> Call | None:
-        """End the last open call of that name, and return it, or None. Calls within it that never ended end, too."""
+        """End the last open call of that name and its inner calls, and return it; None without an open call."""
         call = self._open
         while call is not None and call.name != name:
             call = call.around
@@ -62,9 +63,9 @@ class ModuleCalls:
         return self.outside if self._open is None else self._open.name
 
     def maker(self, node: Node) -> str:
-        """Return the name of the innermost module in whose forward a node was made."""
+        """Return the name of the innermost module whose forward created a node."""
         number = number_of(node)
-        # The last call that began before: itself, or one of those around it, made the node.
+        # The last call that began before the node, or one of the calls around it, created the node.
         place = bisect_right(self._calls, number, key=attrgetter("first")) - 1
         call = self._calls[place] if place >= 0 else None
         while call is not None and (call.end is not None and call.end <= number):
@@ -87,8 +88,8 @@ def running_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
-def nodes_behind(tensor: Tensor) -> Iterator[Node]:
-    """Yield each node that a backward from `tensor` may run, with those that accumulate a parameter's gradient."""
+def nodes_of(tensor: Tensor) -> Iterator[Node]:
+    """Yield each node that a backward from `tensor` may run, including accumulations of gradients of parameters."""
     waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
     # The nodes themselves, because the Python object of a node lives as long as its references.
     seen = set(waiting)

@@ -1,4 +1,4 @@
-"""The hook `operators`: every operator call of chosen steps."""
+"""The hook `operators`: the operator calls of selected steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from exp.shared_types import dtype_name
 # The file has all rows.
 PANEL_ROWS = 300
 HEADER = "| calls | module | operator | shapes | dtypes |\n|---:|---|---|---|---|"
-# Work of a backward outside every module: the gradient of the loss, and gradients that arrive at parameters.
+# Work of a backward outside all modules: the gradient of the loss, and gradients that reach parameters.
 AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
 
 
 class Operators(OnChosenSteps):
-    """Lists the operator calls of the forward and the backward of a step, equal calls counted together.
+    """Lists the operator calls of the forward and backward passes of a step. Equal calls are counted together.
 
-    Each row has the module that made the call, shapes and dtypes. A cast of autocast is a `_to_copy`. The list is the
-    text `operators`, and whole in operators/step-<n>.md of the run directory. It is that of rank 0, over all
-    micro-batches of the step, without calls of the optimizer.
+    Each row has the module of the call, shapes and dtypes. A cast by autocast is a `_to_copy`. The list is the text
+    `operators`; the complete list is operators/step-<n>.md in the run directory. It covers rank 0 and all micro-batches
+    of the step, without calls of the optimizer.
 
     Args:
         steps: Optimizer steps, counted from 1.
-        modules: Patterns of the modules that are named. A call within another module counts for the one around it.
+        modules: Patterns of modules. Calls in other modules are assigned to the module around them.
     """
 
     needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread"})
@@ -96,7 +96,7 @@ class OperatorCall(NamedTuple):
 
     Args:
         direction: forward or backward.
-        module: Innermost module in whose forward the call or its node was made; `objective` for the loss.
+        module: Innermost module whose forward contains the call or created its node; `objective` for the loss.
         operator: Name in torch, without `aten`.
         shapes: Shapes of the tensors, in and out.
         dtypes: Their dtypes.
@@ -110,9 +110,9 @@ class OperatorCall(NamedTuple):
 
 
 class OperatorCalls:
-    """Counts calls, in the order in which each kind came first.
+    """Counts operator calls, in the order of their first occurrence.
 
-    It counts the forward inside `forward()`, and the work between `begin_backward` and `end_backward` in the thread
+    It counts the forward inside `forward()`, and the backward between `begin_backward` and `end_backward` in the thread
     that calls backward.
     """
 
@@ -136,12 +136,12 @@ class OperatorCalls:
         self._backward.enter_context(self._dispatch)
 
     def end_backward(self) -> None:
-        """End a backward. Safe without one."""
+        """End a backward. Does nothing outside a backward."""
         self._in_backward = False
         self._backward.close()
 
     def _note(self, operator: str, taken: list[Tensor], given: list[Tensor]) -> None:
-        # A detach computes nothing, and their number depends on other hooks.
+        # A detach computes nothing, and the number of detaches depends on other hooks.
         if OBSERVING.depth or operator == "aten.detach.default":
             return
         call = OperatorCall(
@@ -155,14 +155,14 @@ class OperatorCalls:
 
 
 def _maker(node: Node | None, modules: ModuleCalls) -> str:
-    """Return the owner of a call in the backward."""
+    """Return the module of a call in the backward."""
     if node is None:
         return AUTOGRAD
     return PARAMETERS if node.name().endswith("AccumulateGrad") else modules.maker(node)
 
 
 def table(calls: OperatorCalls, *, rows: int | None) -> str:
-    """Return Markdown, the forward first, in the order of the first calls. rows: most rows; None for all."""
+    """Return Markdown with the forward first. rows: Largest number of rows; None for all."""
     text = []
     for direction in ("forward", "backward"):
         own = [(call, count) for call, count in calls.counts.items() if call.direction == direction]

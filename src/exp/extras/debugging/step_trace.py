@@ -1,8 +1,8 @@
-"""One forward and one backward with a look at every module, to find the first that gave a number that is not finite.
+"""Runs one forward and one backward, and finds the first module with a value that is not finite.
 
-Forward hooks look at the outputs. In the backward, a hook on each node of the graph looks at the gradients; the node
-belongs to the module in whose forward it was made. Hooks of modules would miss operations in place, functions between
-the layers, and the loss.
+Forward hooks inspect the outputs. In the backward, a hook on each node of the graph inspects the gradients. The node
+belongs to the module whose forward created it. Backward hooks of modules would miss in-place operations, functions
+between layers, and the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from exp.engine.compilation import run_uncompiled
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED
-from exp.extras.debugging.module_calls import ModuleCalls, nodes_behind
+from exp.extras.debugging.module_calls import ModuleCalls, nodes_of
 from exp.hooks.norms import norms
 from exp.hooks.step import Window
 from exp.nested import tensors_in
@@ -28,11 +28,11 @@ OUTSIDE = "objective"
 
 
 class Trace(NamedTuple):
-    """The result for the micro-batches of a step, up to the first that is not finite.
+    """The result of tracing the micro-batches of a step, up to the first that is not finite.
 
     Args:
         is_bad: Whether the loss or a gradient is not finite.
-        where: Sentences on the first module; empty if all numbers are finite.
+        where: Sentences about the first module; empty if all values are finite.
     """
 
     is_bad: bool
@@ -40,7 +40,7 @@ class Trace(NamedTuple):
 
 
 def is_lost(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a number is nan or infinite, except the infinities of a mask."""
+    """Return whether a value is nan or infinite, except the infinities of a mask."""
     return any(not _is_finite(one) and not _is_mask(one) for one in tensors)
 
 
@@ -50,12 +50,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether infinities are meant: negative ones without a gradient, as in attention masks."""
+    """Return whether infinities are intended: negative ones without a gradient, as in attention masks."""
     return not tensor.requires_grad and not (tensor.isnan().any() or (tensor == math.inf).any())
 
 
 def named_modules(network: nn.Module, objective: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a step by name: the network's, then the objective and its terms by their config names."""
+    """Return the modules of a step by name: those of the network, then the objective and its terms by config name."""
     terms: Mapping[str, nn.Module] = getattr(objective, "terms", {"": objective})
     found: dict[str, nn.Module] = {**dict(network.named_modules()), OUTSIDE: objective}
     for term, one in terms.items():
@@ -65,19 +65,19 @@ def named_modules(network: nn.Module, objective: nn.Module) -> dict[str, nn.Modu
 
 
 class Tracer:
-    """Looks at one micro-batch of a network and an objective."""
+    """Traces one micro-batch through a network and an objective."""
 
     def __init__(self, network: nn.Module, objective: nn.Module) -> None:
         self._modules = named_modules(network, objective)
         self._calls = ModuleCalls(outside=OUTSIDE)
-        # Calls under way: name, order, and whether the inputs were finite.
+        # Open calls: name, order, and whether the inputs were finite.
         self._open: list[tuple[str, int, bool]] = []
         self._count = self._order = 0
         self._forward = self._backward = ""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Look at the forward and the objective within the block."""
+        """Trace the forward and the objective within the block."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove)
@@ -85,12 +85,12 @@ class Tracer:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Look at the backward that starts from `loss`."""
-        for node in nodes_behind(loss):
+        """Trace the backward that starts from `loss`."""
+        for node in nodes_of(loss):
             node.register_hook(partial(self._trace_backward, node.name(), self._calls.maker(node)))
 
     def first(self, *, is_lost: bool) -> str:
-        """Return the sentence on the first module. The backward only passes on a loss that is not finite."""
+        """Return the sentence about the first module. If the loss is not finite, the backward is no cause."""
         return self._forward if is_lost else self._backward or self._forward
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class Tracer:
     @torch.no_grad()
     def _leave(self, name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         self._calls.end(name)
-        while self._open[-1][0] != name:  # the forward of a module within this one raised, and was caught
+        while self._open[-1][0] != name:  # an inner forward raised, and the exception was caught
             self._open.pop()
         _, order, was_fine = self._open.pop()
         is_fine = all(map(_is_finite, tensors_in(output)))
@@ -113,13 +113,12 @@ class Tracer:
                 f"The first is {self._label(name)}, in the forward: its output is not finite, and its inputs were."
             )
         elif self._forward and is_fine and (not was_fine or order < self._order):
-            # A module that takes the numbers, or contains their origin, gives finite ones: they were meant, such as
-            # those of a mask before a softmax.
+            # A module with these inputs, or around their origin, has a finite output: the values are intended, such as
+            # a mask before a softmax.
             self._forward = ""
 
     @torch.no_grad()
     def _trace_backward(self, operator: str, name: str, given: object, taken: object) -> None:
-        """Look at the backward of one operator."""
         if self._backward or all(map(_is_finite, tensors_in(given))) or not all(map(_is_finite, tensors_in(taken))):
             return
         operator = operator.split("::")[-1]
@@ -179,10 +178,10 @@ def trace_of(module: TrainingModule, window: Window) -> Trace:
             continue
         count = len(window.batches)
         sentences = [
-            tracer.first(is_lost=not _is_finite(loss)) or "No module gave it from finite numbers.",
+            tracer.first(is_lost=not _is_finite(loss)) or "No module computed it from finite values.",
             f"It is micro-batch {place + 1} of {count}." if count > 1 else "",
             "The data are not finite." if is_lost(tensors_in(batch.data)) else "",
-            f"Not finite before the step already: {', '.join(lost_before[:5])}." if lost_before else "",
+            f"Already not finite before the step: {', '.join(lost_before[:5])}." if lost_before else "",
         ]
         found = Trace(is_bad=True, where=" ".join(filter(None, sentences)))
         if batch.world_size == 1:

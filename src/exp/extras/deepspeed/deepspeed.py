@@ -55,7 +55,7 @@ class DeepSpeed(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """One rank per device."""
+        """Ranks: one per device."""
         return Demand(rest="replicate")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:

@@ -1,4 +1,4 @@
-"""The base of hooks that count by class over an evaluation: `confusion` and `pr_curve`."""
+"""Base of hooks that count by class over an evaluation: `confusion` and `pr_curve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATIONS: tuple[Stage, ...] = ("val", "test")
 
 
 class ClassCounts(Hook, ABC):
-    """Adds up counts on the device, batch by batch, and shows those of all ranks at the end of a stage.
+    """Adds up counts on the device, batch by batch, and logs the counts of all ranks at the end of a stage.
 
     Args:
         num_classes: V, 2 to `most_classes`.
@@ -54,8 +54,8 @@ class ClassCounts(Hook, ABC):
 
     @property
     def classes(self) -> int:
-        """V."""
-        assert self.num_classes is not None, "errors() refuses it"
+        """Number of classes, V."""
+        assert self.num_classes is not None, "errors() rejects it"
         return self.num_classes
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
@@ -63,20 +63,20 @@ class ClassCounts(Hook, ABC):
         yield from stage_errors(self, self.stages, known=EVALUATIONS)
         if self.num_classes is None or not 2 <= self.num_classes <= self.most_classes:
             got = "null" if self.num_classes is None else self.num_classes
-            expected = f"2 to {self.most_classes} classes, of data that has classes"
+            expected = f"2 to {self.most_classes} classes, for data with classes"
             yield self.error("num_classes", got=got, expected=expected, fix=self.leave_out)
         elif planned.trace is not None:
             yield from self._output_errors(planned.trace.output, self.num_classes)
 
     def _output_errors(self, returned: object, classes: int) -> Iterator[ErrorDetails]:
-        """Yield the error of an output without a score for each class. returned: by the network, on the meta device."""
+        """Yield the error of an output without a score for each class. returned: Output of the network on meta."""
         output = returned.get(self.output) if isinstance(returned, Mapping) else returned
         if not isinstance(output, Tensor) or (self.output != "output" and output is returned):
             return
-        # Of two classes one score is enough, and [B, T] may be one for each place.
+        # Two classes need only one score, and [B, T] may be one score per position.
         if classes != 2 and (output.dim() < 2 or output.shape[-1] != classes):
-            got = f"{self.output}, which is [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
-            expected = f"an output of the network that is [B, ..., {classes}]: a score for each class"
+            got = f"{self.output} of shape [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
+            expected = f"an output [B, ..., {classes}]: a score for each class"
             fix = f"Name another one. L{self.leave_out[1:]} otherwise"
             yield self.error("output", got=got, expected=expected, fix=fix)
 
@@ -95,7 +95,7 @@ class ClassCounts(Hook, ABC):
         if stage not in self.stages:
             return None
         mine, self._counts = self._counts, None
-        if mine is None:  # a rank without a share of the data still takes part in the sum
+        if mine is None:  # a rank without data still takes part in the sum
             mine = torch.zeros(self.shape, dtype=torch.int64, device=self._device)
         return self.make_panels(stage, gather(mine).sum(0))
 
@@ -114,14 +114,14 @@ def rows(
         hook: Name of the hook, for errors.
 
     Raises:
-        RunError: An entry is missing, or the shapes are others.
+        RunError: An entry is missing, or the shapes do not match.
     """
     scores, classes = values.get(output), values.get(target)
     names = f"Name other values with hooks.{hook}.output and hooks.{hook}.target, or leave it out with ~hooks.{hook}"
     if not isinstance(scores, Tensor) or not isinstance(classes, Tensor):
         missing = target if isinstance(scores, Tensor) else output
         tensors = ", ".join(key for key, value in values.items() if isinstance(value, Tensor))
-        raise RunError(f"hooks.{hook}: there is no tensor {missing}; there are {tensors}. {names}")
+        raise RunError(f"hooks.{hook}: no tensor {missing}; expected one of {tensors}. {names}")
     classes = classes.to(scores.device, non_blocking=True)  # layers may be split over devices
     if scores.dim() == classes.dim() + 1 and scores.shape[:-1] == classes.shape and scores.shape[-1] == num_classes:
         return scores.detach().flatten(end_dim=-2), classes.flatten().long()
@@ -129,20 +129,20 @@ def rows(
         return scores.detach().flatten(), classes.flatten().long()
     one = f", or one output of the target's shape {list(classes.shape)}" if num_classes == 2 else ""
     raise RunError(
-        f"hooks.{hook} counts by class: {output} is {list(scores.shape)}, {target} {list(classes.shape)}; with "
-        f"{num_classes} classes it must be {[*classes.shape, num_classes]}{one}. {names}"
+        f"hooks.{hook}: {output} has shape {list(scores.shape)}, and {target} {list(classes.shape)}; expected "
+        f"{[*classes.shape, num_classes]} for {num_classes} classes{one}. {names}"
     )
 
 
-def counted_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
-    """Return how often each place from 0 to `size` - 1 occurs: `[size]`, int64. It does not wait for the device.
+def count_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
+    """Return how often each index from 0 to `size` - 1 occurs: `[size]`, int64. Does not wait for the device.
 
     Args:
-        places: int64, of any shape.
-        counted: bool, of a shape that broadcasts to that of `places`. False for a place that does not count.
-        size: Number of places.
+        places: Indices, int64, of any shape.
+        counted: Bool, broadcastable to the shape of `places`. False for an index that does not count.
+        size: Number of indices.
     """
-    # Ignored places go after the last one, because selecting the others would wait for the device.
+    # Ignored indices become `size`, because a selection would wait for the device.
     kept = torch.where(counted, places, size).flatten()
     found = torch.zeros(size + 1, dtype=torch.int64, device=places.device)
     found.index_add_(0, kept, torch.ones_like(kept))
@@ -150,12 +150,12 @@ def counted_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
 
 
 def predict_classes(scores: Tensor, *, threshold: float) -> Tensor:
-    """Return class numbers, int64 `[N]`: of the largest score of `[N, V]`; of `[N]`, 1 above `threshold`."""
+    """Return classes, int64 `[N]`: the largest score of `[N, V]`, or 1 if a score of `[N]` exceeds `threshold`."""
     return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
 
 
 def probabilities(scores: Tensor, *, given: bool) -> Tensor:
-    """Return probabilities in float32 or better. given: whether the scores are probabilities already."""
+    """Return probabilities in float32 or better. given: The scores are probabilities already."""
     scores = scores.to(at_least_float32(scores.dtype))
     if given:
         return scores
@@ -163,7 +163,7 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
 
 
 def stage_errors(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[ErrorDetails]:
-    """Yield the error of an unknown stage, or of none at all."""
+    """Yield the error of unknown stages, or of an empty list."""
     expected = f"some of {', '.join(known)}"
     if not stages:
         yield hook.error("stages", got="[]", expected=expected, fix=hook.leave_out)

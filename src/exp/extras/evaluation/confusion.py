@@ -11,7 +11,7 @@ import torch
 from PIL import Image as Pillow
 from torch import Tensor
 
-from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, predict_classes
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, count_at, predict_classes
 from exp.hooks.figures import (
     INK,
     LINE,
@@ -33,15 +33,15 @@ from exp.shared_types import Stage
 
 
 class Confusion(ClassCounts):
-    """Draws `confusion/<stage>`, the confusion matrix of each evaluation: a row a target, a column a prediction.
+    """Draws `confusion/<stage>`, the confusion matrix of each evaluation: rows are targets, columns predictions.
 
-    Every sample of every rank counts once; a text or a map of pixels by its places. Targets outside 0 to V - 1, such as
-    an ignored -100, do not count. Cells show their count up to 45 classes, and colors alone beyond.
+    Each sample of each rank counts once; texts and maps of pixels count by position. Targets outside 0 to V - 1, such
+    as an ignored -100, do not count. With up to 45 classes, cells show their counts; with more, only colors.
 
     Args:
         num_classes: V, from 2 to 1000.
-        stages: Evaluations that are drawn, of val and test.
-        threshold: For one output and two classes: class 1 is above it. 0 for a score, 0.5 for a probability.
+        stages: Evaluations that are drawn: val, test.
+        threshold: With one output and two classes, larger outputs are class 1. 0 for scores, 0.5 for probabilities.
         output: Name of the scores among the outputs of the network.
         target: Name of the classes among the entries of the batch.
     """
@@ -77,7 +77,7 @@ class Matrix(Panel):
 
     Args:
         counts: `[V, V]`, int64, by target and prediction.
-        names: Names of the classes, if they have any.
+        names: Names of the classes; empty without names.
     """
 
     counts: Tensor
@@ -86,43 +86,42 @@ class Matrix(Panel):
     def draw(self) -> Image:
         counts = self.counts.numpy()
         samples, hits = int(counts.sum()), int(np.trace(counts))
-        right = f", {100 * hits / samples:.1f} % right" if samples else ""
+        right = f", {100 * hits / samples:.1f} % correct" if samples else ""
         picture = matrix(counts, title=f"{samples:,} samples{right}", names=self.names)
         return Image(torch.from_numpy(picture).permute(2, 0, 1)[None])
 
 
 def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
-    """Return how often each prediction met each class: `[V, V]`, int64, by class and prediction.
-
-    It does not wait for the device.
+    """Return the confusion matrix `[V, V]`, int64, by class and prediction. Does not wait for the device.
 
     Args:
         predictions: `[N]`, int64.
-        classes: `[N]`, int64. A class outside 0 to V - 1 does not count.
+        classes: `[N]`, int64. Classes outside 0 to V - 1 do not count.
         num_classes: V.
     """
     counted = (classes >= 0) & (classes < num_classes)
     places = classes * num_classes + predictions
-    return counted_at(places, counted=counted, size=num_classes**2).reshape(num_classes, num_classes)
+    return count_at(places, counted=counted, size=num_classes**2).reshape(num_classes, num_classes)
 
 
-# A cell of the first width holds a number of three characters; with the widest, ten classes fit a card.
+# The first width fits a number with three characters. With the widest cells, ten classes fit a card of TensorBoard.
 CELL_WITH_NUMBER, WIDEST_CELL = 20, 30
 PALEST = 0.2
 
 
 def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.ndarray:
-    """Draw a confusion matrix: a row for each target, a column for each prediction, hits blue and misses orange.
+    """Draw a confusion matrix: rows are targets, columns predictions, hits are blue and misses orange.
 
-    The color of a cell is the root of its share of its row, and PALEST at least, so that one miss among thousands is
-    visible. A large cell shows its count.
+    The depth of a color is the root of the share of the row, at least PALEST, so that one miss among thousands is
+    visible. Large cells show their counts.
 
     Args:
         counts: `[V, V]`, integers, by target and prediction.
         title: Text above the matrix.
-        names: Names of the classes, shown at the rows; by default their numbers.
+        names: Names of the classes at the rows. Default: their numbers.
 
-    Returns: uint8 `[H, W, 3]`, at most about 1,200 high.
+    Returns:
+        uint8 `[H, W, 3]`, at most about 1,200 pixels high.
     """
     classes = len(counts)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -131,7 +130,7 @@ def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.n
     labels = [shorten(name, LONGEST_NAME) for name in (*names, *map(str, range(len(names), classes)))]
     left, top = widest(labels) + 3 * MARGIN, 3 * LINE + 2 * MARGIN
     sheet, pen, font = blank(left + side + 2 * MARGIN, top + side + 2 * MARGIN, title)
-    pen.text((MARGIN, MARGIN + LINE), "a row a target, a column a prediction", fill=INK, font=font)
+    pen.text((MARGIN, MARGIN + LINE), "rows: targets, columns: predictions", fill=INK, font=font)
     hue = np.where(np.eye(classes, dtype=bool)[..., None], RIGHT, WRONG)
     depth = np.where(shares > 0, np.sqrt(shares).clip(min=PALEST), 0)[..., None]
     colours = (255 - (255 - hue) * depth).round().astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The hook `pr_curve`: precision against recall over an evaluation, for each class against the rest."""
+"""The hook `pr_curve`: precision and recall over an evaluation, for each class against the rest."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, counted_at, probabilities
+from exp.extras.evaluation.class_counts import EVALUATIONS, ClassCounts, count_at, probabilities
 from exp.hooks.hook import Values
 from exp.hooks.panels import THRESHOLDS, PrecisionRecallCurve
 from exp.shared_types import Stage
 
 
 class PRCurve(ClassCounts):
-    """Draws `pr_curve/<stage>/<class>`, one class against the rest; `pr_curve/<stage>` of the second of two classes.
+    """Logs `pr_curve/<stage>/<class>`, one class against the rest. With two classes, `pr_curve/<stage>` is the second.
 
-    At each threshold from 0 to 1 a sample is predicted to be of a class if the probability of the class is at least the
-    threshold. Every sample of every rank of the evaluation counts once; a text or a map of pixels by its places.
-    Targets outside 0 to V - 1 do not count. It counts on the device, in constant memory.
+    A sample is predicted to be of a class if the probability of the class is at least the threshold, from 0 to 1. Each
+    sample of each rank counts once; texts and maps of pixels count by position. Targets outside 0 to V - 1 do not
+    count. The hook counts on the device, in constant memory.
 
     Args:
         num_classes: V, 2 or more.
-        stages: Evaluations that are drawn, of val and test.
-        max_classes: The largest number of classes that are drawn, the first ones.
-        probabilities: Whether the outputs are probabilities. Otherwise softmax makes them so, or sigmoid of one output.
+        stages: Evaluations that are logged: val, test.
+        max_classes: Number of classes that are logged, the first ones.
+        probabilities: Whether the outputs are probabilities. Otherwise softmax is applied, or sigmoid to one output.
         output: Name of the scores among the outputs of the network.
         target: Name of the classes among the entries of the batch.
     """
@@ -45,24 +45,24 @@ class PRCurve(ClassCounts):
     ) -> None:
         super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
         self.max_classes, self.probabilities = max_classes, probabilities
-        # The classes that are drawn, on the device: a copy at each batch would wait for it.
+        # The classes on the device, because a copy for each batch would wait for it.
         self._drawn: Tensor | None = None
 
     @property
-    def drawn(self) -> tuple[int, ...]:
-        """The classes that are drawn."""
+    def drawn_classes(self) -> tuple[int, ...]:
+        """Classes that are logged."""
         return (1,) if self.classes == 2 else tuple(range(min(self.classes, self.max_classes)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return len(self.drawn), 2, THRESHOLDS + 1
+        return len(self.drawn_classes), 2, THRESHOLDS + 1
 
     def count(self, scores: Tensor, classes: Tensor) -> Tensor:
         shares = probabilities(scores, given=self.probabilities)
         if shares.dim() == 1:
             shares = torch.stack([1 - shares, shares], dim=1)
         if self._drawn is None or self._drawn.device != shares.device:
-            self._drawn = torch.tensor(self.drawn, device=shares.device)
+            self._drawn = torch.tensor(self.drawn_classes, device=shares.device)
         return count_reached(
             shares.index_select(1, self._drawn),
             classes[:, None] == self._drawn,
@@ -70,32 +70,36 @@ class PRCurve(ClassCounts):
         )
 
     def make_panels(self, stage: Stage, counts: Tensor) -> Values:
-        tags = [f"pr_curve/{stage}/{one}" for one in self.drawn] if len(self.drawn) > 1 else [f"pr_curve/{stage}"]
+        tags = (
+            [f"pr_curve/{stage}/{one}" for one in self.drawn_classes]
+            if len(self.drawn_classes) > 1
+            else [f"pr_curve/{stage}"]
+        )
         return {tag: PrecisionRecallCurve(curve) for tag, curve in zip(tags, cases(counts), strict=True)}
 
 
 def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
-    """Return how many samples reach how many of THRESHOLDS, T, from 0 to 1: `[C, 2, T + 1]`, int64.
+    """Return the number of samples by the number of thresholds that they reach: `[C, 2, T + 1]`, int64.
 
-    The second axis is the samples of other classes and those of the class. It does not wait for the device.
+    The second axis separates samples of other classes from samples of the class. Does not wait for the device.
 
     Args:
         shares: `[N, C]`, probabilities.
         positive: `[N, C]`, bool.
-        counted: `[N]`, bool, false for a sample that does not count.
+        counted: `[N]`, bool. False for a sample that does not count.
     """
     classes = shares.shape[1]
     limits = torch.linspace(0, 1, THRESHOLDS, device=shares.device, dtype=shares.dtype)
-    # A nan reaches none, as in any comparison; searching would put it after the last.
+    # NaN reaches no threshold, but searchsorted would put it after the last one.
     bins = torch.searchsorted(limits, shares.nan_to_num(nan=-1.0).contiguous(), right=True)
     width = THRESHOLDS + 1
     rows = 2 * torch.arange(classes, device=shares.device) + positive
-    found = counted_at(rows * width + bins, counted=counted[:, None], size=2 * classes * width)
+    found = count_at(rows * width + bins, counted=counted[:, None], size=2 * classes * width)
     return found.reshape(classes, 2, width)
 
 
 def cases(found: Tensor) -> Tensor:
-    """Return true and false positives, true and false negatives, `[C, 4, T]`, of the result of `count_reached`."""
+    """Return true and false positives and true and false negatives, `[C, 4, T]`, from the result of `count_reached`."""
     # A sample that reaches more thresholds than t is predicted to be of the class at threshold t.
     predicted = found.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     missed = found.sum(-1, keepdim=True) - predicted

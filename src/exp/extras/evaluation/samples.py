@@ -24,29 +24,28 @@ from exp.spelling import among
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
-# A caption has room for so many numbers.
+# Numbers in a caption.
 NUMBERS = 3
 COLUMNS = 4
 CHANNELS = (1, 3, 4)
 
 
 class Samples(Hook):
-    """Draws `samples/<stage>`: pictures of an evaluation, or of a due training step, each with its captions.
+    """Draws `samples/<stage>`: pictures of an evaluation, or of a due training step, with captions.
 
-    A caption has the target and the output: for classes their names, with a blue frame if they agree and an orange one
-    if not; for a regression up to three numbers. Pictures are un-normalized by `mean` and `std`. Bytes are shown
-    unchanged. Without `mean` and `std`, the smallest value of a picture is black and its largest white.
+    A caption has the target and the output. Classes have their names, with a blue frame if both agree and an orange
+    frame otherwise. Regressions have up to three numbers. Normalized pictures are restored with `mean` and `std`.
+    Bytes are shown unchanged. Without `mean` and `std`, the smallest value is black and the largest white.
 
-    An evaluation shows a random choice from the share of rank 0, always the same one. A training step shows its first
-    samples.
+    An evaluation shows a random selection from rank 0, always the same. A training step shows its first samples.
 
     Args:
-        every_n_steps: Period in training. Each evaluation is drawn.
-        stages: Stages that are drawn, of train, val, test.
+        every_n_steps: Period in training. Every evaluation is drawn.
+        stages: Stages that are drawn: train, val, test.
         count: Number of pictures.
-        mean: Mean by which pixels from 0 to 1 were normalized, one number or one a channel.
+        mean: Mean by which pixels from 0 to 1 were normalized, one number or one per channel.
         std: Deviation by which they were normalized.
-        threshold: For one output and two classes: class 1 is above it. 0 for a score, 0.5 for a probability.
+        threshold: With one output and two classes, larger outputs are class 1. 0 for scores, 0.5 for probabilities.
         input: Name of the pictures among the entries of the batch.
         output: Name of the outputs.
         target: Name of the targets.
@@ -69,7 +68,7 @@ class Samples(Hook):
         self.stages, self.count = tuple(stages), count
         self.mean, self.std, self.threshold = mean, std, threshold
         self.input, self.output, self.target = input, output, target
-        # The pictures of an evaluation so far, by the numbers that were drawn for them.
+        # The pictures of an evaluation, by their random numbers.
         self._parts: dict[float, Shown] = {}
         self._draw = np.random.default_rng(0)
         self._drawn_step = 0
@@ -93,11 +92,11 @@ class Samples(Hook):
     def _scale_errors(self, channels: int | None) -> Iterator[ErrorDetails]:
         if (self.mean is None) != (self.std is None):
             given, other = ("mean", "std") if self.std is None else ("std", "mean")
-            yield self.error(other, got="null", expected=f"a list as hooks.{self.name}.{given} is, or null for both")
+            yield self.error(other, got="null", expected=f"a list like hooks.{self.name}.{given}, or null for both")
             return
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and channels is not None and len(numbers) not in (1, channels):
-                expected = f"one number, or one a channel: {channels}"
+                expected = f"one number, or one per channel: {channels}"
                 yield self.error(name, got=f"{len(numbers)} numbers", expected=expected)
         if self.std is not None and min(self.std, default=0.0) <= 0:
             yield self.error("std", got=list(self.std), expected="numbers above 0")
@@ -111,7 +110,7 @@ class Samples(Hook):
     def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         if stage not in self.stages:
             return
-        # The samples with the smallest numbers are a random choice, whatever the order and the batch size.
+        # The samples with the smallest random numbers are shown, for any order and batch size.
         drawn = self._draw.random(len(next(tensors_in(values[self.input])))).tolist()
         largest = sorted([*self._parts, *drawn])[: self.count][-1]
         self._parts = {number: part for number, part in self._parts.items() if number <= largest}
@@ -138,13 +137,13 @@ class Samples(Hook):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown(Panel):
-    """Pictures and their captions, which are drawn on the host.
+    """Pictures with captions that are drawn on the host.
 
     Args:
         pixels: uint8 `[N, C, H, W]`.
-        targets: `[N, K]`, a few numbers of each, integers for classes. None if there are none, or too many.
-        outputs: Same as targets.
-        names: Names of the classes, if they have any.
+        targets: `[N, K]`, a few numbers per sample, integers for classes. None without targets, or with too many.
+        outputs: Outputs in the same form.
+        names: Names of the classes; empty without names.
     """
 
     pixels: Tensor
@@ -167,7 +166,7 @@ class Shown(Panel):
             for place in range(len(self.pixels))
         ]
         judged = [caption.right for caption in captions if caption.right is not None]
-        title = f"{sum(judged)} of {len(judged)} right; orange is wrong" if judged else f"{len(captions)} samples"
+        title = f"{sum(judged)} of {len(judged)} correct; orange is wrong" if judged else f"{len(captions)} samples"
         sheet = draw_captioned(to_rgb(self.pixels), captions, title=title, columns=COLUMNS)
         return Image(torch.from_numpy(sheet).permute(2, 0, 1)[None])
 
@@ -186,7 +185,7 @@ class Shown(Panel):
 
 
 def join_pictures(parts: Sequence[Shown]) -> Shown:
-    """Return the pictures of several batches, which may differ in size, as one panel."""
+    """Return the pictures of several batches as one panel. Their sizes may differ."""
 
     def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
         known = [one for one in tensors if one is not None]
@@ -201,7 +200,7 @@ def join_pictures(parts: Sequence[Shown]) -> Shown:
 
 
 def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
-    """Return the classes that scores choose; another output unchanged."""
+    """Return the predicted classes of scores. Return other outputs unchanged."""
     if target.is_floating_point():
         return output
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape and output.shape[-1] > 1:
@@ -210,7 +209,7 @@ def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Return `[N, K]` if a caption has room for K numbers."""
+    """Return `[N, K]` if a caption can show K numbers, else None."""
     if tensor is None or not tensor.dim():
         return None
     flat = tensor.reshape(len(tensor), -1)

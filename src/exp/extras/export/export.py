@@ -23,7 +23,7 @@ FORMATS = ("onnx", "torch_export")
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Export, and print what was written.
+    """Export a network, and print the result.
 
     Returns:
         0; 2 for an error in the command or the config; 1 if the network cannot be exported.

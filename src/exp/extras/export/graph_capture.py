@@ -1,4 +1,4 @@
-"""Captures the graph of a network by torch.export, or names the operator and the line that cannot be captured."""
+"""Captures the graph of a network with torch.export. Errors name the operator and the line of code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Dimensions = Mapping[str, Mapping[int, str]]
 
 # A frame in the stack trace that torch keeps for each node of a graph.
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)')
-# torch's message for a dimension that the code of a network, or torch's unrolling of a layer, makes a constant.
+# torch's message for a dimension that becomes a constant.
 CONSTANT = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic .*constant \((\d+)\)")
 
 
@@ -33,13 +33,13 @@ class ExportRefused(RunError):
 
     def __init__(self, place: str, what: str) -> None:
         super().__init__(
-            f"the network cannot be exported. {place}: {what}; expected operators that a graph can hold. "
+            f"the network cannot be exported. {place}: {what}; expected operators that a graph supports. "
             "exp.load(DIR).network() returns the network itself"
         )
 
 
 def dimensions_of(network: NamedNetwork) -> Dimensions:
-    """Return the names of the dimensions that may change, by input and axis: the batch, and lengths without a size."""
+    """Return the names of dynamic dimensions by input and axis: the batch, and lengths without a size."""
     found: dict[str, dict[int, str]] = {}
     for name, spec in network.inputs.items():
         unknown = [axis for axis, size in enumerate(spec.shape, 1) if size is None]
@@ -70,7 +70,7 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
 
 
 def export_error(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
-    """Return the error for a node of the graph, with its place in the config and in the code."""
+    """Return the error of a node of the graph, with its key in the config and its line of code."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()]
     # torch marks further calls of a layer: layer@1.
@@ -104,7 +104,7 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
     constant = CONSTANT.search(str(error))
     if constant is not None:
         name, axis, size = constant.groups()
-        unrolled = "torch.export unrolls LSTM, GRU and RNN, and code may read a size as a number"
+        unrolled = "torch.export unrolls LSTM, GRU and RNN, or the code uses a size as a number"
         what = f"the dimension {dimensions[name][int(axis)]} of {name} becomes the constant {size}: {unrolled}"
         return ExportRefused("model", what)
     paths = {module: path for path, module in reversed(list(network.network.named_modules()))}
@@ -118,9 +118,9 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
 
 
 def _place(network: nn.Module, path: str, frames: list[tuple[str, int, str]]) -> tuple[str, str]:
-    """Return the key of a layer with the line of its forward program, and the layer's class with its line of code.
+    """Return the config key of a layer with the line of its forward program, and the layer's class with its code line.
 
-    The second is empty if the first has a line.
+    The second text is empty if the first has a line.
 
     Args:
         network: The run's network.

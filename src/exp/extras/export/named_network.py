@@ -1,4 +1,4 @@
-"""Turns the network of a saved run into a function of named tensors, from which every exported file is made."""
+"""Wraps the network of a saved run as a function of named tensors, for exports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OUTPUT = "output"
 class NamedNetwork(nn.Module):
     """A network whose forward takes tensors by name, `[B, ...]`, and returns a dict of tensors by name.
 
-    The only tensor of an output is called `output`. Other outputs have the names of nested.named_parts, with a dot
-    between the levels. Parts of an output that are no tensors are left out.
+    A single output tensor is called `output`. Other outputs have the names of nested.named_parts, with dots between
+    levels. Parts that are no tensors are left out.
 
     Args:
         network: The network in evaluation mode.
@@ -56,7 +56,7 @@ class NamedNetwork(nn.Module):
         output = self._call(self.network, inputs)
         found = {OUTPUT: output} if isinstance(output, Tensor) else _tensors(named_parts(output))
         if not found:
-            raise RunError(f"{type(self.network).__name__} returns a {type(output).__name__} without a tensor in it")
+            raise RunError(f"{type(self.network).__name__} returns a {type(output).__name__} without tensors")
         return found
 
 
@@ -68,7 +68,7 @@ def named_network(run: RunFiles, *, weights: str | Path | None) -> NamedNetwork:
         weights: The checkpoint, as in RunFiles.network.
     """
     spec = DataSpec.of(run.settings.data)
-    # As if trained in fp32: without casts between layers.
+    # fp32 has no casts between layers.
     precision = dataclasses.replace(run.settings.precision, word="fp32", keep={})
     settings = dataclasses.replace(run.settings, precision=precision)
     network = dataclasses.replace(run, settings=settings).network(weights)

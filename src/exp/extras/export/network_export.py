@@ -1,9 +1,8 @@
-"""Exports the network of a saved run: a file that other programs run, compared with the network that was trained.
+"""Exports the network of a saved run to a file for other programs, and compares the file with the network.
 
     exported = export(exp.load(DIR), format="onnx", output=Path("network.onnx"))
 
-The file is compared with the network on samples of the run's own data, in batches of 1, 7 and 64, and is not written if
-they differ.
+The comparison uses samples of the run's data in batches of 1, 7 and 64. If the outputs differ, no file is written.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ Runner = Callable[[Mapping[str, Tensor]], Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A file that was written.
+    """An exported file.
 
     Args:
         path: The file.
         bytes: Its size.
-        parameters: The numbers that the network holds.
+        parameters: The number of parameters of the network.
         largest_difference: The largest difference of an output from the network's.
         samples: The number of samples that were compared.
     """
@@ -70,7 +69,7 @@ class Export:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.path}  {self.bytes / 2**20:.2f} MiB, {self.parameters:,} numbers",
+            f"{self.path}  {self.bytes / 2**20:.2f} MiB, {self.parameters:,} parameters",
             f"largest difference from the network {self.largest_difference:.1e}, on {self.samples} samples of its data "
             f"in batches of {among(map(str, SIZES))}",
             NOTE,
@@ -94,9 +93,9 @@ def export(
         weights: The checkpoint, as in RunFiles.network.
 
     Raises:
-        ConfigError: The output is no place for the file.
-        ExportRefused: No graph can hold an operator.
-        RunError: The file gives other numbers than the network, or it cannot be written.
+        ConfigError: The output path is invalid.
+        ExportRefused: An operator is not supported.
+        RunError: The outputs of the file differ from those of the network, or the file cannot be written.
     """
     path = _output(run, format, output, weights=weights)
     if format == "onnx":
@@ -144,7 +143,7 @@ def _description(
 
 
 def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
-    """Return a batch of each of SIZES, and further batches whose sequences have other lengths.
+    """Return a batch of each size in SIZES, and more batches with other lengths of sequences.
 
     Raises:
         RunError: The data has no sample.
@@ -160,8 +159,8 @@ def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
             raw = {name: entries.get(name, only) for name in network.inputs}
             found.append({name: raw[name].to(getattr(torch, spec.dtype)) for name, spec in network.inputs.items()})
     if not found:
-        raise RunError("the run's data has no sample to check the export with")
-    # Only batches of the same lengths can be joined.
+        raise RunError("the data of the run has no samples to check the export")
+    # Only batches with the same lengths can be concatenated.
     alike = [one for one in found if _lengths(one) == _lengths(found[0])]
     whole = {name: torch.cat([one[name] for one in alike]) for name in found[0]}
     return [*(_resize(whole, size) for size in SIZES), *(one for one in found if _lengths(one) != _lengths(whole))]
@@ -198,20 +197,20 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
         except (RunError, RuntimeError) as error:
             shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items())
             reason = shorten(str(error), most=300)
-            raise RunError(f"{named} cannot run it for {shapes}: {reason}. Nothing was written") from error
+            raise RunError(f"{named} cannot run the file for {shapes}: {reason}. Nothing was written") from error
         for name, value in wanted.items():
             if found[name].shape != value.shape:
                 raise RunError(
-                    f"{named} gives {name} of shape {list(found[name].shape)} for a batch of {size}, and the network "
-                    f"{list(value.shape)}; nothing was written"
+                    f"{named} returns {name} of shape {list(found[name].shape)} for a batch of {size}; expected "
+                    f"{list(value.shape)}, as from the network. Nothing was written"
                 )
             apart = np.abs(found[name].astype(np.float64) - value.astype(np.float64))
             difference = float(np.nanmax(apart, initial=0.0))
             if not np.allclose(found[name], value, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True):
                 raise RunError(
-                    f"{named} gives other numbers than the network: {name} differs by {difference:.2e} for a batch of "
-                    f"{size}; expected {ABSOLUTE:g} + {RELATIVE:g} of the number at most. Nothing was written. A "
-                    "network that draws random numbers gives other outputs at each call"
+                    f"{named} returns other values than the network: {name} differs by {difference:.2e} for a batch "
+                    f"of {size}; expected at most {ABSOLUTE:g} + {RELATIVE:g} of the value. Nothing was written. A "
+                    "network that draws random numbers returns other outputs at each call"
                 )
             largest = max(largest, difference)
     return largest

@@ -1,7 +1,7 @@
-"""Writes the captured graph of a network as an ONNX file, reads one, and runs it with ONNX Runtime.
+"""Writes a captured graph as an ONNX file, and reads and runs ONNX files with ONNX Runtime.
 
-exp adds JSON to the file's metadata under `exp`: the run, the units of inputs, and how outputs are read. Files of other
-programs, which lack it, are read too.
+The metadata of the file has JSON under the key `exp`: the run, columns of inputs, and readings of outputs. Files of
+other programs without this key are supported.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Description:
 
     @classmethod
     def of_text(cls, text: str) -> Description:
-        """Read the JSON of a file; keys of other versions of exp are left out.
+        """Read the JSON of a file, and ignore keys of other versions of exp.
 
         Raises:
-            RunError: It is not JSON that exp wrote.
+            RunError: The JSON is not from exp.
         """
         names = [one.name for one in dataclasses.fields(cls)]
         try:
@@ -68,7 +68,7 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """An input or output of a file. shape: a name for each dimension that may change, None without a name."""
+    """An input or output of a file. shape: Dynamic dimensions have a name, or None without one."""
 
     name: str
     shape: tuple[int | str | None, ...]
@@ -80,7 +80,7 @@ class OnnxModel:
 
     Args:
         source: The file, or its bytes.
-        threads: The threads of one call; None leaves it to ONNX Runtime.
+        threads: Threads of one call. None: the default of ONNX Runtime.
 
     Raises:
         MissingExtraError: ONNX Runtime is not installed.
@@ -94,7 +94,7 @@ class OnnxModel:
         if threads is not None:
             options.intra_op_num_threads = threads
         if isinstance(source, Path) and not source.is_file():
-            raise RunError(f"{source} is not there; expected an ONNX file, such as python -m exp.export writes")
+            raise RunError(f"{source} does not exist; expected an ONNX file, such as those of python -m exp.export")
         given, name = (source, "the exported graph") if isinstance(source, bytes) else (str(source), str(source))
         try:
             self._session = runtime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
@@ -109,12 +109,12 @@ class OnnxModel:
         """Return the outputs by name.
 
         Raises:
-            RunError: ONNX Runtime refuses the inputs, such as a number beyond an embedding.
+            RunError: ONNX Runtime rejects the inputs, such as an index outside an embedding.
         """
         try:
             values = self._session.run(None, dict(inputs))
         except Exception as error:  # ONNX Runtime's exceptions have no common class
-            raise RunError(f"ONNX Runtime refuses them: {shorten(str(error), most=300)}") from error
+            raise RunError(f"ONNX Runtime rejects the inputs: {shorten(str(error), most=300)}") from error
         return {port.name: value for port, value in zip(self.outputs, values, strict=True)}
 
 
@@ -131,18 +131,20 @@ def onnx_bytes(
     Args:
         network: The network.
         program: Its graph.
-        dimensions: The names of dimensions that may change, by input and axis.
+        dimensions: The names of dynamic dimensions, by input and axis.
         outputs: The names of the outputs, in order.
         description: The metadata.
 
     Raises:
-        ExportRefused: ONNX does not have an operator.
-        RunError: onnx.checker refuses the file, or it is larger than 2 GiB.
+        ExportRefused: ONNX does not support an operator.
+        RunError: onnx.checker rejects the file, or it is larger than 2 GiB.
     """
     onnx = require_package("onnx", feature="format=onnx")
     size = sum(one.numel() * one.element_size() for one in network.state_dict().values())
     if size > MOST_BYTES:
-        raise RunError(f"the weights take {size:,} bytes, and an ONNX file holds {MOST_BYTES:,}; take another format")
+        raise RunError(
+            f"the weights have {size:,} bytes; expected at most {MOST_BYTES:,} in an ONNX file. Choose another format"
+        )
     with quiet(), torch.no_grad():
         try:
             made = torch.onnx.export(
@@ -163,7 +165,7 @@ def onnx_bytes(
     try:
         onnx.checker.check_model(proto, full_check=True)
     except Exception as error:  # onnx's and protobuf's exceptions have no common class
-        raise RunError(f"onnx.checker refuses what was exported: {shorten(str(error), most=300)}") from error
+        raise RunError(f"onnx.checker rejects the file: {shorten(str(error), most=300)}") from error
     content: bytes = proto.SerializeToString()
     return content
 
@@ -192,7 +194,7 @@ def _port(found: Any) -> Port:
 
 
 def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseException) -> ExportRefused:
-    """Return the error for an operator that ONNX does not have, or whose conversion fails."""
+    """Return the error of an operator that ONNX does not support, or whose conversion fails."""
     texts = [str(cause) for cause in chain_of(error, explicit=True)]
     missing = MISSING.search("\n".join(texts))
     if missing is None:

@@ -1,4 +1,4 @@
-"""Encodes the columns of a table in a request as the training of a run encoded its file."""
+"""Encodes the columns of a table in a request like the training data of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exp.data.unlabelled import trained_table
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.run_files import RunFiles
 
-# The statistics of the training split that encode inputs, and those of them that are tensors.
+# Statistics of the training split that encode inputs. Some of them are tensors.
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
 # Keys of data with functions that change the columns further.

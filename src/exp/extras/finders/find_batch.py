@@ -3,9 +3,9 @@
     python -m exp.find_batch model=resnet
     python -m exp.find_batch model=mlp launch.accelerator=cpu --memory 2GiB
 
-It trains a few steps of the run that exp.train would make at one size after another, each in a process of its own, and
-prints the memory and the samples a second of each. From the config's size it doubles or halves the size until it has
-one that fits and one that does not, and then halves the distance between them.
+It trains a few steps of the run of exp.train at several sizes, each in a new process, and prints memory and samples per
+second. It doubles or halves the size of the config until one size fits and another does not, and then halves the
+distance between them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ErrorDetails, RunError, config_error, missing_value, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, shown_path, write_table
+from exp.extras.finders.short_run import Flag, decide, parse, relative_path, run, shorten_config, write_table
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ PROGRAM = "exp.find_batch"
 TABLE = "batch.csv"
 FEWEST_STEPS = 3
 FLAGS = (
-    Flag("--memory", str, None, "the limit of a process, such as 2GiB; a GPU has its own, a CPU needs one"),
-    Flag("--max", int, None, "the largest size to try; the training samples", above=0),
+    Flag("--memory", str, None, "the memory limit of a process, such as 2GiB; required without a GPU"),
+    Flag("--max", int, None, "the largest size to try; the number of training samples", above=0),
     Flag("--steps", int, 5, "optimizer steps at each size", above=FEWEST_STEPS - 1),
 )
 # The search ends when the smallest size that does not fit is at most this share above the largest that fits.
@@ -42,7 +42,7 @@ WITHIN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result of one size. peak and samples_per_second are None if it ran out of memory."""
+    """The result of one size. After out of memory, peak and samples_per_second are None."""
 
     size: int
     fits: bool
@@ -60,8 +60,9 @@ class Trial:
 def main(argv: Sequence[str]) -> int:
     """Try sizes and print the largest that fits.
 
-    Returns: 0 with a size, 1 if not one sample fits or a run fails, 2 for an error in the command, 128 + n if signal n
-        ended it.
+    Returns:
+        0 with a size, 1 if not even one sample fits or a run fails, 2 for an error in the command, 128 + n after
+        signal n.
     """
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     limit = None if flags.memory is None else memory_bytes(flags.memory)
@@ -108,14 +109,14 @@ def samples_of(decided: Plan) -> int | None:
 
 
 class Trials:
-    """Runs of a few steps at given sizes, in a directory for all of them.
+    """Runs of a few steps at given sizes, in one directory.
 
     Args:
         config: Config of the run.
         decided: Plan of the run.
-        jobs: Runs a config in a process of its own.
+        jobs: Runs a config in a new process.
         steps: Optimizer steps of a trial.
-        limit: Bytes of a process. None is the memory of the GPU.
+        limit: Memory limit of a process in bytes. None: the memory of the GPU.
         overrides: Overrides of the command line.
     """
 
@@ -138,17 +139,17 @@ class Trials:
             "logger": {},
             "trainer.max_steps": steps,
             "trainer.enable_progress_bar": False,
-            # Ranks next to one without memory have nothing to save.
+            # After out of memory on one rank, other ranks have nothing to save.
             "launch.grace_seconds": 2,
         }
         self._config = shorten_config(config, decided, changes, room="find_batch", overrides=overrides)
         self.directory = make_exclusively(Path(self._config[COMPOSITION].directory))
-        self.directory_shown = shown_path(self.directory)
+        self.directory_shown = relative_path(self.directory)
         self._jobs = jobs
         self.limit, self.done = limit, list[Trial]()
 
     def __call__(self, size: int) -> Trial:
-        """Try a size, and print the result. Raises: errors of the run other than of memory."""
+        """Try a size, and print the result. Raise other errors of the run than out of memory."""
         from exp.config.frozen import COMPOSITION
         from exp.extras.finders.size_trial import SUMMARY
         from exp.launch.job_process import Died
@@ -162,7 +163,7 @@ class Trials:
             run(config, fit=self._jobs)
             found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
         except RunError as error:
-            # Out of memory by the callback, or by the system, which kills the process that takes the last memory.
+            # The callback reports out of memory, or the system kills the process.
             path = directory / SUMMARY
             is_known = path.is_file() and not json.loads(path.read_text(encoding="utf-8"))["fits"]
             if not is_known and not (isinstance(error.__cause__, Died) and "SIGKILL" in str(error.__cause__)):
@@ -190,9 +191,9 @@ class Trials:
         beyond = f"; {min(larger)} does not fit" if larger else "; no larger size was tried"
         return "\n".join([
             f"largest   {found.size}: {_format_size(found.peak)} of {_format_size(self.limit)}{beyond}",
-            f"fastest   {fastest.size}: {fastest.samples_per_second:,.0f} samples a second",
+            f"fastest   {fastest.size}: {fastest.samples_per_second:,.0f} samples per second",
             f"table     {self.directory_shown}/{TABLE}",
-            "The learning rate stays the same: for another size python -m exp.find_lr may find another.",
+            "The learning rate is unchanged: python -m exp.find_lr finds one for the new size.",
             with_values(overrides, {"data.batch_size": str(found.size)}),
         ])  # fmt: skip
 
@@ -202,10 +203,15 @@ def _format_size(size: int) -> str:
 
 
 def search(trials: Trials, *, start: int, most: int | None) -> Trial:
-    """Try sizes until the largest that fits and the smallest that does not are within WITHIN.
+    """Return the largest size that fits, by trying sizes until the distance to the next larger size is within WITHIN.
 
-    most: The largest size; None for any. Returns: the largest that fits.
-    Raises: RunError if not one sample fits.
+    Args:
+        trials: Tries a size.
+        start: First size.
+        most: Largest size. None: no limit.
+
+    Raises:
+        RunError: Not even one sample fits.
     """
     largest: Trial | None = None
     size: int | None = start
@@ -217,7 +223,7 @@ def search(trials: Trials, *, start: int, most: int | None) -> Trial:
         else:
             too_large = size
         if largest is None and size == 1:
-            raise RunError(f"not one sample fits: {str(trial).strip()}. Give more with --memory")
+            raise RunError(f"not even one sample fits: {str(trial).strip()}. Increase --memory")
         size = following(0 if largest is None else largest.size, too_large, most=most)
     assert largest is not None
     return largest
@@ -229,7 +235,7 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
     Args:
         largest: The largest size that fits; 0 if none is known.
         too_large: The smallest size that does not fit, if one is known.
-        most: The largest size to try, if there is one.
+        most: The largest size to try. None: no limit.
     """
     step = step_of(largest)
     if too_large is not None and too_large - largest <= step:
@@ -241,5 +247,5 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
 
 
 def step_of(size: int) -> int:
-    """Return the distance within which two sizes count as near."""
+    """Return the distance at which the search ends."""
     return max(1, int(WITHIN * size))

@@ -1,11 +1,11 @@
-"""python -m exp.find_lr [flags] [overrides]: the learning-rate range test of the run that exp.train would make.
+"""python -m exp.find_lr [flags] [overrides]: suggests a learning rate by a range test of the run of exp.train.
 
     python -m exp.find_lr model=mlp optimizer=sgd
     python -m exp.find_lr model=mlp --min 1e-6 --max 10 --steps 200
 
-It trains the run's own network with its own optimizer, objective, precision and strategy, from its own first batches,
-at rates that rise from step to step, in a directory of its own, outputs/<name>/find_lr/<date>/<time>: lr.csv, lr.json,
-lr.png and TensorBoard. It prints the rate at which the loss has fallen by half of its fall, as the command to type.
+It trains the network of the run with its optimizer, objective, precision and strategy on its first batches, at rates
+that increase from step to step. The directory outputs/<name>/find_lr/<date>/<time> gets lr.csv, lr.json, lr.png and
+TensorBoard files. It prints the rate at which half of the decrease of the loss is reached, as a command to type.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ErrorDetails, RunError, config_error, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, parted_callbacks, run, shorten_config, shown_path
+from exp.extras.finders.short_run import Flag, decide, parse, relative_path, run, shorten_config, split_callbacks
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 PROGRAM = "exp.find_lr"
-# Those of engine.range_test, which comes with torch.
+# As in range_test.py, which imports torch.
 FEWEST_STEPS = 20
 FLAGS = (
     Flag("--min", float, 1e-8, "the first rate", above=0),
@@ -33,7 +33,7 @@ FLAGS = (
     Flag("--steps", int, 100, "optimizer steps", above=FEWEST_STEPS - 1),
 )
 ENDS = {
-    "steps": "the last of the rates",
+    "steps": "after the last rate",
     "loss_rose": "the smoothed loss rose above 4 times its lowest",
     "not_finite": "the loss was not finite",
 }
@@ -41,10 +41,10 @@ ENDS = {
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Run the test and print what it suggests.
+    """Run the test and print the suggested rate.
 
-    Returns: 0 with a suggestion, 1 if there is none or the test fails, 2 for an error in the command, 128 + n if signal
-        n ended it.
+    Returns:
+        0 with a suggestion, 1 without one or if the test fails, 2 for an error in the command, 128 + n after signal n.
     """
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
     if not flags.min < flags.max < math.inf:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         }
         changes = {"callbacks": {"range_test": test}, "trainer.max_steps": flags.steps}
         short = shorten_config(config, decided, changes, room="find_lr", overrides=arguments.overrides)
-        left = ["schedule", *(f"callbacks.{name}" for name in parted_callbacks(decided)[1])]
+        left = ["schedule", *(f"callbacks.{name}" for name in split_callbacks(decided)[1])]
         print(f"{flags.steps} steps at learning rates from {flags.min:g} to {flags.max:g}; no {', '.join(left)}")
         from exp.start import fit
 
@@ -91,20 +91,21 @@ def unsuitable(decided: Plan) -> Iterator[ErrorDetails]:
 
 
 def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Return the summary of the test and the command to type. Raises: RunError if the test suggests no rate."""
+    """Return the summary of the test and the command to type. Raise RunError if the test suggests no rate."""
     from exp.cli.command_line import with_values
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
 
     found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    steps, ended, shown = found["steps"], ENDS[found["end"]], shown_path(directory)
+    steps, ended, shown = found["steps"], ENDS[found["end"]], relative_path(directory)
     if found["suggestion"] is None:
         raise RunError(
-            f"the test suggests no rate: in {steps} steps the loss did not fall by more than it varies, or there were "
-            f"too few ({ended}). Look at {shown}/{PICTURE}. Try a lower --min, more --steps or a larger data.batch_size"
+            f"the test suggests no rate: in {steps} steps the loss did not decrease by more than its noise, or the "
+            f"steps were too few ({ended}). Look at {shown}/{PICTURE}. Try a lower --min, more --steps or a larger "
+            "data.batch_size"
         )
     return "\n".join([
         f"ended at step {steps}: {ended}",
-        f"  suggested          {found['suggestion']:.3g}, where the loss had fallen by half of its fall",
+        f"  suggested          {found['suggestion']:.3g}, where half of the decrease of the loss is reached",
         f"  in the config      {found['own_lr']:.3g}",
         f"  curve              {shown}/{PICTURE}, {shown}/{TABLE}",
         f"  TensorBoard        python -m exp.dashboard {shown}",
@@ -113,7 +114,7 @@ def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[st
 
 
 def rates_with(optimizer: Mapping[str, Any], rate: float, *, own: float) -> dict[str, str]:
-    """Return keys and values that set a rate, and scale the rates of groups alike.
+    """Return the keys and values that set a rate and scale the rates of groups by the same factor.
 
     Args:
         optimizer: The config's node.

@@ -1,7 +1,7 @@
-"""The learning-rate range test: rates that rise from step to step, the loss of each step, and the rate to suggest.
+"""The learning-rate range test: increasing rates, the loss of each step, and the suggested rate.
 
 Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, with exponential
-rates and a stop when the smoothed loss rises, as in fastai and in Lightning's lr_find.
+rates and a stop when the smoothed loss increases, as in fastai and Lightning's lr_find.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from exp.shared_types import Batch
 from exp.strategies.whole_state import local_part
 
 TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
-# Of the smoothed loss, a running mean; fastai's and Lightning's.
+# Factor of the running mean of the loss, as in fastai and Lightning.
 BETA = 0.98
 FEWEST_STEPS = 20
-# The test ends when the smoothed loss is so many times its lowest value.
+# The test ends when the smoothed loss exceeds its lowest value by this factor.
 STOP_FACTOR = 4
-# A loss diverges when it is above the first losses by so many of their standard deviations, and by this share of the
-# largest fall.
+# A loss diverges if it exceeds the mean of the first losses by this number of their standard deviations, and by this
+# share of the largest decrease.
 DEVIATIONS, OF_FALL = 6, 0.25
-# No suggestion is above this share of the rate at which the loss diverged or the test ended: with a quarter of that
-# rate a LeNet under SGD with momentum ends three epochs at chance.
+# Largest share of the rate at which the loss diverged or the test ended. With a quarter of that rate, a LeNet with SGD
+# and momentum is at chance level after three epochs.
 OF_LAST_RATE = 0.1
-# A fall of fewer standard deviations of the first losses is noise, one of a smaller share of the loss is rounding.
+# A decrease below this number of standard deviations is noise. Below this share of the loss it is rounding.
 NOISE, ROUNDING = 1.25, 1e-6
 End = Literal["steps", "loss_rose", "not_finite"]
 
 
 class RangeTest(Callback):
-    """A callback that raises the learning rate at every optimizer step, and ends the training when the loss rises.
+    """A callback that increases the learning rate at every optimizer step, and ends the training when the loss rises.
 
-    All groups of the optimizer keep their ratios. The loss of a step was computed before the rate of the step changed a
-    weight. The callback writes lr.csv, lr.json and lr.png into the run directory. trainer.log_every_n_steps must be 1:
-    Recording has the losses.
+    The ratios between groups of the optimizer stay the same. The loss of a step is computed before its update. The
+    callback writes lr.csv, lr.json and lr.png to the run directory. It reads the losses from Recording, so that
+    trainer.log_every_n_steps must be 1.
 
     Args:
         lowest: First value of optimizer.lr.
@@ -83,7 +83,7 @@ class RangeTest(Callback):
             raise RunError(f"optimizer.lr is {own:g}; expected above 0: the groups' rates are multiples of it")
         self._factors = [(group, float(group["lr"]) / own) for group in optimizer.param_groups]
         for group, _ in self._factors:
-            # The notes on the first steps recognize a warm-up by this value.
+            # Notes about the first steps recognize a warm-up by this key.
             group.setdefault("initial_lr", group["lr"])
         self._set_rate()
 
@@ -91,8 +91,8 @@ class RangeTest(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         if trainer.global_step == len(self.losses):
-            return  # a micro-batch before the last of its step
-        # The loss of the whole batch, over micro-batches and ranks, which is the same on all of them.
+            return  # not the last micro-batch of a step
+        # The loss over all micro-batches and ranks, which is the same on each rank.
         loss = self._recording(trainer).latest["loss/train"]
         self.losses.append(loss)
         end = self._judge(loss)
@@ -102,7 +102,7 @@ class RangeTest(Callback):
         elif len(self.losses) < len(self.rates):
             self._set_rate()
         if end == "not_finite":
-            # Weights may not be finite either, which would end the run with an error. They are thrown away.
+            # Weights that are not finite would end the run with an error. They are not used again.
             with torch.no_grad():
                 for tensor in (*pl_module.parameters(), *pl_module.buffers()):
                     if tensor.is_floating_point():
@@ -134,10 +134,10 @@ class RangeTest(Callback):
             self.smoothed.append(math.nan)
             return "not_finite"
         self._mean = BETA * self._mean + (1 - BETA) * loss
-        # The mean began with 0, which weighs BETA ** n after n losses.
+        # The initial mean of 0 has the weight BETA ** n after n losses.
         smoothed = self._mean / (1 - BETA ** len(self.losses))
         self.smoothed.append(smoothed)
-        # In a form that holds for losses below 0, too.
+        # This form also supports negative losses.
         is_high = smoothed > self._lowest + (STOP_FACTOR - 1) * abs(self._lowest)
         self._lowest = min(self._lowest, smoothed)
         return "loss_rose" if is_high else None
@@ -147,14 +147,14 @@ class RangeTest(Callback):
 
 
 def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """Return rates from the lowest to the highest, each the same multiple of the one before."""
+    """Return rates from the lowest to the highest, with a constant factor between neighbors."""
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 
 def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate at which the loss has fallen by half of its largest fall before the first divergence.
+    """Return the rate at which half of the largest decrease of the loss is reached, before the first divergence.
 
-    Losses are means over neighboring steps. None if the loss did not fall by more than it varies at first.
+    Losses are means over neighboring steps. Return None if the decrease is not larger than the noise.
     """
     stop = steps_before_divergence(losses)
     first = np.array(losses[: _count_of_first(losses)])
@@ -170,7 +170,7 @@ def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def steps_before_divergence(losses: Sequence[float]) -> int:
-    """Return how many steps come before the first loss that is not finite, or far above the first losses."""
+    """Return the number of steps before the first loss that is not finite or far above the first losses."""
     first = np.array(losses[: _count_of_first(losses)])
     if len(first) < 2 or not np.isfinite(first).all():
         return next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
@@ -181,7 +181,7 @@ def steps_before_divergence(losses: Sequence[float]) -> int:
 
 
 def neighbor_means(losses: Sequence[float]) -> np.ndarray:
-    """Return the mean of each loss and its neighbors, a twentieth of all steps on each side; fewer at the ends."""
+    """Return the mean of each loss and its neighbors: 5 % of all steps on each side, fewer at the ends."""
     reach = max(len(losses) // 20, 1)
     return np.array([np.mean(losses[max(step - reach, 0) : step + reach + 1]) for step in range(len(losses))])
 

@@ -1,7 +1,7 @@
-"""The first steps of a decided run, as a run of their own, for the commands that search for one of its numbers.
+"""Runs the first steps of a planned run, for commands that search for one of its settings.
 
-Network, data and their order, objective, optimizer, precision and strategy are the run's. It has no validation, test,
-checkpoint, resume and schedule.
+Network, data, order, objective, optimizer, precision and strategy are those of the run. Validation, test, checkpoints,
+resume and schedule are disabled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
     from exp.run_report import Report
 
-# By dotted key.
+# Values of the short run by dotted key.
 SHORT: Mapping[str, Any] = {
     "monitor": "loss/train",
     "mode": "min",
@@ -53,11 +53,11 @@ class Unfinished(Interrupted):
     """A signal ended a short run."""
 
     def __str__(self) -> str:
-        return f"interrupted by signal {self.signum}; a test that did not end says nothing, and leaves no state"
+        return f"interrupted by signal {self.signum}; an incomplete test has no result and saves no state"
 
 
 class Flag(NamedTuple):
-    """A flag of a finder: its name, the type of its value, its default, its help, and a bound that it exceeds."""
+    """A flag of a finder: name, type, default, help, and a number that the value must exceed."""
 
     name: str
     kind: Callable[[str], Any]
@@ -69,7 +69,7 @@ class Flag(NamedTuple):
 def parse(
     flags: Sequence[Flag], argv: Sequence[str], *, program: str, description: str
 ) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """Return the values of a command's own flags, and those of exp.train; None after a question, which is answered.
+    """Return the values of a command's flags and those of exp.train. The latter are None after a question.
 
     Args:
         flags: Flags of the command.
@@ -109,7 +109,7 @@ def parse(
 
 
 def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
-    """Return the run that exp.train would make of a command line, with its checks.
+    """Return the config and the plan of exp.train for a command line.
 
     Raises:
         ConfigError: All errors.
@@ -128,10 +128,10 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     raise_errors(
         invalid_value(key, got, expected)
         for key, is_wrong, got, expected in (
-            ("module", settings.module is not None, settings.module, "null: the command shortens exp's own training"),
-            ("launch.nodes", settings.launch.nodes != 1, settings.launch.nodes, "1: it starts its own ranks"),
-            ("train", settings.train is not True, False, "true: it trains for some steps"),
-            ("resume", settings.resume is not None, settings.resume, "null; weights.from=RUN_DIR begins with weights"),
+            ("module", settings.module is not None, settings.module, "null: only exp's own training can be shortened"),
+            ("launch.nodes", settings.launch.nodes != 1, settings.launch.nodes, "1"),
+            ("train", settings.train is not True, False, "true"),
+            ("resume", settings.resume is not None, settings.resume, "null; weights.from=RUN_DIR starts from weights"),
         )
         if is_wrong
     )
@@ -146,8 +146,8 @@ def shorten_config(
     Args:
         config: Config of the run.
         decided: Plan of the run.
-        changes: Values by dotted key, in addition to SHORT. Those of `callbacks` join the callbacks that are kept.
-        room: Folder of its directory, outputs/<name>/<room>/<date>/<time>, unless the overrides name a directory.
+        changes: Values by dotted key, in addition to SHORT. `callbacks` are added to the callbacks that are kept.
+        room: Folder in outputs/<name>/<room>/<date>/<time>, unless the overrides set a directory.
         overrides: Overrides of the command line.
     """
     from omegaconf import OmegaConf, open_dict
@@ -157,8 +157,8 @@ def shorten_config(
     from exp.config.frozen import COMPOSITION
 
     short = copy_config(config)
-    kept, _ = parted_callbacks(decided)
-    # Hooks that transform change what a step does; the others look on.
+    kept, _ = split_callbacks(decided)
+    # Only hooks that transform change a step.
     hooks = {name: config.hooks[name] for name, hook in decided.hooks.items() if hook.transforms}
     with open_dict(short):
         for key, value in {**SHORT, "hooks": hooks, **changes}.items():
@@ -173,8 +173,8 @@ def shorten_config(
     return short
 
 
-def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
-    """Return the names of the run's callbacks that change its first steps, and of the others."""
+def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
+    """Return the names of the callbacks that change the first steps, and the names of the others."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 
@@ -188,8 +188,8 @@ def parted_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     return kept, [name for name in settings.callbacks if name not in kept]
 
 
-def shown_path(path: Path) -> Path:
-    """Return a path from the working directory, if it is below it."""
+def relative_path(path: Path) -> Path:
+    """Return a path relative to the working directory if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -201,7 +201,7 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
-    """Run it with exp.fit or the like. Raises: its errors; Unfinished after a signal."""
+    """Run a short run with `fit`. Raise its errors, and Unfinished after a signal."""
     try:
         return fit(config)
     except Interrupted as error:

@@ -1,4 +1,4 @@
-"""The memory and the speed of a batch size: a callback for a few steps of a run."""
+"""Measures memory and speed of a batch size, as a callback for a few steps of a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from exp.hooks.out_of_memory import is_out_of_memory
 from exp.shared_types import Batch
 
 SUMMARY = "trial.json"
-# Steps that are not timed: the first makes the optimizer's state, and libraries choose their algorithms in it.
+# The first steps are not timed: they create the state of the optimizer, and libraries select algorithms.
 UNTIMED = 2
 
 
 class SizeTrial(Callback):
-    """A callback that writes trial.json into the run directory: the largest use of memory, and samples a second.
+    """A callback that writes trial.json to the run directory: peak memory and samples per second, or out of memory.
 
-    The memory is that of rank 0: what the CUDA allocator gave out, else the process's resident set. Where a device or
-    the host has no room, it says that in their place. Times are those between the ends of steps, with what loads data.
+    Memory is that of rank 0: the peak of the CUDA allocator, or the resident set of the process. Times are measured
+    between the ends of steps, including data loading.
 
-    steps: of the optimizer, after which the run ends; at least one of them is timed.
+    Args:
+        steps: Optimizer steps of the run. At least one of them is timed.
     """
 
     def __init__(self, *, steps: Annotated[int, Ge(UNTIMED + 1)]) -> None:
@@ -46,7 +47,7 @@ class SizeTrial(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = _now(trainer) - self._began
         device = trainer.strategy.root_device
-        # The memory that this process could have, without that of other processes.
+        # Memory that this process could use.
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if _is_cuda(trainer) else None
         self._write(
             trainer, fits=True, peak=peak_of(device).so_far(), room=free, samples_per_second=self._samples / seconds
@@ -57,7 +58,7 @@ class SizeTrial(Callback):
             self._write(trainer, fits=False)
 
     def _write(self, trainer: Trainer, **found: float | bool | None) -> None:
-        # The first that runs out of memory may be any rank.
+        # Any rank may run out of memory first.
         if trainer.is_global_zero or not found["fits"]:
             path = Path(trainer.default_root_dir) / SUMMARY
             write_atomic(path, json.dumps(found, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""Functions with a backward of their own: Exp, Cube, MulConstant, Linear, and StraightThrough, whose forward is a step.
+"""Custom autograd Functions with a backward: Exp, Cube, MulConstant, Linear and StraightThrough.
 
-Each can be differentiated again, torch.func may transform it (a vmap rule is generated), and torch.compile traces it.
-In a forward program they are called by a name of `functions`, in a model they are the layers below. Written
-as https://docs.pytorch.org/docs/stable/notes/extending.html has its examples: what `forward` computes is kept by
-`setup_context`, and `backward` is made of operators that autograd knows.
+They support double backward, torch.func (with generated vmap rules) and torch.compile. A forward program calls them by
+a name in `functions`; models use the layers below. They follow the examples of
+https://docs.pytorch.org/docs/stable/notes/extending.html: `setup_context` saves tensors of `forward`, and `backward`
+consists of differentiable operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Step = Literal["round", "sign", "floor", "ceil"]
 
 
 class Context(Protocol):
-    """What these Functions keep for their backward: torch's context, and what it may hold."""
+    """The context of these Functions, with the values that they save for the backward."""
 
     constant: float
     saved_tensors: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ class Context(Protocol):
 
 
 class Exp(torch.autograd.Function):
-    """e to the power of each number, `[...]`. It keeps its result, which is its own derivative."""
+    """Exponential of `[...]`. It saves its result, which is also its derivative."""
 
     generate_vmap_rule = True
 
@@ -51,7 +51,7 @@ class Exp(torch.autograd.Function):
 
 
 class Cube(torch.autograd.Function):
-    """The third power of each number, `[...]`; backward three times its square."""
+    """Third power of `[...]`."""
 
     generate_vmap_rule = True
 
@@ -70,7 +70,7 @@ class Cube(torch.autograd.Function):
 
 
 class MulConstant(torch.autograd.Function):
-    """Each number times a constant, `[...]`, which has no gradient."""
+    """Product of `[...]` and a constant without a gradient."""
 
     generate_vmap_rule = True
 
@@ -113,11 +113,11 @@ class Linear(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """A step of each number, `[...]`, whose derivative is 0 almost everywhere; backward the gradient as it came.
+    """Step function of `[...]` with the identity as backward, because its derivative is 0 almost everywhere.
 
     Bengio, Leonard and Courville 2013, "Estimating or Propagating Gradients Through Stochastic Neurons",
-    arXiv:1308.3432. With a limit it passes where the number is between -limit and limit alone, as Hubara et al. 2016,
-    "Binarized Neural Networks", arXiv:1602.02830, equation 4, has it for limit 1; inf is no limit.
+    arXiv:1308.3432. With a limit, the gradient is 0 outside [-limit, limit], as in Hubara et al. 2016, "Binarized
+    Neural Networks", arXiv:1602.02830, equation 4, for a limit of 1.
     """
 
     generate_vmap_rule = True
@@ -139,32 +139,32 @@ class StraightThrough(torch.autograd.Function):
 
 
 def exp(x: Tensor) -> Tensor:
-    """e to the power of each number, `[...]`."""
+    """Return the exponential of `[...]`."""
     return apply_function(Exp, x)
 
 
 def cube(x: Tensor) -> Tensor:
-    """The third power of each number, `[...]`."""
+    """Return the third power of `[...]`."""
     return apply_function(Cube, x)
 
 
 def mul_constant(x: Tensor, constant: float) -> Tensor:
-    """Each number times a constant, `[...]`."""
+    """Return the product of `[...]` and a constant."""
     return apply_function(MulConstant, x, constant)
 
 
 def straight_through(x: Tensor, step: Step = "round", limit: float = math.inf) -> Tensor:
-    """A step of each number, `[...]`, whose gradient comes back as it is where the number lies within the limit."""
+    """Return a step function of `[...]`. The gradient passes unchanged within the limit."""
     return apply_function(StraightThrough, x, step, limit)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x `[..., in]`, weight `[out, in]`, bias `[out]`: `[..., out]`.
+    """Return `[..., out]` for x `[..., in]`, weight `[out, in]` and bias `[out]`.
 
-    In autocast the product is taken in autocast's dtype, forward and backward, as torch's own is.
+    Under autocast, forward and backward use the dtype of autocast, as in torch.nn.functional.linear.
     """
     kind = x.device.type
-    # The meta device, of shapes without numbers, has no autocast.
+    # The meta device has no autocast.
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return apply_function(Linear, x, weight, bias)
     dtype = torch.get_autocast_dtype(kind)
@@ -173,43 +173,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class ExpLayer(nn.Module):
-    """e to the power of each number."""
+    """Exponential layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The powers, `[...]` as x."""
         return exp(x)
 
 
 class CubeLayer(nn.Module):
-    """The third power of each number."""
+    """Third power layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The powers, `[...]` as x."""
         return cube(x)
 
 
 class MulConstantLayer(nn.Module):
-    """Each number times a constant, which does not learn."""
+    """Product with a constant that is not trained."""
 
     def __init__(self, *, constant: float) -> None:
         super().__init__()
         self.constant = constant
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products, `[...]` as x."""
         return mul_constant(x, self.constant)
 
 
 class LinearLayer(nn.Linear):
-    """torch.nn.Linear with the backward above; the same parameters, and the same bits forward."""
+    """torch.nn.Linear with the custom backward: the same parameters, and a bitwise equal forward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., out_features]` of `[..., in_features]`."""
         return linear(input, self.weight, self.bias)
 
 
 class LazyLinearLayer(nn.LazyLinear):
-    """A LinearLayer whose in_features are those of its first input."""
+    """Lazy LinearLayer, whose in_features are inferred from its first input."""
 
     cls_to_become = LinearLayer
 
@@ -220,9 +216,11 @@ LAZY_CLASSES[LinearLayer] = (LazyLinearLayer, "in_features")
 
 
 class StraightThroughLayer(nn.Module):
-    """A step forward, the identity backward: rounding and signs that a network learns by.
+    """Step function in the forward, identity in the backward.
 
-    limit: beyond it, on both sides of 0, no gradient passes; 1 with `sign` is the layer of binarized networks.
+    Args:
+        step: Step function.
+        limit: Absolute value above which the gradient is 0. `step=sign, limit=1` is the layer of binarized networks.
     """
 
     def __init__(self, *, step: Step = "round", limit: Annotated[float, Gt(0)] = math.inf) -> None:
@@ -230,5 +228,4 @@ class StraightThroughLayer(nn.Module):
         self.step, self.limit = step, limit
 
     def forward(self, x: Tensor) -> Tensor:
-        """The steps, `[...]` as x."""
         return straight_through(x, self.step, self.limit)

@@ -39,7 +39,7 @@ class DataParallel(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """One process with all devices of the run."""
+        """A single process with all devices of the run."""
         return Demand(rest="layers")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
@@ -84,7 +84,7 @@ class DataParallel(Strategy):
 
 
 class ReplicatingStrategy(SingleDeviceStrategy):
-    """One process on its first device. On CPU the network is called without replicas.
+    """A single process on its first device. On CPU the network is called without replicas.
 
     Args:
         devices: torch's names of all devices.

@@ -1,4 +1,4 @@
-"""Domain adaptation on handwritten digits: a labelled source domain, and a changed target domain without labels."""
+"""Domain adaptation on handwritten digits: a labeled source domain, and a changed target domain without labels."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ CHANGES: tuple[Change, ...] = ("lit", "shifted", "inverted")
 
 
 class DigitDomains(Tensors):
-    """`input` float32 `[1, 8, 8]`, `target` int64 the class, `domain` int64: 0 for the source, 1 for the target domain.
+    """Digits of two domains: `input` float32 `[1, 8, 8]`, `target` int64, and `domain` int64 (0 source, 1 target).
 
-    Of the 1,797 digits, one part is the labelled source and another the unlabelled target domain, both for training;
-    val and test are digits of the target domain that training has not seen, with their classes.
+    The training split has 600 labeled digits of the source domain and 600 unlabeled digits of the target domain. The
+    validation and test splits are other digits of the target domain, with labels.
 
-    part: train, val or test.
-    change: what makes the target domain. `lit`: half the contrast, in light that comes from the right. `shifted`: a
-        pixel down and to the right, where what falls off comes in on the other side. `inverted`: dark for bright.
+    Args:
+        part: train, val or test.
+        change: The target domain. `lit`: half the contrast, with light from the right. `shifted`: moved by one pixel
+            down and right, with wrapping. `inverted`: negative.
     """
 
     def __init__(self, *, part: Stage, change: Change = "lit") -> None:
         images, classes = tensors_of(Digits().entries)
-        # The same digits for every seed: no checkpoint is tested on what another seed trained it on.
+        # The same digits for every seed, so that no checkpoint is tested on its training digits.
         order = permutation(seed=0, epoch=0, length=len(images))
         source, unlabelled, val, test = order.split([600, 600, 297, 300])
         if part == "train":
@@ -54,7 +55,7 @@ class DigitDomains(Tensors):
 
 
 def _change_domain(images: Tensor, change: Change) -> Tensor:
-    """Images `[N, 1, 8, 8]` as the target domain shows them."""
+    """Return images `[N, 1, 8, 8]` of the target domain."""
     if change == "inverted":
         return (DARKEST - 2 * CENTRE) / SPREAD - images
     if change == "shifted":

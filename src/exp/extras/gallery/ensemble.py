@@ -1,4 +1,4 @@
-"""Several networks of one shape as one: their parameters are stacked, and torch.func.vmap runs all of them at once.
+"""Runs several networks with the same structure at once, with stacked parameters and torch.func.vmap.
 
 https://docs.pytorch.org/tutorials/intermediate/ensembling.html
 """
@@ -17,16 +17,18 @@ from exp.models.matching import ANY_BATCH_NORM
 
 
 class Ensemble(nn.Module):
-    """Members with initial values of their own, which all see the same input.
+    """Networks with different initial values and the same input.
 
-    A parameter `weight` of the member is `member.weight` here, `[E, *shape]`: row e is that of member e. Dropout draws
-    other numbers for each member.
+    A parameter `weight` of the member is `member.weight` here, `[E, *shape]`, with one row per member. Dropout masks
+    differ between members.
 
-    members: how many, E. member: one of them. Its layers draw their initial values anew by `reset_parameters`, as
-        torch's do. Sizes are not inferred, and batch norm with running statistics has no rule for vmap.
+    Args:
+        members: Number of members, E.
+        member: One member. The others are copies that draw new initial values with `reset_parameters`. Sizes are not
+            inferred, and vmap does not support running statistics.
 
-    Raises: ValueError where the member has no sizes yet, a parameter that no `reset_parameters` draws, or running
-        statistics.
+    Raises:
+        ValueError: The member has layers without sizes, parameters without `reset_parameters`, or running statistics.
     """
 
     def __init__(self, *, members: Annotated[int, Ge(1)], member: nn.Module) -> None:
@@ -36,7 +38,7 @@ class Ensemble(nn.Module):
         copies = [member, *(copy.deepcopy(member) for _ in range(members - 1))]
         for one in copies[1:]:
             for module in one.modules():
-                _draw_anew(module)
+                _reset(module)
         parameters, buffers = stack_module_state(copies)
         self.member = copy.deepcopy(member)
         for name, value in parameters.items():
@@ -47,7 +49,7 @@ class Ensemble(nn.Module):
             self.member.get_submodule(owner).register_buffer(own, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What each member gives, `[E, B, ...]`, for a batch `[B, ...]`."""
+        """Return the outputs of all members, `[E, B, ...]`, for a batch `[B, ...]`."""
         state: dict[str, Any] = {**dict(self.member.named_parameters()), **dict(self.member.named_buffers())}
 
         def run(own: dict[str, Tensor]) -> Tensor:
@@ -58,22 +60,20 @@ class Ensemble(nn.Module):
         return found
 
 
-def _draw_anew(module: Any) -> None:
-    if _draws(module):
+def _reset(module: Any) -> None:
+    if _has_reset(module):
         module.reset_parameters()
 
 
-def _draws(module: nn.Module) -> bool:
+def _has_reset(module: nn.Module) -> bool:
     return callable(getattr(module, "reset_parameters", None))
 
 
 def _require_stackable(member: nn.Module) -> None:
     if any(isinstance(parameter, UninitializedParameter) for parameter in member.parameters()):
-        raise ValueError(
-            "the member of an ensemble has layers without sizes; expected all of them, such as in_features"
-        )
+        raise ValueError("the member of an ensemble has layers without sizes; expected all sizes, such as in_features")
     for name, module in member.named_modules():
         if isinstance(module, ANY_BATCH_NORM) and getattr(module, "running_mean", None) is not None:
             raise ValueError(f"{name} of the member keeps running statistics; expected track_running_stats: false")
-        if list(module.parameters(recurse=False)) and not _draws(module):
-            raise ValueError(f"{name or 'the member'} draws no initial values; expected a method reset_parameters")
+        if list(module.parameters(recurse=False)) and not _has_reset(module):
+            raise ValueError(f"{name or 'the member'} has no initialization; expected a method reset_parameters")

@@ -1,4 +1,4 @@
-"""Names of letters and syllables of eight scripts, as Unicode has them: texts to classify that every Python ships."""
+"""Names of letters and syllables of eight scripts from Unicode: texts to classify that are part of Python."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from exp.data.in_memory import Tensors
 from exp.data.value_names import ValueNames
 
 SCRIPTS = ("ARABIC", "CYRILLIC", "ETHIOPIC", "GREEK", "HANGUL", "MONGOLIAN", "VAI", "YI")
-# A character's number is its place; 0 fills up in front of a name.
+# A character is numbered by its index. 0 pads names on the left.
 ALPHABET = "\0 -'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NAME = re.compile(rf"({'|'.join(SCRIPTS)}) (?:CAPITAL |SMALL )?(?:LETTER|SYLLABLE) ([A-Z' -]+)")
-# The basic plane, where all letters of these scripts have been for long but for a few.
+# The basic plane, which has almost all letters of these scripts.
 CODES = range(0x10000)
 
 
 class LetterNames(Tensors):
-    """Names such as ALPHA WITH OXIA and the scripts of their letters, here GREEK.
+    """Names such as ALPHA WITH OXIA, labeled with their scripts, such as GREEK.
 
-    Input int64 `[T]`, a number of ALPHABET for each character, filled up with 0 in front, so that the last number is
-    the name's end; target the script's number in SCRIPTS. Some names, such as BA, stand in several scripts. The
-    names are those of unicodedata, whose tables grow with Python's versions.
+    The input is int64 `[T]`: indices into ALPHABET, padded with 0 on the left. The target is the index into SCRIPTS.
+    Some names, such as BA, occur in several scripts. The names are from unicodedata and depend on the Python version.
 
-    length: characters of a sample, T; of longer names the end is cut off.
-    most: names of a script, evenly spaced in the order of the alphabet; Hangul has 11,244, the others up to 1,165.
+    Args:
+        length: Characters of a sample, T. Longer names are cut.
+        most: Number of names per script, evenly spaced in alphabetical order. Hangul has 11,244.
     """
 
     def __init__(self, *, length: int = 20, most: int = 250) -> None:

@@ -1,4 +1,4 @@
-"""A multiple of the identity matrix that is kept as one number, known to torch's functions by `__torch_function__`.
+"""A multiple of the identity matrix, stored as one number, that torch's functions support by `__torch_function__`.
 
 https://docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-with-a-tensor-like-type
 """
@@ -18,16 +18,18 @@ from exp.models.initialisation import Scheme, fill
 class ScalarTensor:
     """The matrix `value * I`, `[N, N]`.
 
-    torch's add, mul, matmul, mean, trace and inverse know it; of other functions TypeError says that they do not.
+    torch's add, mul, matmul, mean, trace and inverse support it. Other functions raise TypeError.
 
-    value: 0-d, or a number. size: N.
+    Args:
+        value: 0-d tensor, or a number.
+        size: N.
     """
 
     def __init__(self, value: Tensor | float, size: int) -> None:
         self.value, self.size = value, size
 
     def dense(self) -> Tensor:
-        """The whole matrix, `[N, N]`."""
+        """Return the full matrix, `[N, N]`."""
         value = torch.as_tensor(self.value)
         return value * torch.eye(self.size, dtype=value.dtype, device=value.device)
 
@@ -45,7 +47,7 @@ def _add(one: ScalarTensor, other: ScalarTensor) -> ScalarTensor:
 
 
 def _mul(one: ScalarTensor | float, other: ScalarTensor | float) -> ScalarTensor:
-    """Element by element, or by a number."""
+    """Return the elementwise product, or the product with a number."""
     matrix = one if isinstance(one, ScalarTensor) else other
     assert isinstance(matrix, ScalarTensor)
     first, second = (each.value if isinstance(each, ScalarTensor) else each for each in (one, other))
@@ -71,9 +73,11 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 class ScalarMatrix(nn.Module):
-    """A linear layer whose matrix is a ScalarTensor: one number that learns, the same for all features.
+    """A linear layer with a ScalarTensor as its matrix: one trained number for all features.
 
-    size: of the last axis, N. initialisation: of the number, a scheme of models/initialisation.py.
+    Args:
+        size: Size of the last axis, N.
+        initialisation: Scheme of models/initialisation.py for the number.
     """
 
     def __init__(self, *, size: Annotated[int, Ge(1)], initialisation: Scheme = "ones") -> None:
@@ -83,10 +87,9 @@ class ScalarMatrix(nn.Module):
         fill(self.value, initialisation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., N]` of `[..., N]`."""
         if x.shape[-1] != self.size:
-            raise ValueError(f"the last axis is {x.shape[-1]} long; expected {self.size}, the layer's size")
-        # torch's stubs know tensors alone.
+            raise ValueError(f"the last axis has size {x.shape[-1]}; expected {self.size}, the size of the layer")
+        # torch's stubs declare only tensors.
         product: Any = torch.matmul
         found: Tensor = product(x, ScalarTensor(self.value, self.size))
         return found

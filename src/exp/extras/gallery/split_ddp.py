@@ -1,6 +1,6 @@
-"""Distributed data parallel whose ranks each lay their network over several devices.
+"""Distributed data parallel with several devices per rank.
 
-PyTorch's DDP tutorial combines the two in the same way. DistributedDataParallel takes such a module without device_ids.
+PyTorch's DDP tutorial combines both in the same way. DistributedDataParallel supports such modules without device_ids.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from exp.strategies.strategy import Blueprint
 
 
 class SplitDDP(DDP):
-    """Data parallel over ranks of several devices.
+    """Data parallel over ranks with several devices.
 
-    layers: name patterns of the layers of each device of a rank, in order; None balances them by bytes.
-    devices_per_rank: None is one for each of `layers`, or two. The other options are those of ddp.
+    Args:
+        layers: Name patterns of the layers of each device of a rank, in order. None: balanced by bytes.
+        devices_per_rank: None: one per entry of `layers`, or two.
+        options: Options of ddp.
     """
 
     splits_devices = True
@@ -43,12 +45,12 @@ class SplitDDP(DDP):
 
     @property
     def demand(self) -> Demand:
-        """Return the devices of a rank; a machine without a GPU tries two ranks."""
+        """Return the devices of a rank. On a machine without a GPU, two ranks run."""
         each = self.devices_per_rank
         return Demand(dimensions=Dimensions(layers=each), cpu_devices=CPU_RANKS * each)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return what ddp refuses, an option that needs a network on one device, and a split that does not fit."""
+        """Return the errors of ddp, of options that need a network on one device, and of the split."""
         return [
             *super().errors(planned),
             *split_errors(planned, count=self.devices_per_rank, layers=self.layers),
@@ -70,7 +72,7 @@ class SplitDDP(DDP):
 
 
 class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
-    """One rank, whose data and loss are on its last device."""
+    """A rank with data and loss on its last device."""
 
     def __init__(self, *, devices: Sequence[str], placement: Placement, options: SplitDDP) -> None:
         self.devices = tuple(map(torch.device, devices))

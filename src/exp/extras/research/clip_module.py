@@ -1,4 +1,4 @@
-"""The hook `clip_module`: gradients clipped at modules, where they flow back."""
+"""The hook `clip_module`: clips gradients at modules during the backward."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class ClipModule(GradientTransform):
-    """Clips, at each module that matches, a gradient to a norm or each of its numbers to a size.
+    """Clips the gradient at each matching module, by norm or by value.
 
-    The limit is for true gradients: of the step's loss, a mean over the samples of all ranks and micro-batches, without
-    a loss scale. The gradient is that of a tensor, of one micro-batch over all ranks: several ranks give the result of
-    one, and each micro-batch is clipped by itself. Numbers that are not finite stay, for a loss scale and nan_guard.
+    The limit applies to true gradients: of the mean loss over all ranks and micro-batches, without a loss scale. The
+    gradient of one micro-batch over all ranks is clipped, so that several ranks give the result of one. Each
+    micro-batch is clipped separately. Values that are not finite stay unchanged, for the loss scale and nan_guard.
 
     Args:
         modules: Patterns of modules.
         limit: The largest 2-norm, or the largest absolute value.
         algorithm: norm or value, as in trainer.gradient_clip_algorithm.
-        at: output: the module gets the clipped gradient and passes it on. input: only what lies before it does.
+        at: output: the module and earlier modules get the clipped gradient. input: only earlier modules get it.
     """
 
     needs = frozenset({"all_layers", "own_backward", "whole_outputs", "one_thread"})
@@ -55,19 +55,19 @@ class ClipModule(GradientTransform):
             yield self.error(
                 key="runtime.compile",
                 got=f"true over several ranks, with hooks.{self.name} of algorithm=norm",
-                expected="false: a compiled backward cannot ask other ranks for their norms",
+                expected="false: a compiled backward cannot communicate with other ranks",
                 fix="Or write algorithm=value",
             )
 
     def around_forward(self, step: Step) -> None:
-        # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks.
+        # Each rank has the gradient of the mean over its samples, and the run averages over ranks.
         self._ranks = step.world_size
         scale = self.loss_scale
         if not isinstance(scale, Tensor) and scale == 1.0:
             self._now = self.limit * self._ranks
             return
         if not isinstance(self._now, Tensor):
-            # A compiled network would be compiled again for every number.
+            # A tensor, because a compiled network would be compiled again for each number.
             self._now = torch.zeros((), dtype=torch.float32, device=step.device)
         self._now.copy_(self.limit * self._ranks * torch.as_tensor(scale))
 

@@ -18,20 +18,20 @@ from exp.nested import tensors_in
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
-# A map is enlarged by whole pixels until its longer side has so many.
+# Small maps are enlarged by whole pixels to about this length of the longer side.
 SIDE = 48
 
 
 class Features(Hook):
     """Draws `features/<module>`, a grid of feature maps of the first sample of a due step.
 
-    A map is one channel of an output `[B, C, H, W]`; its smallest value is black and its largest white. It is that of
-    the first call of the module in the first micro-batch of rank 0.
+    A map is one channel of an output `[B, C, H, W]`. Its smallest value is black and its largest white. The maps are
+    from the first call of the module in the first micro-batch of rank 0.
 
     Args:
         every_n_steps: Period in optimizer steps.
-        modules: Patterns of modules. Each must match a module with such an output; `*` takes all that have one.
-        maps: The largest number of channels that are drawn, the first ones.
+        modules: Patterns of modules. Each must match a module with such an output; `*` selects all of them.
+        maps: Largest number of channels, the first ones.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
@@ -62,7 +62,7 @@ class Features(Hook):
         images, self._images = self._images, {}
         if not images:
             raise RunError(
-                f"hooks.{self.name}.modules: no module gives feature maps [B, C, H, W] in this step. Choose others, or "
+                f"hooks.{self.name}.modules: no module has feature maps [B, C, H, W] in this step. Choose others, or "
                 f"leave the hook out with ~hooks.{self.name}"
             )
         return {f"features/{name or 'network'}": image for name, image in images.items()}

@@ -1,4 +1,4 @@
-"""The hook `gradient_reversal`: what lies before a module learns the opposite of the module."""
+"""The hook `gradient_reversal`: reverses the gradient at modules."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 
 class GradientReversal(GradientTransform):
-    """Reverses the gradient at modules, with the weight of the paper's schedule on request.
+    """Reverses the gradient at modules, optionally with the schedule of the paper.
 
-    Ganin and Lempitsky 2015, arXiv:1409.7495. It does the same as the layer of exp.functions.gradient_layers before
-    each module.
+    Ganin and Lempitsky 2015, arXiv:1409.7495. It equals the layer of exp.functions.gradient_layers before each module.
 
     Args:
         modules: Patterns of modules, such as the head that classifies domains.
         weight: Lambda, the factor of the reversed gradient. With a schedule it is the final value.
-        at: input: the module learns, and what lies before it unlearns. output: the module unlearns, too.
-        schedule: constant; or progressive, weight * (2 / (1 + exp(-10 * p)) - 1) with p the share of the run's
-            optimizer steps that are done, logged as `gradient_reversal/weight`.
+        at: input: modules before the module get the reversed gradient. output: the module gets it, too.
+        schedule: constant, or progressive: weight * (2 / (1 + exp(-10 * p)) - 1), where p is the completed share of
+            the run's optimizer steps. It is logged as `gradient_reversal/weight`.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class GradientReversal(GradientTransform):
             yield self.error(
                 "schedule",
                 got="progressive in a run without an end in steps",
-                expected="a run whose length is known: the weight follows the share of it that is done",
+                expected="a run with a known length: the weight depends on its completed share",
                 fix=f"Add trainer.max_steps=..., or write hooks.{self.name}.schedule=constant",
             )
 
@@ -69,7 +68,7 @@ class GradientReversal(GradientTransform):
         if self.schedule == "progressive":
             parameter = next(network.parameters())
             dtype = at_least_float32(parameter.dtype)
-            # In a tensor: a compiled network would be compiled again for every number.
+            # A tensor, because a compiled network would be compiled again for each number.
             self._now = torch.zeros((), dtype=dtype, device=parameter.device)
         self._of_step = None
 

@@ -1,4 +1,4 @@
-"""The base of hooks that change the gradient that flows back at a module, and leave the forward unchanged."""
+"""Base of hooks that change the gradient at a module and leave the forward unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _METHOD_AT = {"input": "forward_pre", "output": "forward"}
 
 
 class GradientTransform(Hook, ABC):
-    """Passes tensors at a module through `change`: its positional inputs, or its outputs.
+    """Applies `change` to the positional inputs or the outputs of modules.
 
-    It does nothing while no gradient is kept, as in evaluation.
+    Does nothing without gradients, as in evaluation.
 
     Args:
-        modules: As in Hook. Unless `nests` is true, none lies inside another: the gradient would be changed twice.
-        at: input: the module gets the true gradient, and what lies before it the changed one. output: both get the
-            changed one.
+        modules: As in Hook. Unless `nests` is true, no module may contain another: the gradient would change twice.
+        at: input: the module gets the true gradient, and earlier modules the changed gradient. output: both get the
+            changed gradient.
     """
 
     transforms = True
@@ -42,7 +42,7 @@ class GradientTransform(Hook, ABC):
 
     @abstractmethod
     def change(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same numbers and another gradient."""
+        """Return a tensor with the same values and another gradient."""
 
     def overrides(self, method: str) -> bool:
         if method in _METHOD_AT.values():
@@ -59,7 +59,7 @@ class GradientTransform(Hook, ABC):
         if not torch.is_grad_enabled():
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):
-            raise RunError(f"hooks.{self.name}: no floating tensor is at the {self.at} of {name or 'the network'}")
+            raise RunError(f"hooks.{self.name}: the {self.at} of {name or 'the network'} has no floating-point tensor")
         return map_tensors(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
@@ -79,11 +79,11 @@ class GradientTransform(Hook, ABC):
             outer, name = nested[0]
             yield self.error(
                 "modules",
-                got=f"{outer or 'the network'} and {name}, which lies in it",
-                expected="modules that lie beside each other: the gradient would be changed twice",
+                got=f"{outer or 'the network'} and {name}, which is part of it",
+                expected="modules that do not contain each other: the gradient would be changed twice",
                 fix=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
             )
-        # A term that differentiates with respect to the input has gradients where there are none without it.
+        # Terms that differentiate with respect to the input need more gradients than the trace shows.
         for name, calls in planned.calls.items() if not planned.needs else ():
             if name in chosen and not self._has_gradient(calls[-1]):
                 reason = f"no gradient flows back through the {self.at} of {name or 'the network'}"

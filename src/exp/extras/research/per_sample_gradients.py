@@ -1,4 +1,4 @@
-"""The hook `per_sample_gradients`: the norm of each sample's gradient, and the gradient noise scale."""
+"""The hook `per_sample_gradients`: norms of the gradients of single samples, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
 
-# On a sample's loss, so that float16 keeps its gradients: the largest that float16 holds.
+# The largest factor of a sample's loss, which keeps small gradients in the range of float16.
 LARGEST_FACTOR = 2.0**15
 
 
 class PerSampleGradients(Hook):
-    """Logs the 2-norm of the gradient of each sample of a step, and the gradient noise scale.
+    """Logs the 2-norms of the gradients of single samples, and the gradient noise scale.
 
-    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and `per_sample_gradients/norm`, a histogram, are
-    of the gradients of an objective of this sample alone, with respect to all trained parameters, by torch.func.vmap of
-    grad. For `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace` see NoiseScale; the
-    gradient of the whole batch is the step's. All are over all ranks and micro-batches.
+    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and the histogram `per_sample_gradients/norm`
+    describe the gradient of the objective of one sample with respect to all trained parameters, computed by
+    torch.func.vmap. `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace` are those of
+    NoiseScale. All values cover all ranks and micro-batches.
 
-    Dropout draws other numbers for each sample. A due step takes as long as 3 to 20 steps, and memory for `chunk_size`
-    gradients of the whole network.
+    Dropout masks differ between samples. A due step takes the time of 3 to 20 steps, and memory for `chunk_size`
+    gradients of the network.
 
     Args:
         every_n_steps: Period in optimizer steps.
-        chunk_size: Number of samples at once.
+        chunk_size: Number of samples that are computed together.
         smoothing: See NoiseScale.
     """
 
@@ -67,10 +67,10 @@ class PerSampleGradients(Hook):
         self._noise = NoiseScale(smoothing=smoothing)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the reasons why one sample has no gradient by itself, each at its own key."""
+        """Yield the reasons why single samples have no gradient, each at its key."""
         yield from super().errors(planned)
         for key, got, expected in self._reasons(planned):
-            yield self.error(key=key, got=f"{got}, with hooks.{self.name}", expected=expected, fix=self.leave_out)
+            yield self.error(key=key, got=f"{got} with hooks.{self.name}", expected=expected, fix=self.leave_out)
 
     def _reasons(self, planned: Blueprint) -> Iterator[tuple[str, str, str]]:
         """Yield the key, the value and the expected value of each error."""
@@ -79,9 +79,9 @@ class PerSampleGradients(Hook):
             yield "objective", needs, "terms of the values of one forward pass"
         for term in planned.weighed:
             got = "a term that divides by weights of its targets"
-            yield f"objective.{term}", got, "a mean over samples, of which each has an equal share"
+            yield f"objective.{term}", got, "a mean with equal weights of samples"
         if planned.batch_size * planned.settings.trainer.accumulate_grad_batches < 2:
-            yield "data.batch_size", "a step of one sample", "2 or more, to compare one with all"
+            yield "data.batch_size", "a step of one sample", "2 or more"
         for other, hook in planned.hooks.items():
             if isinstance(hook, ClipModule) and hook.algorithm == "norm":
                 yield (
@@ -93,25 +93,25 @@ class PerSampleGradients(Hook):
         mixing = [path for path, module in network.named_modules() if _mixes(module)]
         if mixing:
             kind = type(network.get_submodule(mixing[0])).__name__
-            yield "model", f"{mixing[0]}: {kind}, which mixes samples", f"{APART}: torch.nn.GroupNorm, LayerNorm"
+            yield "model", f"{mixing[0]}: {kind}, which mixes samples,", f"{APART}: torch.nn.GroupNorm, LayerNorm"
         elif trace is not None:
             count = len(next(iter(trace.inputs.values())))
             shapes = [list(tensor.shape) for tensor in tensors_in(trace.output)]
             if any(not shape or shape[0] != count for shape in shapes):
-                got = f"a network that makes of {count} samples a tensor of shape {shapes[0]}"
+                got = f"a network whose output for {count} samples has shape {shapes[0]}"
                 yield "model", got, "an output with the batch as its first axis"
             elif reason := _why_not_by_vmap(network, trace.inputs):
-                yield "model", f"a network that torch.func.vmap refuses ({reason})", APART
+                yield "model", f"a network that torch.func.vmap rejects ({reason})", APART
 
     def after_backward(self, step: Step) -> Values:
         gradients = {n: p.grad for n, p in step.network.named_parameters() if p.requires_grad and p.grad is not None}
         norms = step.norms(gradients)
         whole = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-        with _apart(step.network):
+        with _vmap_context(step.network):
             own = [self._norms(step, batch) for batch, _ in step.batches if batch.size]
         each = _of_all_ranks(torch.cat(own) if own else torch.zeros(0, device=step.device), step)
         sizes = [batch.global_size for batch, _ in step.batches]
-        # A window at an epoch's end may hold fewer batches than its gradient is divided by.
+        # At the end of an epoch, a step may have fewer batches than the divisor of its gradient.
         whole = whole * (step.accumulated / len(sizes))
         values: dict[str, Any] = {
             "per_sample_gradients/norm_mean": each.mean(),
@@ -122,7 +122,7 @@ class PerSampleGradients(Hook):
         return values | {f"per_sample_gradients/{name}": value for name, value in found.items()}
 
     def _norms(self, step: Step, batch: Batch) -> Tensor:
-        """The norm of each sample's gradient, `[b]`, in float32 at least."""
+        """Return the norm of each sample's gradient, `[b]`, in float32 or better."""
         network, scale = step.network, self.loss_scale
         learning: dict[str, Tensor] = {name: one for name, one in network.named_parameters() if one.requires_grad}
         factor = torch.as_tensor(scale, dtype=torch.float32, device=step.device).clamp(1.0, LARGEST_FACTOR)
@@ -141,12 +141,12 @@ class PerSampleGradients(Hook):
 
         place = None
         if any(isinstance(module, nn.RNNBase) for module in network.modules()):
-            # Their cells add in place what depends on the sample to what depends on weights and a first state alone.
+            # Cells of RNNs add values of the sample in place to values of weights, so that weights need the batch axis.
             learning, place = {name: one.expand(batch.size, *one.shape) for name, one in learning.items()}, 0
         tensors = [tensor.detach() for tensor in tensors_in(batch.data)]
-        # Around the backward, too: without it that of attention under vmap mixes dtypes (torch 2.13).
+        # Autocast also for the backward: otherwise attention under vmap mixes dtypes (torch 2.13).
         with warnings.catch_warnings(), torch.no_grad(), step.autocast():
-            # Of operators without a rule of their own, which are called for one sample after the other.
+            # The warning is about operators without a vmap rule, which are called once per sample.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             of_each = vmap(
                 norm, in_dims=(place, *[0] * len(tensors)), randomness="different", chunk_size=self.chunk_size
@@ -155,13 +155,13 @@ class PerSampleGradients(Hook):
 
 
 def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
-    """Return `[B]` of all ranks from `[b]` of each, which may differ in size."""
+    """Return `[B]` of all ranks from `[b]` of each rank. The sizes may differ."""
     counts = step.gather(torch.tensor([len(norms)], device=norms.device)).flatten().tolist()
     padded = nn.functional.pad(norms, (0, max(counts) - len(norms)), value=math.nan)
     return torch.cat([row[:count] for row, count in zip(step.gather(padded), counts, strict=True)])
 
 
-APART = "a network that treats the samples of a batch apart"
+APART = "a network that treats samples separately"
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -177,22 +177,23 @@ def _why_not_by_vmap(network: nn.Module, inputs: Mapping[str, Tensor]) -> str | 
     try:
         with torch.no_grad():
             vmap(output, randomness="different")(dict(inputs))
-    except Exception as error:  # a user's own layer may raise anything, and so do operators without numbers
+    except Exception as error:  # layers of users and operators on meta may raise any class
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         return message if "vmap" in str(error) else None
     return None
 
 
 class NoiseScale:
-    """The estimators of appendix A.1, with batches of one sample for the small one and the step's for the big one.
+    """The estimators of McCandlish et al. 2018, appendix A.1, for batches of one sample and of a step.
 
         |G|^2  estimated by (B |g_B|^2 - mean |g_1|^2) / (B - 1)
         tr(S)  estimated by (mean |g_1|^2 - |g_B|^2) / (1 - 1 / B)
 
-    Both are unbiased; of one step, the first may be below 0. Their quotient is biased, so that it is taken of running
-    means of the two, as the paper does; these begin anew with the run and with each resume.
+    Both are unbiased, but the first may be negative in one step. The quotient is biased, so it is computed from running
+    means of both, as in the paper. The running means restart with each resume.
 
-    smoothing: the share of the running mean that stays at each step, 0 to below 1; 0 takes each step by itself.
+    Args:
+        smoothing: Share of the running mean that each step keeps, from 0 to below 1.
     """
 
     def __init__(self, *, smoothing: float) -> None:
@@ -200,13 +201,17 @@ class NoiseScale:
         self._means: Tensor | None = None
 
     def of(self, *, squares: Tensor, whole: Tensor, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """The two estimates of a step, and the noise scale so far, 0-d; nan where |G|^2 is estimated below 0.
+        """Return the two estimates of a step and the noise scale, 0-d; nan if the estimate of |G|^2 is negative.
 
-        squares: of the norms of single samples' gradients, `[B]`. whole: of the norm of the step's, 0-d.
-        sizes: of its micro-batches, each of which has the same weight in the step's gradient.
-        Returns: nothing where the step has one sample.
+        Args:
+            squares: Squared norms of the gradients of single samples, `[B]`.
+            whole: Squared norm of the gradient of the step, 0-d.
+            sizes: Sizes of the micro-batches, which have equal weights in the gradient of the step.
+
+        Returns:
+            Values by name; empty for a step with one sample.
         """
-        # A mean of means: as good as one over so many samples.
+        # The effective number of samples of a mean of means.
         samples = len(sizes) ** 2 / sum(1 / size for size in sizes)
         if samples <= 1:
             return {}
@@ -218,7 +223,7 @@ class NoiseScale:
             self._means = now
         else:
             mean = self.smoothing * self._means + (1 - self.smoothing) * now
-            # Where the loss scale skips a step there is no gradient.
+            # A step that the loss scale skips has no gradient.
             self._means = torch.where(now.isfinite().all(), mean, self._means)
         scale = torch.where(self._means[0] > 0, self._means[1] / self._means[0], torch.nan)
         return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}
@@ -229,11 +234,11 @@ def _call(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named: A
 
 
 @contextmanager
-def _apart(network: nn.Module) -> Iterator[None]:
-    """Keep every random generator, and choose kernels that torch.func.vmap supports."""
+def _vmap_context(network: nn.Module) -> Iterator[None]:
+    """Preserve all random generators, and select kernels that torch.func.vmap supports."""
     with preserve_generators(), ExitStack() as stack:
         devices = {parameter.device for parameter in network.parameters() if parameter.is_cuda}
         stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))
-        # Fused attention has no rule for torch.func.vmap; the plain one computes the same.
+        # Fused attention has no vmap rule.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield

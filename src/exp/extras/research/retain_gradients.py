@@ -1,4 +1,4 @@
-"""The hook `retain_gradients`: norms of the gradients that flow back into the outputs of modules."""
+"""The hook `retain_gradients`: norms of the gradients with respect to the outputs of modules."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from exp.hooks.panels import Column, Panel
 from exp.hooks.step import Step
 from exp.models.matching import find_modules
 
-# The network itself has the empty name, which no tag can end with.
+# Name of the network itself in tags, because its own name is empty.
 WHOLE = "network"
 OUTPUT_NORM = "gradients/output_norm"
 
 
 class RetainGradients(Hook):
-    """Draws `gradients/output_norm`, the 2-norm of the loss's gradient with respect to the outputs of a module.
+    """Logs `gradients/output_norm`, the 2-norm of the gradient of the loss with respect to the outputs of modules.
 
-    It is a heat map, modules by steps, whose numbers are in the run's table.csv. With `each_module` they are scalars,
-    too: `gradients/output_norm/<module>`.
+    It is a heat map of modules by steps, and its values are in table.csv of the run. With `each_module` they are also
+    scalars, `gradients/output_norm/<module>`.
 
-    The loss is the step's, a mean over the samples of all ranks and micro-batches, without a loss scale. The norm is
-    that of the outputs for all these samples as one batch: the root of the sum of squares over ranks, micro-batches,
-    calls of the module and tensors that it returns. It is the gradient that torch's `retain_grad()` keeps. A module
-    into whose output no gradient flows has no value in that step.
+    The loss is the mean over all ranks and micro-batches, without a loss scale. The norm is the root of the sum of
+    squares over ranks, micro-batches, calls of the module and returned tensors. The gradient is that of torch's
+    `retain_grad()`. A module without a gradient has no value in a step.
 
     Args:
         every_n_steps: Period. `auto` depends on the length of the run.
-        each_module: Whether the norms are scalars, too.
+        each_module: Whether the norms are also scalars.
         modules: Patterns of modules.
     """
 
@@ -51,7 +50,7 @@ class RetainGradients(Hook):
         super().__init__(every_n_steps=every_n_steps, modules=modules)
         self.each_module = each_module
         self._names: list[str] = []
-        # One entry a forward: of a phase's repeats the last one's are the step's.
+        # One entry per forward. If a phase repeats, only the last forwards belong to the step.
         self._forwards: list[dict[str, list[Tensor]]] = []
         self._is_in_backward = False
         self._index = self._batches = 0
@@ -66,12 +65,12 @@ class RetainGradients(Hook):
             self._index = step.index
         if boundary == "forward":
             self._forwards.append({})
-        # A term may take gradients of its own in the forward: they are not the loss's.
+        # Terms may compute other gradients in the forward.
         self._is_in_backward = boundary == "forward"
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_in_backward:
-            # One append, for the devices of nn.DataParallel call from threads of their own.
+            # One append, because the devices of nn.DataParallel call from several threads.
             self._forwards[-1].setdefault(name, []).append(norm(gradient))
 
     def after_backward(self, step: Step) -> dict[str, Tensor | Panel] | None:
@@ -81,7 +80,7 @@ class RetainGradients(Hook):
             found.setdefault(name, []).extend(norms)
         zero = torch.zeros((), device=step.device)
         totals = [get_total_norm(found[name]).to(step.device) if name in found else zero for name in self._names]
-        # Each rank has the gradient of the mean over its own samples, and the run takes the mean over ranks.
+        # Each rank has the gradient of the mean over its samples, and the run averages over ranks.
         whole = torch.stack(totals) / (step.world_size * self.loss_scale)
         whole = torch.linalg.vector_norm(step.gather(whole), dim=0)
         sizes = {name or WHOLE: size for name, size in zip(self._names, whole.unbind(), strict=True) if name in found}

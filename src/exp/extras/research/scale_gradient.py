@@ -1,4 +1,4 @@
-"""The hook `scale_gradient`: the gradient that flows back at a module, multiplied by a factor."""
+"""The hook `scale_gradient`: multiplies the gradient at modules by a factor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from exp.functions.identities import scale_gradient
 
 
 class ScaleGradient(GradientTransform):
-    """functions/identities.py at modules.
+    """Multiplies the gradient at modules by a factor.
 
-    factor: above 1 what gets the gradient learns faster, below 1 slower, at 0 not at all; below 0 it unlearns.
-    at: output: the module gets the scaled gradient and hands it on. input: only what lies before it does.
+    Args:
+        modules: Patterns of modules.
+        factor: Factor of the gradient. 0 stops learning, and a negative factor reverses it.
+        at: output: the module and earlier modules get the scaled gradient. input: only earlier modules get it.
     """
 
     def __init__(

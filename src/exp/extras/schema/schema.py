@@ -63,7 +63,7 @@ def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRAR
     """Return the schemas of this working directory by name: train, and each group."""
     from exp.extras.schema.json_schema import Schemas  # which imports torch
 
-    schemas = Schemas([*_named_targets(), *_of_libraries(libraries)], allow=allow)
+    schemas = Schemas([*_named_targets(), *_library_targets(libraries)], allow=allow)
     return {"train": schemas.train(), **{group: schemas.group(group) for group in GROUPS}}
 
 
@@ -79,7 +79,7 @@ def _named_targets() -> Iterator[str]:
                 yield from (str(node["_target_"]) for _, node in nodes_in(content))
 
 
-def _of_libraries(libraries: Sequence[str]) -> Iterator[str]:
+def _library_targets(libraries: Sequence[str]) -> Iterator[str]:
     import importlib
 
     import torch

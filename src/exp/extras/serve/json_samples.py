@@ -1,4 +1,4 @@
-"""Reads samples from JSON into the arrays that an ONNX file takes, and writes its answers as JSON."""
+"""Reads samples from JSON into the input arrays of an ONNX file, and writes its outputs as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exp.spelling import among, did_you_mean, show
 
 # Samples of one request.
 MOST_SAMPLES = 256
-# The kinds of NumPy's dtypes that an input of a kind takes, with their name in messages.
+# For each kind of NumPy dtype of an input: the kinds of accepted values, and words for messages.
 TAKEN = {
     "b": ("b", "true and false"),
     "f": ("iuf", "numbers within the range, or null for a missing one,"),
@@ -29,21 +29,21 @@ TAKEN = {
 
 
 class BadRequest(ExpError):
-    """The content of a request is not what the model takes."""
+    """The content of a request is invalid for the model."""
 
 
 def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
     """Return the arrays of a request, `{"inputs": {NAME: [SAMPLE, ...], ...}}`.
 
     Raises:
-        BadRequest: The body is not valid, or not what the model takes.
+        BadRequest: The body is invalid for the model.
     """
     known = {port.name: port for port in model.inputs}
     given = _inputs(body, list(known))
     for name in given:
         if name not in known:
             meant = did_you_mean(name, known) or ""
-            raise BadRequest(f"{name} is no input; expected {among(known)}. {meant}".rstrip(". "))
+            raise BadRequest(f"{name}: unknown input; expected {among(known)}. {meant}".rstrip(". "))
     return {name: _array(port, given[name]) for name, port in known.items()}
 
 
@@ -51,10 +51,10 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
     """Return the arrays of a request with the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
 
     Returns:
-        The arrays by input, and by column how many rows have each word that training does not know.
+        The arrays by input, and the counts of unknown words by column.
 
     Raises:
-        BadRequest: The body is not valid, or not what the table takes.
+        BadRequest: The body is invalid for the table.
     """
     columns = _inputs(body, table.columns)
     for name in table.columns:
@@ -71,8 +71,8 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
 def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, Any]:
     """Return an answer, `{"outputs": {NAME: [...]}, "predictions": [{...}, ...]}`.
 
-    `predictions` has for each sample what exp.predict says of it, such as the name of its class. null stands for nan
-    and infinity, which JSON does not have.
+    `predictions` has the columns of exp.predict for each sample, such as the name of the class. null stands for nan and
+    infinity, which JSON does not support.
     """
     made: dict[str, Any] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
     readings = {name: Reading(**one) for name, one in description.readings.items()}
@@ -93,17 +93,17 @@ def describe_port(port: Port, description: Description) -> dict[str, Any]:
 
 
 def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the inputs of a request: lists of one length, which have all of these names."""
+    """Return the inputs of a request: lists of equal length with all of these names."""
 
     def refuse(word: str) -> NoReturn:
-        raise BadRequest(f"{word} is no number in JSON; expected finite numbers, and null for a missing one")
+        raise BadRequest(f"{word} is no number in JSON; expected finite numbers, or null for a missing one")
 
     try:
         content = json.loads(body.decode(), parse_constant=refuse)
     except (RecursionError, ValueError) as error:
         raise BadRequest(f"the body is not JSON, or is nested too deeply: {error}") from error
     if not isinstance(content, dict) or set(content) != {"inputs"} or not isinstance(content["inputs"], dict):
-        raise BadRequest('the body is no request; expected {"inputs": {NAME: [SAMPLE, ...]}}')
+        raise BadRequest('the body is no valid request; expected {"inputs": {NAME: [SAMPLE, ...]}}')
     inputs: Mapping[str, Any] = content["inputs"]
     missing = [name for name in names if name not in inputs]
     if missing:
@@ -124,7 +124,7 @@ def _array(port: Port, given: object) -> np.ndarray:
     """Return the values of an input. ONNX Runtime checks the shape.
 
     Raises:
-        BadRequest: The values are not those of the input.
+        BadRequest: The values are invalid for the input.
     """
     name, dtype = port.name, np.dtype(port.dtype)
     kinds, words = TAKEN[dtype.kind]
@@ -136,7 +136,7 @@ def _array(port: Port, given: object) -> np.ndarray:
     except ValueError as error:
         raise BadRequest(f"{name} has parts of different shapes, or is nested too deeply") from error
     except OverflowError as error:
-        raise BadRequest(f"{name} holds a number that float64 does not; {expected}") from error
+        raise BadRequest(f"{name} has a number outside the range of float64; {expected}") from error
     if made.size and made.dtype.kind not in kinds:
         raise BadRequest(f"{name} holds {show(made.ravel().tolist()[0])}; {expected}")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -148,7 +148,7 @@ def _array(port: Port, given: object) -> np.ndarray:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value for JSON with null for what is not finite."""
+    """Return a value for JSON, with null for numbers that are not finite."""
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
     POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
     GET  /model     inputs and outputs    GET /health    status
 
-Nothing in a request is unpickled or run.
+No part of a request is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AddressError(ExpError):
 
 
 class ModelServer:
-    """A server of one model in a thread of this process. `address` is its URL.
+    """A server for one model in a thread of this process.
 
     Args:
         model: The model.
@@ -74,7 +74,7 @@ class ModelServer:
             timeout_graceful_shutdown=GRACE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
         self._server = uvicorn.Server(settings)
-        # In a thread uvicorn does not handle signals, which the command does.
+        # uvicorn handles no signals in a thread; the command does.
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, name="server")
 
     def __enter__(self) -> ModelServer:
@@ -86,7 +86,7 @@ class ModelServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Accept no new connection, answer the open requests, and end."""
+        """Reject new connections, answer open requests, and end."""
         self._server.should_exit = True
         self._thread.join()
         self._listener.close()
@@ -103,7 +103,7 @@ class Service:
     def application(self, host: str) -> Starlette:
         """Return the ASGI application.
 
-        On a loopback address it refuses other host names: a page of another site may use its own name for this machine.
+        On a loopback address it rejects other host names, because a web site may resolve its name to this machine.
         """
         hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
         return Starlette(
@@ -117,7 +117,7 @@ class Service:
         )
 
     async def _predict(self, request: Request) -> JSONResponse:
-        """Answer with the outputs, or with the reason for which there are none."""
+        """Answer with the outputs, or with the reason of an error."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a form of another site cannot send this type
             raise HTTPException(415, f"content-type is {kind or 'missing'}; expected application/json")

@@ -27,7 +27,7 @@ HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP.
   model=FILE           an ONNX file instead, such as python -m exp.export writes
   weights=WORD         for run=DIR: best, last, or the path of a checkpoint; default: the best, else the last
   port=NUMBER          default: 8000; 0: any free port
-  host=ADDRESS         default: 127.0.0.1; anyone who reaches another address can use the model: there is no password
+  host=ADDRESS         default: 127.0.0.1; other addresses need no authentication
   security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust
 
 Ctrl-C and SIGTERM end the server after it has answered open requests."""
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
     host = values["host"] or LOOPBACK
     if host not in LOOPBACK_NAMES:
-        print(f"{host}: whoever reaches this address can use the model, for there is no password", file=sys.stderr)
+        print(f"warning: no authentication; anyone who can reach {host} can use the model", file=sys.stderr)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with survive_output_errors(), _file(arguments) as path, handle_signals(lambda signum, frame: ended.put(signum)):
-        # With more threads for each call, requests wait for threads longer than small networks compute.
+        # With several threads per call, requests of small networks mostly wait for threads.
         model = OnnxModel(path, threads=1)
         with ModelServer(model, host=host, port=port) as server:
             print(f"{values['run'] or values['model']}  {server.address}  (Ctrl-C ends it)", flush=True)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _file(arguments: RunArguments) -> Iterator[Path]:
-    """Yield the ONNX file to serve: the named one, or a temporary one of the run."""
+    """Yield the ONNX file to serve: the given file, or a temporary export of the run."""
     values = arguments.values
     if values["model"] is not None:
         yield Path(values["model"])

@@ -17,7 +17,7 @@ from exp.config.freeze import freeze
 from exp.config.search_path import OWN_CONF
 from exp.extras.audit.audit import audit, main
 
-BARE = "a pickle outside of torch's zip format, which can run any code when it is loaded"
+BARE = "a pickle that is not in torch's zip format, which can run any code when it is loaded"
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +116,8 @@ def test_a_pickle_is_outside_and_not_run(place, name):
     ("content", "finding"),
     [
         (b"cos\nsystem\nX\x09\x00\x00\x00touch ran\x85R.", ("calls", "os.system")),
-        (pickle.dumps(Evil(), protocol=4), ("unreadable", "no checkpoint that torch reads: ")),
-        (b"cos\nsystem\n", ("unreadable", "no checkpoint that torch reads: ")),
+        (pickle.dumps(Evil(), protocol=4), ("unreadable", "torch cannot read the checkpoint: ")),
+        (b"cos\nsystem\n", ("unreadable", "torch cannot read the checkpoint: ")),
     ],
 )
 def test_a_hostile_checkpoint_is_read_and_not_run(place, content, finding):

@@ -320,7 +320,7 @@ def test_samples_limits_what_is_read(is_counted: bool) -> None:
     limited = look(words, ALLOW, "--samples", "4")
     assert limited["parts"]["train"]["looked_at"] == 4
     assert limited["parts"]["train"]["samples"] == (10 if is_counted else None)
-    assert any(line.startswith("not looked at: ") for line in limited["findings"])
+    assert any(line.startswith("not read: ") for line in limited["findings"])
 
 
 def test_text_is_counted_in_characters(text: tuple[str, ...]) -> None:
@@ -345,8 +345,8 @@ def test_absent_and_rare_classes_are_named(place: Path, capsys: pytest.CaptureFi
     found = look(words)["parts"]["train"]["classes"]["target"]
     assert (found["names"], found["counts"]) == (["a", "b", "c"], {"0": 44, "1": 1})
     output = capsys.readouterr().out
-    assert "absent: target 2 c in no sample of train" in output
-    assert "imbalance: in train the target 0 a is there" in output
+    assert "absent: target 2 c in none of the samples of train" in output
+    assert "imbalance: in train the target 0 a occurs" in output
 
 
 def test_an_unreadable_sample_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:

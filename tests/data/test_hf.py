@@ -92,7 +92,9 @@ def test_splits_are_used_and_missing_ones_are_divided_from_train():
     with pytest.raises(ConfigError, match=r"split: tset; expected a split of the data set. Did you mean test"):
         HuggingFace(**settings(source=two, split="tset"))
     other = HuggingFace(**settings(source={"train": splits["train"], "odd": splits["test"]}))
-    with pytest.raises(ConfigError, match=r"data.dataset.split: null, and splits train, odd, of which odd is no part"):
+    with pytest.raises(
+        ConfigError, match=r"data.dataset.split: null, and splits train, odd, with the unknown name odd"
+    ):
         Data(dataset=other)
 
 
@@ -156,11 +158,14 @@ def test_folders_give_the_same_samples(kind):
         ({"source": None}, r"data.dataset: no data set; expected one of data.dataset.path and data.dataset.source"),
         ({"inputs": "aeg"}, r"data.dataset.inputs: aeg; expected a column of the data set. Did you mean age"),
         ({"target": "knid"}, r"data.dataset.target: knid; .* Did you mean kind"),
-        ({"source": None, "path": "script"}, r"a loading script, script.py, which is never run, without a state.json"),
-        ({"source": None, "path": "cut"}, r"data.dataset.path: cut \(.*\); expected a whole folder of save_to_disk"),
+        ({"source": None, "path": "script"}, r"script.py, which is never run, and without state.json"),
+        (
+            {"source": None, "path": "cut"},
+            r"data.dataset.path: cut \(.*\); expected an undamaged folder of save_to_disk",
+        ),
         ({"source": [1]}, r"data.dataset.source: a list; expected a datasets.Dataset or DatasetDict"),
         ({"source": "stream"}, r"has no index; data=stream reads files"),
-        ({"source": "empty"}, r"a data set without a row"),
+        ({"source": "empty"}, r"a data set without rows"),
     ],
 )
 def test_errors_of_data_sets(own, message, tmp_path):

@@ -203,7 +203,7 @@ def test_defaults_and_equal_numbers_are_values(folder, write_run):
     assert [row.swept["precision"] for row in found.rows] == ["(default)", "(default)", "bf16"]
     write_run(folder / "d", "train=false", value=0.0)  # as exp.evaluate does
     shown = run(folder, "--output", folder / "page")[1]
-    assert "evaluations, which train nothing, are left out: 1" in shown
+    assert "evaluations are left out: 1" in shown
     assert "best    a, loss/val 1  optimizer.lr=0.001\n" in shown
 
 
@@ -343,7 +343,7 @@ def test_runs_are_compared_by_other_tags(sweep):
     found = compare(runs, metrics=["accuracy/val"])
     assert (found.tag, found.best.mode, found.best.job) == ("accuracy/val", "max", 4)
     assert found.best.value == pytest.approx(1 - runs[4].value / 10)
-    assert "--metric accuracy/val: the largest is taken for the best" in found.notes[0]
+    assert "--metric accuracy/val: the largest value is the best" in found.notes[0]
     assert compare(runs, metrics=["throughput/step_ms"]).best.job in (2, 3, 10, 11)
     several = compare(runs, metrics=["throughput/step_ms:max", "loss/val"])
     assert (several.tag, several.best.mode) == ("throughput/step_ms", "max")
@@ -354,7 +354,10 @@ def test_runs_with_different_monitors_have_no_best(folder, write_run):
     write_run(folder / "runs" / "b", config={"monitor": "accuracy/val", "mode": "max"})
     status, shown = run("runs", "--output", "here")
     assert status == 0
-    assert "so none is the best: accuracy/val (max), loss/val (min). Compare them by --metric TAG" in shown
+    assert (
+        "because the runs monitor different tags: accuracy/val (max), loss/val (min). Compare them by --metric TAG"
+        in shown
+    )
     assert "\nbest " not in shown
     shown = run("runs", "--output", "here", "--metric", "accuracy/val:max")[1]
     assert "best    a, accuracy/val 0.95" in shown
@@ -404,12 +407,16 @@ def test_a_band_is_a_mean_and_a_sample_deviation():
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["swep"], 2, r"swep is not there; expected a run directory, .*\. Did you mean sweep\?"),
+        (["swep"], 2, r"swep does not exist; expected a run directory, .*\. Did you mean sweep\?"),
         (["file"], 2, r"file is a file; expected a run directory"),
-        (["empty"], 2, r"empty: no run is there; expected a run directory"),
-        (["sweep/0/tensorboard"], 2, r"sweep/0/tensorboard: no run is there; .*\. Did you mean sweep/0\?"),
-        (["sweep", "--metric", "accuracy/vl"], 2, r"--metric accuracy/vl: no run .* Did you mean accuracy/val\?"),
-        (["sweep", "--repeat-over", "sed"], 2, r"--repeat-over sed: the runs do not .* Did you mean seed\?"),
+        (["empty"], 2, r"empty: no run found; expected a run directory"),
+        (["sweep/0/tensorboard"], 2, r"sweep/0/tensorboard: no run found; .*\. Did you mean sweep/0\?"),
+        (
+            ["sweep", "--metric", "accuracy/vl"],
+            2,
+            r"--metric: no run has the tag accuracy/vl; .* Did you mean accuracy/val\?",
+        ),
+        (["sweep", "--repeat-over", "sed"], 2, r"--repeat-over: the runs do not differ in sed; .* Did you mean seed\?"),
         (["sweep", "--output", "file/below"], 1, r"the report cannot be written to file/below: .* --output\n"),
     ],
 )

@@ -1,7 +1,7 @@
-"""python -m exp.audit FILE_OR_DIR: reports what a config, a checkpoint or a folder from elsewhere would do.
+"""python -m exp.audit FILE_OR_DIR: reports the actions of a received config, checkpoint or folder, and runs none.
 
-It reports calls, environment variables that are read, and paths that lead away, and does none of it. YAML is read as
-text, a checkpoint by torch.serialization.get_unsafe_globals_in_checkpoint, and any other pickle by pickletools.
+It reports calls, environment variables, and paths outside the working directory. YAML is read as text, checkpoints with
+torch.serialization.get_unsafe_globals_in_checkpoint, and other pickles with pickletools.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from exp.output import command
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
 MAX_FILES = 20_000
-# A variable of the environment in an interpolation.
+# An environment variable in an interpolation.
 VARIABLE = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 MAX_PICKLE_BYTES = 200_000_000
-# A dtype of Python objects in the header of a .npy file, or an escape that could hide one.
+# A dtype of Python objects in the header of a .npy file, or an escape that could hide it.
 OBJECTS = re.compile(rb"O|object|\\")
 SKIPPED = (".git", "__pycache__", ".venv", "node_modules")
 CONFIGS = (".yaml", ".yml")
-# Members of a zip file that a loader would run.
+# Members of a zip file that a loader would execute.
 ARCHIVED = (".pkl", ".npy", ".py")
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 # Opcodes of a pickle that import a name.
@@ -46,10 +46,10 @@ class Finding:
     """An action that a file would cause.
 
     Args:
-        kind: What it is.
-        what: The name, path or variable.
-        where: The file, and the key or line in it.
-        is_outside: Whether exp does not allow it.
+        kind: The kind of the action.
+        what: Name, path or variable.
+        where: File, and the key or line in it.
+        is_outside: Whether exp does not allow the action.
     """
 
     kind: Kind
@@ -60,10 +60,10 @@ class Finding:
 
 @command(error_status=UNREADABLE)
 def main(argv: Sequence[str]) -> int:
-    """Print what was found, beginning with what is outside the allow list.
+    """Print the findings. Those outside the allow list are first.
 
     Returns:
-        0 if nothing is outside; 1 if something is; 2 if something cannot be read.
+        0 without findings outside the allow list; 1 with such findings; 2 if a file cannot be read.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.audit", description=__doc__)
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a YAML file, a checkpoint, a folder of them")
@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
-    """Return everything that is found in a file, or in a folder at any depth; links are not followed."""
+    """Return the findings of a file, or of all files below a folder. Links are not followed."""
     if not path.exists():
-        return [Finding(kind="unreadable", what="there is no such file or folder", where=str(path), is_outside=True)]
+        return [Finding(kind="unreadable", what="no such file or folder", where=str(path), is_outside=True)]
     root = path if path.is_dir() else path.parent
     files = _files(path) if path.is_dir() else [path]
     found = [finding for file in files for finding in _of_file(file, root=root, allow=allow)]
@@ -138,7 +138,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
                 yield Finding(kind="reads", what=variable, where=where, is_outside=is_secret(variable))
             if "oc.env:${" in value.replace(" ", ""):
                 yield Finding(kind="reads", what=f"a variable by {value}", where=where, is_outside=True)
-            # A defaults list names groups from the root with a slash.
+            # A defaults list has groups with a leading slash.
             if _leads_away(value) and not key.startswith("defaults."):
                 yield Finding(kind="path", what=value, where=where, is_outside=True)
             for typed in re.findall(r"_target_\s*[=:]\s*['\"]?([\w.]+)", value):
@@ -155,7 +155,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 
 
 def _leads_away(text: str) -> bool:
-    """Return whether a text is a path out of the working directory, or an address."""
+    """Return whether a text is a path outside the working directory, or an address."""
     parts = re.split(r"[/\\]", text)
     is_address = re.match(r"[a-z][a-z0-9+.-]*:(//|:)", text, re.IGNORECASE) is not None
     return is_address or ("\n" not in text and (text.startswith(("/", "~")) or ".." in parts))
@@ -172,7 +172,7 @@ def _target(dotted: Any, *, where: str, root: Path, allow: Sequence[str]) -> Fin
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:
-    """Yield the names that torch.load(weights_only=True), which exp uses, refuses, and pickles of other formats."""
+    """Yield the names that torch.load(weights_only=True) rejects, and pickles of other formats."""
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             yield from _of_member(file, where=str(path))
@@ -187,7 +187,7 @@ def _of_pickle(path: Path) -> Iterator[Finding]:
                 with archive.open(member) as file:
                     yield from _of_member(file, where=f"{path}, {member.filename}")
             elif member.file_size > MAX_PICKLE_BYTES:
-                raise ValueError(f"{member.filename} would be {member.file_size} bytes")
+                raise ValueError(f"{member.filename} has {member.file_size} bytes; expected at most {MAX_PICKLE_BYTES}")
             else:
                 yield from _of_checkpoint(path)
 
@@ -198,24 +198,24 @@ def _of_checkpoint(path: Path) -> Iterator[Finding]:
     try:
         names = sorted(get_unsafe_globals_in_checkpoint(path))
     except (RuntimeError, EOFError, struct.error, pickle.UnpicklingError) as error:
-        raise ValueError(f"no checkpoint that torch reads: {one_line(error)}") from error
+        raise ValueError(f"torch cannot read the checkpoint: {one_line(error)}") from error
     for name in names:
         yield Finding(kind="calls", what=name, where=str(path), is_outside=True)
 
 
 def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
-    """Report a pickle that is not plain values. An array of numbers is no pickle."""
+    """Yield a finding for a pickle with other than plain values. An array of numbers is no pickle."""
     content = file.read(MAX_PICKLE_BYTES + 1)
     header = content[10 : 10 + int.from_bytes(content[8:10], "little")]
     if content.startswith(b"\x93NUMPY\x01") and not OBJECTS.search(header):
         return
     if len(content) > MAX_PICKLE_BYTES or not _imports_nothing(content):
-        what = "a pickle outside of torch's zip format, which can run any code when it is loaded"
+        what = "a pickle that is not in torch's zip format, which can run any code when it is loaded"
         yield Finding(kind="calls", what=what, where=where, is_outside=True)
 
 
 def _imports_nothing(content: bytes) -> bool:
-    """Return whether a file consists of pickles that import no name, and so cannot call anything."""
+    """Return whether a file consists of pickles without imports, which cannot call anything."""
     stream = io.BytesIO(content)
     try:
         # A checkpoint of torch before 1.6 is several pickles.
@@ -229,10 +229,10 @@ def _imports_nothing(content: bytes) -> bool:
 
 def _text(found: Sequence[Finding], path: Path) -> str:
     outside = sum(finding.is_outside for finding in found)
-    lines = [f"{path}: {outside} outside of what exp allows, {len(found) - outside} inside; nothing was run"]
+    lines = [f"{path}: {outside} outside the allow list of exp, {len(found) - outside} inside; nothing was run"]
     for finding in found:
         mark = "OUTSIDE" if finding.is_outside else ""
-        # A name from elsewhere may hold line breaks and control characters.
+        # A name may contain line breaks and control characters.
         what = finding.what.encode("unicode_escape").decode()[:200]
         lines.append(f"  {mark:<8}{finding.kind:<11}{what}  [{finding.where.encode('unicode_escape').decode()}]")
     return "\n".join(lines)

@@ -29,7 +29,7 @@ TEXT = Annotated[str, "a text", MinLen(1)]
 SIZE = TEXT | COUNT
 
 # The default and the kind of each setting. None leaves a setting to the cluster.
-SETTINGS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
+SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
     SLURM: {
         # local: processes of submitit on this machine, to try a sweep without a cluster.
         "cluster": ("slurm", Literal["slurm", "local"]),

@@ -112,7 +112,7 @@ class RayExecutor(ClusterExecutor):
         address = self._settings["address"]
         # Disable the usage statistics of Ray.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        given: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        given: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
             given |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:

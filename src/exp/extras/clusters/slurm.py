@@ -31,7 +31,7 @@ from exp.sweeps.job import JobProcesses
 log = logging.getLogger(__name__)
 
 FOLDER = "submitit"
-# States of SLURM in which a job has not ended.
+# States of SLURM in which a job is unfinished.
 ALIVE = (
     *("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "STOPPED", "SIGNALING", "REQUEUED"),
     *("REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
@@ -129,7 +129,7 @@ class SlurmExecutor(ClusterExecutor):
         has_gpus = any(settings[name] is not None for name in ("gpus_per_task", "gres"))
         if gpus is None and placed.accelerator == "cuda" and not has_gpus:
             gpus = placed.ranks_per_node * placed.layers
-        common: dict[str, Any] = {} if gpus is None else {"gpus_per_node": gpus}
+        common: dict[str, object] = {} if gpus is None else {"gpus_per_node": gpus}
         if self._is_local:
             local = submitit.LocalExecutor(folder=folder)
             common |= {name: settings[name] for name in ("timeout_min", "signal_delay_s")}

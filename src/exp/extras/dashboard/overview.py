@@ -7,7 +7,6 @@ import json
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tensorboard.backend.experimental_plugin import ExperimentalPlugin
 from tensorboard.plugins import base_plugin
@@ -39,7 +38,7 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
     def is_active(self) -> bool:
         return False
 
-    def _overview(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _overview(self, environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
         start_response("302 Found", [("Location", f"/?{question(self._directory)}#timeseries")])
         return []
 

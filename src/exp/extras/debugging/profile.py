@@ -67,7 +67,7 @@ class Profile(Hook):
         self.first, self.start, self.last = start_step - warmup, start_step, start_step + steps - 1
         self.ranks = ranks
         self._shapes, self._memory, self._stacks = shapes, memory, stacks
-        # The window has not ended.
+        # Whether the window is still ahead or open.
         self._is_waiting = False
         self._forget()
 

@@ -160,7 +160,7 @@ class ZeroStrategy(ModelParallel):
         )
         return engine
 
-    def _config(self, trainer: Trainer) -> dict[str, Any]:
+    def _config(self, trainer: Trainer) -> dict[str, object]:
         autocast = precision_of(self).word.autocast
         kind = {} if autocast is None else {"dtype": str(autocast).removeprefix("torch.")}
         return {
@@ -193,7 +193,9 @@ class ZeroStrategy(ModelParallel):
             self._show_gradients()
         return precision_of(self).post_backward(loss, module)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: nn.Module | None = None, **_: object) -> object:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: nn.Module | None = None, **_: object
+    ) -> object:
         return super().optimizer_step(cast(Optimizer, EngineStep(self, optimizer)), closure, model)
 
     def _show_gradients(self) -> None:

@@ -15,12 +15,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 RUN = ("name=doctor", "model=mlp", "data=digits", "hooks=[]", "trainer.max_steps=3", "test=false", "launch.devices=1")
 
 
-def attempt(what: str) -> dict[str, Any]:
+def attempt(what: str) -> dict[str, object]:
     """Return the facts of one try as plain values; `error` if it raises."""
     kind, *words = what.split(":")
     try:
@@ -29,10 +28,10 @@ def attempt(what: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _torch() -> dict[str, Any]:
+def _torch() -> dict[str, object]:
     import torch
 
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "version": str(torch.__version__),
         "file": torch.__file__,
         "cuda": torch.version.cuda or torch.version.hip,
@@ -50,7 +49,7 @@ def _torch() -> dict[str, Any]:
     return facts
 
 
-def _gpu(index: int) -> dict[str, Any]:
+def _gpu(index: int) -> dict[str, object]:
     import torch
 
     free, total = torch.cuda.mem_get_info(index)
@@ -64,7 +63,7 @@ def _gpu(index: int) -> dict[str, Any]:
             "error": error}  # fmt: skip
 
 
-def _group(backend: str) -> dict[str, Any]:
+def _group(backend: str) -> dict[str, object]:
     """Sum a tensor in a process group of one rank, which opens no port that other machines can reach."""
     import torch
     import torch.distributed as dist
@@ -80,7 +79,7 @@ def _group(backend: str) -> dict[str, Any]:
         return {"sum": float(one.sum())}
 
 
-def _run(device: str) -> dict[str, Any]:
+def _run(device: str) -> dict[str, object]:
     """Train a small network for three steps in a temporary directory."""
     import exp
 
@@ -93,12 +92,12 @@ def _run(device: str) -> dict[str, Any]:
     return {"loss": loss}
 
 
-def _import() -> dict[str, Any]:
+def _import() -> dict[str, object]:
     names = ["exp.run", *(["torchvision"] if find_spec("torchvision") else [])]
     return {"imported": [importlib.import_module(name).__name__ for name in names]}
 
 
-TRIES: dict[str, Callable[..., dict[str, Any]]] = {
+TRIES: dict[str, Callable[..., dict[str, object]]] = {
     "torch": _torch, "import": _import, "group": _group, "run": _run,
 }  # fmt: skip
 

@@ -134,7 +134,7 @@ class Trials:
         from exp.config.frozen import COMPOSITION
 
         test = {"_target_": "exp.extras.finders.size_trial.SizeTrial", "steps": steps}
-        changes: dict[str, Any] = {
+        changes: dict[str, object] = {
             "callbacks": {"size_trial": test},
             "logger": {},
             "trainer.max_steps": steps,

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class RangeTest(Callback):
         self.smoothed: list[float] = []
         self.end: End = "steps"
         self._mean, self._lowest, self._own = 0.0, math.inf, math.nan
-        self._factors: list[tuple[dict[str, Any], float]] = []
+        self._factors: list[tuple[dict[str, object], float]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # A loss that is not finite ends the test, and is no error of the run.

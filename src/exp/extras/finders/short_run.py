@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from exp.run_report import Report
 
 # Values of the short run by dotted key.
-SHORT: Mapping[str, Any] = {
+SHORT: Mapping[str, object] = {
     "monitor": "loss/train",
     "mode": "min",
     "test": False,
@@ -60,8 +60,8 @@ class Flag(NamedTuple):
     """A flag of a finder: name, type, default, help, and a number that the value must exceed."""
 
     name: str
-    kind: Callable[[str], Any]
-    default: Any
+    kind: Callable[[str], object]
+    default: object
     help: str
     above: float | None = None
 

@@ -58,7 +58,7 @@ class SizeTrial(Callback):
             self._write(trainer, fits=False)
 
     def _write(self, trainer: Trainer, **found: float | bool | None) -> None:
-        # Any rank may run out of memory first.
+        # A rank other than 0 may run out of memory first.
         if trainer.is_global_zero or not found["fits"]:
             path = Path(trainer.default_root_dir) / SUMMARY
             write_atomic(path, json.dumps(found, indent=2) + "\n")

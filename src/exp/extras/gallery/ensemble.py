@@ -6,7 +6,7 @@ https://docs.pytorch.org/tutorials/intermediate/ensembling.html
 from __future__ import annotations
 
 import copy
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Ensemble(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of all members, `[E, B, ...]`, for a batch `[B, ...]`."""
-        state: dict[str, Any] = {**dict(self.member.named_parameters()), **dict(self.member.named_buffers())}
+        state: dict[str, Tensor] = {**dict(self.member.named_parameters()), **dict(self.member.named_buffers())}
 
         def run(own: dict[str, Tensor]) -> Tensor:
             found: Tensor = functional_call(self.member, own, (x,))
@@ -60,9 +60,9 @@ class Ensemble(nn.Module):
         return found
 
 
-def _reset(module: Any) -> None:
+def _reset(module: nn.Module) -> None:
     if _has_reset(module):
-        module.reset_parameters()
+        module.reset_parameters()  # type: ignore[operator]  # checked above
 
 
 def _has_reset(module: nn.Module) -> bool:

@@ -35,8 +35,12 @@ class ScalarTensor:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func not in FUNCTIONS:
             return NotImplemented
         return FUNCTIONS[func](*args, **(kwargs or {}))
@@ -62,7 +66,7 @@ def _matmul(one: ScalarTensor | Tensor, other: ScalarTensor | Tensor) -> ScalarT
     return found
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
+FUNCTIONS: dict[object, Callable[..., object]] = {
     torch.add: _add,
     torch.mul: _mul,
     torch.matmul: _matmul,

@@ -1,6 +1,6 @@
-"""Data sets of Hugging Face's package `datasets`, an extra, from folders of save_to_disk or from memory.
+"""Data sets of the package `datasets` of Hugging Face, from folders of save_to_disk or from memory.
 
-Nothing is downloaded, and no code in a folder is run: folders are read as Arrow tables, and pictures from their paths.
+Nothing is downloaded, and no code in a folder is run. Folders are read as Arrow tables, and pictures from their paths.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from exp.shared_types import STAGES, Stage
 if TYPE_CHECKING:
     import datasets
 
-# What fit() calls the names of the classes.
+# Key of the class names in the result of fit().
 FITTED = "hf"
 
 
@@ -39,20 +39,18 @@ class HuggingFace(Dataset[object]):
 
     Args:
         path: A folder that save_to_disk made, of a Dataset or a DatasetDict.
-        source: Instead of path a Dataset or a DatasetDict, or a node whose `_target_` is a function of the user that
-            returns one.
-        split: The split of a DatasetDict to take. Without it those called train, validation and test (and so on) are
-            the parts. Others, and a single one, are divided by data.parts and parts_seed.
-        target: See Fields. A ClassLabel has names for its numbers. Texts are classes in alphabetical order, of the
-            training part.
-        directory: Folder in which path is looked for, after the working directory.
-        inputs: See Fields, as task, dtypes and scale.
-        resize: See Images, as crop, mode, mean, std and background.
+        source: A Dataset or DatasetDict instead of path, or a node whose `_target_` is a user function that returns it.
+        split: Split of a DatasetDict. Without it, splits with names such as train, validation and test are used. Other
+            splits, and a single split, are divided by data.parts and parts_seed.
+        target: See Fields. A ClassLabel has names of its numbers. Texts are classes in alphabetical order.
+        directory: Folder in which path is searched after the working directory.
+        inputs: See Fields; also task, dtypes and scale.
+        resize: See Images; also crop, mode, mean, std and background.
         parts_seed: Seed of the division.
 
     Raises:
-        ConfigError: The package is not installed, a folder or a column cannot be read, a column is of texts, sound or
-            video, or splits are no parts.
+        ConfigError: The package is not installed, a folder or column cannot be read, a column has texts, sound or
+            video, or the names of splits are unknown.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledRecords"
@@ -61,7 +59,7 @@ class HuggingFace(Dataset[object]):
         self,
         *,
         path: str | None = None,
-        source: Any = None,
+        source: object = None,
         split: str | None = None,
         target: Names | None,
         directory: str = "data",
@@ -99,17 +97,17 @@ class HuggingFace(Dataset[object]):
         self._settle()
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Return the splits with the names of parts. A part without a split is taken out of train, by its size.
+        """Return the splits by stage. A missing split is taken from train, by its size.
 
         Raises:
-            ConfigError: Splits have other names.
+            ConfigError: Splits have unknown names.
         """
         by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in PART_NAMES[stage]}
         if len(by_stage) < len(self.held) and len(self.held) > 1:
             other = next(name for name in self.held if not any(name in names for names in PART_NAMES.values()))
             raise data_error(
                 "dataset.split",
-                got=f"null, and splits {', '.join(self.held)}, of which {other} is no part",
+                got=f"null, and splits {', '.join(self.held)}, with the unknown name {other}",
                 expected="splits train, validation and test",
                 fix=f"Take one with data.dataset.split={other}, or name data sets in data.train, data.val, data.test",
             )
@@ -122,33 +120,33 @@ class HuggingFace(Dataset[object]):
                 parts |= {stage: by_stage["train"].select(indices.tolist()) for stage, indices in chosen.items()}
         if not parts:
             got = f"sizes of {', '.join(sizes)}, and splits {', '.join(self.held)}"
-            raise data_error("parts", got=got, expected="a part that there is")
+            raise data_error("parts", got=got, expected="sizes of existing splits")
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
-        """Return the names of the classes in order, or None."""
+        """Return the names of the classes in order; None without names."""
         rows = self._rows()
         names = _class_names(rows, self._target) if self._target is not None else None
         return {FITTED: {"classes": names}}
 
     def prepare(self, fitted: Fitted) -> Self:
-        """Number the classes as in the training part."""
+        """Number the classes as in the training split."""
         part = copy.copy(self)
         part.known = fitted_entry(fitted, FITTED, part=self)["classes"]
         part.fields = copy.copy(self.fields)
         part.fields.classes = None if part.known is None else tuple(part.known)
-        # Of a ClassLabel a row has the number, and of others the name.
+        # Rows have the number of a ClassLabel, and the name of other classes.
         part.classes = _label_names(self._rows(), self._target) if part.known is not None else None
         return part
 
     @property
     def value_names(self) -> ValueNames:
-        # Not `classes`, whose order is that of the data set, and not of training.
+        # Not `classes`, whose order is that of the data set instead of training.
         return self.fields.value_names
 
     @property
     def num_classes(self) -> int | None:
-        """The number of names, or the largest class number plus one; None for a regression."""
+        """Number of classes: the number of names, or the largest label + 1. None for regression."""
         if self.known is not None:
             return len(self.known)
         if self._target is None:
@@ -158,7 +156,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def targets(self) -> Tensor | None:
-        """The class of every sample, int64 `[N]`, for a sampler; None without single class numbers."""
+        """Classes of all samples, int64 `[N]`, for a sampler; None without single class numbers."""
         if self._target is None:
             return None
         labels = [self._label(value) for value in self._rows().with_format(None)[self._target]]
@@ -174,7 +172,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def _target(self) -> str | None:
-        """The column of classes, if it holds single numbers or texts."""
+        """The column of classes, if it has single numbers or texts."""
         from datasets import ClassLabel, Value
 
         if self.fields.task == "regression" or not self.fields.targets:
@@ -187,7 +185,7 @@ class HuggingFace(Dataset[object]):
             raise data_error(
                 "dataset.split",
                 got=f"null, and splits {', '.join(self.held)}",
-                expected="one of them for one part",
+                expected="one of them",
                 fix=f"Write split: {next(iter(self.held))}",
             )
         return self.rows
@@ -203,17 +201,17 @@ class HuggingFace(Dataset[object]):
             row[self._target] = self._label(row[self._target])
         return row
 
-    def _label(self, value: Any) -> Any:
+    def _label(self, value: object) -> object:
         # -1 stands for no class.
         if self.classes is None or not isinstance(value, int | np.integer) or not 0 <= value < len(self.classes):
             return value
         return self.classes[value]
 
     def _settle(self) -> None:
-        """Look at the columns and at the first row."""
+        """Check the columns and the first row."""
         rows = next(iter(self.held.values()))
         if not len(rows):
-            raise data_error("dataset", got="a data set without a row", expected="at least one")
+            raise data_error("dataset", got="a data set without rows", expected="at least one row")
         first = _values(rows, 0)
         wanted = self.fields.columns_to_read(list(first), where="the data set")
         for name in () if _is_transformed(rows) else wanted:
@@ -225,12 +223,12 @@ class HuggingFace(Dataset[object]):
 
 
 def _is_transformed(rows: datasets.Dataset) -> bool:
-    """Return whether rows go through a transform of the user, set by with_transform."""
+    """Return whether rows have a user transform, set by with_transform."""
     return bool(rows.format["type"] == "custom")
 
 
 def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None = None) -> dict[str, object]:
-    """Return the values of a row by column; those of `names` that are there, or all."""
+    """Return the values of a row by column: of the existing columns in `names`, or of all columns."""
     if _is_transformed(rows):
         return dict(rows[index])
     table = rows.with_format("arrow")[index]
@@ -241,7 +239,8 @@ def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None =
 def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     """Return the data sets in a folder of save_to_disk, by split.
 
-    Raises: ConfigError for another folder, and for one that is damaged.
+    Raises:
+        ConfigError: The folder is not from save_to_disk, or is damaged.
     """
     import datasets
     from pyarrow import ArrowException
@@ -249,25 +248,25 @@ def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     datasets.disable_progress_bars()
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         scripts = [file.name for file in folder.glob("*.py")]
-        told = f", a loading script, {scripts[0]}, which is never run," if scripts else ""
+        script = f" with the loading script {scripts[0]}, which is never run, and" if scripts else ""
         raise data_error(
             "dataset.path",
-            got=f"{folder}{told} without a state.json or a dataset_dict.json",
-            expected="a folder that save_to_disk made",
+            got=f"{folder}{script} without state.json or dataset_dict.json",
+            expected="a folder of save_to_disk",
             fix="data=parquet and data=csv read files of tables",
         )
     try:
         return _check_splits(datasets.load_from_disk(str(folder.absolute())))
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         got = f"{folder} ({_line(error)})"
-        raise data_error("dataset.path", got=got, expected="a whole folder of save_to_disk") from error
+        raise data_error("dataset.path", got=got, expected="an undamaged folder of save_to_disk") from error
 
 
 def _check_splits(found: object) -> Mapping[str, datasets.Dataset]:
-    """Return the result of a function of the user, or a folder, by split.
+    """Return the data set of a user function or a folder, by split.
 
     Raises:
-        ConfigError: It is no data set.
+        ConfigError: The value is no data set.
     """
     import datasets
 
@@ -275,11 +274,7 @@ def _check_splits(found: object) -> Mapping[str, datasets.Dataset]:
         return {"train": found}
     if isinstance(found, Mapping) and found and all(isinstance(one, datasets.Dataset) for one in found.values()):
         return {str(name): one for name, one in found.items()}
-    fix = (
-        "One that streams has no index; data=stream reads files one after another"
-        if "Iterable" in _kind(found)
-        else None
-    )
+    fix = "Streams have no index; data=stream reads files one after another" if "Iterable" in _kind(found) else None
     raise data_error("dataset.source", got=f"a {_kind(found)}", expected="a datasets.Dataset or DatasetDict", fix=fix)
 
 
@@ -293,7 +288,7 @@ def _one_split(found: Mapping[str, datasets.Dataset], split: str | None) -> dict
 
 
 def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
-    """Raise ConfigError for a column that no network takes."""
+    """Raise ConfigError for a column with an unsupported type."""
     from datasets.features import Array2D, Array3D, Array4D, Array5D, ClassLabel, Image, LargeList, List, Value
 
     inner = feature
@@ -304,13 +299,13 @@ def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
         raise data_error(
             f"dataset.{key}",
             got=f"{name}, a column of {'texts' if is_text else type(inner).__name__}",
-            expected="columns of numbers, lists of them or pictures",
+            expected="columns of numbers, lists of numbers or pictures",
             fix="Leave it out of data.dataset.inputs; data=tokens turns files of text into tokens",
         )
 
 
 def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None:
-    """Return the names of a ClassLabel; None for another column."""
+    """Return the names of a ClassLabel; None for other columns."""
     from datasets import ClassLabel
 
     feature = None if target is None else rows.features[target]
@@ -318,7 +313,7 @@ def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None
 
 
 def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
-    """Return the names of the classes: of a ClassLabel, or texts in alphabetical order; None for plain numbers."""
+    """Return the names of a ClassLabel, or texts in alphabetical order; None for numbers."""
     if (names := _label_names(rows, target)) is not None:
         return names
     held = [value for value in rows.unique(target) if value is not None]

@@ -1,4 +1,4 @@
-"""+logger=mlflow: Lightning's MLFlowLogger on a store of this machine, in batches, with one MLflow run over resumes."""
+"""+logger=mlflow: Lightning's MLFlowLogger with a local store, batched writes, and one MLflow run for all resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if not is_installed("mlflow"):
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
 
 _SQLITE = "sqlite:///"
-# MLflow accepts no more in one call.
+# Largest number of metrics in a call of MLflow.
 _METRICS_A_BATCH = 1000
 _ROWS_A_WRITE = 200
 _STATUS = {"completed": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -31,16 +31,16 @@ _REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
 
 
 class MlflowLogger(RunLogger, MLFlowLogger):
-    """Logs numbers, images and texts as a run of MLflow, with the same tags; hyperparameters as its params.
+    """Logs values, images and texts under the same tags, and hyperparameters as params, to a run of MLflow.
 
-    Rows wait until `flush_seconds` have passed, because a call takes milliseconds. A resume continues the same run of
-    MLflow. It leaves out the steps that are there already: they have the same numbers, and MLflow can remove none.
-    Characters of a tag that MLflow refuses in names become `_`.
+    Values are written every `flush_seconds`, because a call takes milliseconds. A resume continues the MLflow run and
+    skips steps that it has, because their values are equal and MLflow cannot remove them. Characters of tags that
+    MLflow does not allow become `_`.
 
     Args:
-        directory: Run directory, given by build.py. Its mlflow.json names the run in the store.
-        tracking_uri: `sqlite:///outputs/mlflow.db` is a file below the working directory. It may be a server's address.
-        experiment: Name under which MLflow lists the run.
+        directory: Run directory, set by build.py. mlflow.json in it has the id of the MLflow run.
+        tracking_uri: A file such as `sqlite:///outputs/mlflow.db`, or the address of a server.
+        experiment: Experiment of the run in MLflow.
         artifacts: Folder of images and texts, for a store that is a file.
         flush_seconds: Interval between two writes.
     """
@@ -95,7 +95,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers by tag. step: the optimizer steps done."""
+        """Log values by tag. step: Completed optimizer steps."""
         step, now = self._step_of(step), int(1000 * time.time())
         self._waiting += [(_name_of(tag), value, now, step) for tag, value in metrics.items()]
         self._rows += 1
@@ -112,11 +112,11 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing: MLflow removes no number. `save` leaves out those that it has."""
+        """Do nothing, because MLflow cannot remove values. `save` skips existing steps."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the rows that wait."""
+        """Write waiting values."""
         from mlflow.entities import Metric
 
         waiting, self._waiting, self._rows = self._waiting, [], 0
@@ -131,7 +131,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Write the rows that wait after a stage, of which another may follow."""
+        """Write waiting values after a stage. More stages may follow."""
         self.save()
 
     @rank_zero_only
@@ -140,7 +140,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self.experiment.set_terminated(self.run_id, _STATUS[status])
 
     def _last_step(self, key: str) -> int:
-        """Return the last step of a tag in the store; -1 in a run that is not continued."""
+        """Return the last step of a tag in the store; -1 in a new run."""
         if not self._is_continued:
             return -1
         if key not in self._reached:
@@ -150,14 +150,14 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process at a time create the database, the experiment and the run: jobs of a sweep start together."""
+        """Let one process at a time create database, experiment and run, because jobs of a sweep start together."""
         if self._database is None:
             yield
             return
         self._database.parent.mkdir(parents=True, exist_ok=True)
         with self._database.with_name(f".{self._database.name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # MLflow would try for two minutes to open the file, and print each time.
+            # MLflow would retry for two minutes to open a missing file.
             self._database.open("ab").close()
             yield
 

@@ -20,12 +20,12 @@ from exp.sweeps.results import FINISHED, Repeats
 from exp.tensorboard.curves import Curve
 
 MOST_CURVES = 8
-# Okabe and Ito's colors except black and yellow: readers with color blindness can tell them apart.
+# Okabe and Ito's colors except black and yellow, which are distinct for color-blind readers.
 BEST, GRAY = "#d55e00", "#8f8f8f"
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#7570b3")
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
-    "text.parse_math": False,  # a key or a run may be named with a $
+    "text.parse_math": False,  # names may contain a $
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -37,7 +37,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture. name: of its file. caption: what it shows and how it is read."""
+    """A picture with the name of its file and its caption."""
 
     name: str
     caption: str
@@ -45,7 +45,7 @@ class Chart:
 
 
 class Band(NamedTuple):
-    """The mean of curves and their deviation over n - 1, `[N]` each: nan if a curve is not finite or alone."""
+    """The mean and deviation (n - 1) of curves, `[N]` each; nan for a curve that is not finite, or without others."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -57,10 +57,10 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
 
     Args:
         comparison: The runs.
-        tags: The tags whose curves are drawn first.
+        tags: Tags that are drawn first.
 
     Returns:
-        The pictures, and one line for each picture that is not drawn.
+        The pictures, and one note for each omitted picture.
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
@@ -74,15 +74,15 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
     with matplotlib.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drawn = [_curve(comparison, tag) for tag in curves]
-    # For example a letter that the font does not have.
+    # For example missing letters of the font.
     notes += dict.fromkeys(f"of the pictures: {warning.message}" for warning in caught)
     return drawn, notes
 
 
 def band(curves: Sequence[Curve]) -> Band | None:
-    """Return the mean and deviation of curves at each step of a curve that lies within all curves; None without one.
+    """Return the mean and deviation of curves over their common range of steps; None without a common range.
 
-    A curve without a value at such a step is interpolated linearly.
+    Missing values are interpolated linearly.
     """
     curves = [curve for curve in curves if len(curve.steps)]
     if not curves:
@@ -112,7 +112,7 @@ def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list
 
 
 def _curve(comparison: Comparison, tag: str) -> Chart:
-    """Draw the curves of a tag: the best run last, up to seven others in a color each, more in gray."""
+    """Draw the curves of a tag. The best run is last; up to seven other runs have colors, more are gray."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
@@ -155,7 +155,7 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
 
 
 def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[bool, Curve]]:
-    """Return the curves of repeats, and whether each run was completed."""
+    """Return the curves of repeats, each with whether its run was completed."""
     curves = [(row.status in FINISHED, comparison.records[row.job].curves.get(tag)) for row in group.rows]
     return [(is_done, curve) for is_done, curve in curves if curve is not None]
 
@@ -163,8 +163,8 @@ def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[b
 def _draw_group(
     axes: Any, comparison: Comparison, group: Repeats, tag: str, *, color: str, label: str, width: float = 1.2
 ) -> None:
-    """Draw repeats as their mean with a band, and each run that was not completed as a dashed line."""
-    style: dict[str, Any] = {"color": color, "linewidth": width}
+    """Draw repeats as a mean with a band, and runs that were not completed as dashed lines."""
+    style: dict[str, object] = {"color": color, "linewidth": width}
     curves = _curves_of(comparison, group, tag)
     joint = band([curve for is_done, curve in curves if is_done])
     labels = iter([label])
@@ -179,7 +179,7 @@ def _draw_group(
 
 
 def _label(comparison: Comparison, group: Repeats) -> str:
-    """Return what was swept; if nothing was, the name of the run."""
+    """Return the swept values, or the name of the run without them."""
     swept = comparison.label(group.swept)
     return _short(swept or ("all" if comparison.repeat_over else group.rows[0].name))
 

@@ -4,7 +4,7 @@
     python -m exp.report outputs --metric accuracy/val                    every run below outputs/, by another tag
     python -m exp.report outputs/a/2026-01-31/12-00-00 outputs/b          some runs
 
-A run that is running, was killed or is damaged is a row with this status.
+Runs that are running, killed or damaged are rows with this status.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from exp.sweeps.ledger import is_sweep
 from exp.sweeps.results import again_command, best_line, rich_tables
 
 PAGE = "report.html"
-# On the terminal; the page has all notes.
+# Notes in the terminal; the page has all notes.
 MOST_NOTES = 12
-EXPECTED = "a run directory, a sweep's, or a folder above some, such as outputs, which python -m exp.train makes"
+EXPECTED = "a run directory, a sweep directory, or a folder above them, such as outputs of python -m exp.train"
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Write the report, and print the table, the best run and the command that starts from it.
+    """Write the report. Print the table, the best run and the command that starts from it.
 
     Returns:
-        0; 2 if there is nothing to compare; 1 if the report cannot be written.
+        0; 2 without runs; 1 if the report cannot be written.
     """
     arguments = parser().parse_args(argv)
     for place in arguments.directories:
@@ -70,7 +70,7 @@ def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
     trained = [record for record in records if record.value_of("train") != "false"] or records
     problems = list(found.problems)
     if len(trained) < len(records):
-        problems.append(f"evaluations, which train nothing, are left out: {len(records) - len(trained)}")
+        problems.append(f"evaluations are left out: {len(records) - len(trained)}")
     return compare(trained, repeat_over=arguments.repeat_over, metrics=arguments.metric, problems=problems)
 
 
@@ -106,7 +106,7 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
     lines = [f"{row.name} {row.status}: {row.error}" for row in comparison.rows if row.error]
     lines += notes
     if len(lines) > MOST_NOTES:
-        lines = [*lines[: MOST_NOTES - 1], f"and {len(lines) - MOST_NOTES + 1} more notes, which the page has"]
+        lines = [*lines[: MOST_NOTES - 1], f"and {len(lines) - MOST_NOTES + 1} more notes in the page"]
     if comparison.best is not None:
         lines.append(f"best    {best_line(comparison.rows, repeat_over=over)}")
         lines.append(f"again   {again_command(comparison.base, comparison.best)}")
@@ -118,19 +118,19 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
 def _refuse_missing(place: Path) -> None:
     """Raise ReportError if a place is not a directory."""
     if not os.path.isdir(place):
-        there = "is a file" if os.path.exists(place) else "is not there"
+        there = "is a file" if os.path.exists(place) else "does not exist"
         near = find_nearest(place.name, (path.name for path in place.parent.glob("*/")))
         fix = f". Did you mean {place.parent / near[0]}?" if near else ""
         raise ReportError(f"{place} {there}; expected {EXPECTED}{fix}")
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
-    """Return the error that no run was found."""
+    """Return the error of places without runs."""
     parents = [parent for place in places for parent in place.absolute().parents]
     above = next((parent for parent in parents if any(os.path.isfile(parent / name) for name in MARKS)), None)
     fix = "" if above is None else f". Did you mean {os.path.relpath(above)}?"
     problems = "".join(f"\n  {problem}" for problem in found.problems)
-    return ReportError(f"{' '.join(map(str, places))}: no run is there; expected {EXPECTED}{fix}{problems}")
+    return ReportError(f"{' '.join(map(str, places))}: no run found; expected {EXPECTED}{fix}{problems}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("directories", nargs="+", type=Path, metavar="DIR", help="runs, sweeps, or folders above them")
     add("--output", type=Path, metavar="DIR", help="default: report/ of one sweep, else outputs/reports/DATE/TIME")
-    add("--repeat-over", metavar="KEY", help="runs that differ only in it are repeats; none: no run is a repeat")
-    more = "compare by this tag, and draw it; TAG:max if more is better. Further tags are drawn"
+    add("--repeat-over", metavar="KEY", help="runs that differ only in KEY are repeats; none: no repeats")
+    more = "compare by this tag, and draw it; TAG:max if larger is better. Further tags are drawn"
     add("--metric", action="append", default=[], metavar="TAG", help=more)
     return found

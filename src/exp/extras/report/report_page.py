@@ -1,4 +1,4 @@
-"""Writes a comparison as one HTML file that loads nothing: tables, pictures, and how to read them."""
+"""Writes a comparison as one self-contained HTML file with tables and pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ tr.best th, tr.best td { font-weight: bold; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }
 figure { margin: 0; } img { max-width: 100%; }
 """
-# The page loads nothing and runs no script.
+# The page loads no files and runs no scripts.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -37,8 +37,8 @@ def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str
     Args:
         comparison: The runs.
         charts: The pictures.
-        notes: What was decided, left out or could not be read, one line each.
-        about: The time and the command.
+        notes: Decisions, omissions and unreadable files, one line each.
+        about: Time and command.
     """
     count = len(comparison.rows)
     shown = os.path.relpath(comparison.base)
@@ -66,10 +66,10 @@ def _summary(comparison: Comparison) -> Iterator[str]:
     best = best_line(comparison.rows, repeat_over=comparison.repeat_over)
     if best:
         yield f"<p>Best: <strong>{escape(best)}</strong></p>"
-        yield "<p>Start from its config, and type your changes after it:</p>"
+        yield "<p>Start from its config, and append your changes:</p>"
         yield f"<pre>{escape(again_command(comparison.base, comparison.best))}</pre>"
     else:
-        yield "<p>No run is the best: none has completed with a value, or they monitor different tags.</p>"
+        yield "<p>No best run: no run has completed with a value, or the runs monitor different tags.</p>"
 
 
 def _pictures(charts: Sequence[Chart]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Compares runs: their rows, the keys in which they differ, which of them are repeats, and the best one."""
+"""Compares runs: their rows, the keys in which they differ, repeats, and the best run."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
 from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing_keys, repeats_of
 
-# Tags of which less is better, if neither the config nor the command says so.
+# Tags whose smaller values are better, if neither the config nor the command sets a mode.
 LESS = re.compile(
     r"(^|[/_])(loss|error|mae|mse|rmse|mape|nll|perplexity|bits_per_character|seconds|ms|mib|steps)($|[/_])"
 )
 
 
 class ReportError(RunError):
-    """The runs cannot be compared as the command says."""
+    """Error of a comparison that is not possible."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Several runs, and how they are compared.
+    """A comparison of runs.
 
     Args:
-        base: The folder that holds all runs.
+        base: The folder above all runs.
         records: The runs.
         rows: One row for each record; `job` is its index.
         tag: The tag by which the runs are compared; None if they monitor different tags.
         keys: The hyperparameters that differ.
         repeat_over: The key in which repeats differ; None without repeats.
-        notes: What was decided and what could not be read, one line each.
+        notes: Decisions and unreadable files, one line each.
     """
 
     base: Path
@@ -52,7 +52,7 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Repeats]:
-        """The repeats; each run alone if there are none."""
+        """Groups of repeats; single runs without repeats."""
         if self.repeat_over is None:
             return [Repeats(swept=row.swept, rows=[row]) for row in self.rows]
         return repeats_of(self.rows, over=self.repeat_over)
@@ -68,12 +68,12 @@ class Comparison:
         return next((group.rows for group in self.groups if any(row is self.best for row in group.rows)), ())
 
     def label(self, swept: Mapping[str, str]) -> str:
-        """Return what was swept in few words, such as lr=0.01 weight_decay=0."""
+        """Return the swept values in short form, such as lr=0.01 weight_decay=0."""
         keys = [key for key in self.keys if key != self.repeat_over and key in swept]
         return " ".join(f"{self.short(key)}={swept[key]}" for key in keys)
 
     def short(self, key: str) -> str:
-        """Return the last part of a key if no other key has the same one."""
+        """Return the last part of a key if it is unique, else the key."""
         last = key.rpartition(".")[2]
         return last if [one.rpartition(".")[2] for one in self.keys].count(last) == 1 else key
 
@@ -147,8 +147,8 @@ def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) ->
     (tag,) = tags_of([metric])
     known = list(dict.fromkeys(tag for record in records for tag in (*record.curves, *record.metrics)))
     if tag not in known:
-        fix = did_you_mean(tag, known) or f"There is {among(known, word=tag)}"
-        raise ReportError(f"--metric {tag}: no run has this tag. {fix}")
+        fix = did_you_mean(tag, known) or ""
+        raise ReportError(f"--metric: no run has the tag {tag}; expected {among(known, word=tag)}. {fix}".rstrip(". "))
     if tag != metric:
         return tag, "min" if metric.endswith(":min") else "max"
     modes = {record.mode for record in records if record.monitor == tag and record.mode is not None}
@@ -156,7 +156,7 @@ def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) ->
         return tag, modes.pop()
     mode: Mode = "min" if LESS.search(tag) else "max"
     which, other = ("smallest", "max") if mode == "min" else ("largest", "min")
-    notes.append(f"--metric {tag}: the {which} is taken for the best. Write {tag}:{other} if it is not")
+    notes.append(f"--metric {tag}: the {which} value is the best. Otherwise write {tag}:{other}")
     return tag, mode
 
 
@@ -165,7 +165,7 @@ def _find_monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str
     pairs = {(record.monitor, record.mode) for record in records if record.monitor is not None and record.mode}
     if len(pairs) > 1:
         listed = among(sorted(f"{tag} ({mode})" for tag, mode in pairs))
-        notes.append(f"the runs watch different tags, so none is the best: {listed}. Compare them by --metric TAG")
+        notes.append(f"no best run, because the runs monitor different tags: {listed}. Compare them by --metric TAG")
     tag, mode = pairs.pop() if len(pairs) == 1 else (None, None)
     return tag, mode or "min"
 
@@ -195,14 +195,16 @@ def _find_repeat_key(
         return None
     if asked is not None:
         if asked not in keys:
-            fix = did_you_mean(asked, keys) or f"They differ in {among(keys, word=asked)}"
-            raise ReportError(f"--repeat-over {asked}: the runs do not differ in it. {fix}; none is for no repeats")
+            expected, fix = among([*keys, NONE], word=asked), did_you_mean(asked, keys) or ""
+            raise ReportError(
+                f"--repeat-over: the runs do not differ in {asked}; expected {expected}. {fix}".rstrip(". ")
+            )
         return asked
     said = {record.repeat_over for record in records if record.repeat_over is not None}
     if len(said) == 1 and said <= set(keys):
         return said.pop()
     for key in (FOLD, "seed"):
         if key in keys and any(len(group.rows) > 1 for group in repeats_of(rows, over=key)):
-            notes.append(f"runs that differ in {key} alone are taken for repeats; --repeat-over none compares each run")
+            notes.append(f"runs that differ only in {key} are repeats; --repeat-over none compares each run")
             return key
     return None

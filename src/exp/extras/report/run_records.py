@@ -1,7 +1,7 @@
-"""Read the run directories of any runs and sweeps below a folder, as far as they can be read.
+"""Reads the run directories of runs and sweeps below a folder, as far as possible.
 
-A run that is running, was killed, was copied in part or disappears while it is read is a record and never an error. Its
-`problems` have a line for each file that is missing or damaged.
+Runs that are running, killed, partly copied or deleted while they are read become records and never errors. `problems`
+has a line for each missing or damaged file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")
 EVENTS = "tensorboard"
 # Files of exp.data and exp.find_lr, whose directories are not compared.
 NO_RUN = ("data.md", "lr.json")
-# Folders that hold no runs, and may be large.
+# Folders without runs that may be large.
 SKIPPED = ("__pycache__", "node_modules", "checkpoints")
 RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
 # Overrides of these keys are no hyperparameters.
 NOT_COMPARED = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
-# Errors of a file that is cut off, or that exp did not write.
+# Errors of truncated files, and of files of other programs.
 DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
 
 
@@ -93,7 +93,7 @@ class RunRecord:
 
 
 def text_of(value: object) -> str:
-    """Return a value as YAML has it: 1 and 1.0 are different texts, 1e-4 and 0.0001 are the same."""
+    """Return a value as in YAML: 1 and 1.0 are different texts, 1e-4 and 0.0001 are equal."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -168,7 +168,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
 
 
 def is_of_validation(tag: str) -> bool:
-    """Return whether a tag is a loss or a metric of the validation split, and not a class or a term of one."""
+    """Return whether a tag is a loss or metric of the validation split, except those of a class or term."""
     return tag.endswith("/val") and tag.count("/") == 1
 
 
@@ -217,7 +217,7 @@ def read_part(directory: Path, name: str, read: Callable[[Path], Part], problems
 
 
 def _plain(path: Path) -> object:
-    path.open("rb").close()  # read_yaml reports a file that cannot be opened as an error of a config
+    path.open("rb").close()  # raises OSError, which read_yaml would report as an error of a config
     return read_yaml(path)
 
 

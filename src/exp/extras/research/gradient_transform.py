@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class GradientTransform(Hook, ABC):
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
         return self._change(name, output)
 
-    def _change(self, name: str, values: object) -> Any | None:
+    def _change(self, name: str, values: object) -> object:
         if not torch.is_grad_enabled():
             return None
         if not any(tensor.is_floating_point() for tensor in tensors_in(values)):

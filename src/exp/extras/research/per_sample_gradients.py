@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from annotated_types import Ge, Interval
@@ -20,7 +20,7 @@ from exp.errors import ErrorDetails
 from exp.extras.research.clip_module import ClipModule
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Values
-from exp.hooks.panels import Histogram
+from exp.hooks.panels import Histogram, Panel
 from exp.hooks.step import Step
 from exp.models.inference import network_call
 from exp.models.matching import ANY_BATCH_NORM, INSTANCE_NORMS
@@ -113,7 +113,7 @@ class PerSampleGradients(Hook):
         sizes = [batch.global_size for batch, _ in step.batches]
         # At the end of an epoch, a step may have fewer batches than the divisor of its gradient.
         whole = whole * (step.accumulated / len(sizes))
-        values: dict[str, Any] = {
+        values: dict[str, Tensor | Panel] = {
             "per_sample_gradients/norm_mean": each.mean(),
             "per_sample_gradients/norm_max": each.amax(),
             "per_sample_gradients/norm": Histogram.of(each),
@@ -229,7 +229,7 @@ class NoiseScale:
         return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}
 
 
-def _call(network: nn.Module, state: dict[str, Tensor], *inputs: Any, **named: Any) -> Any:
+def _call(network: nn.Module, state: dict[str, Tensor], *inputs: object, **named: object) -> object:
     return functional_call(network, state, inputs, named)
 
 

@@ -1,7 +1,7 @@
-"""JSON schemas (draft 7) of train.yaml and of the options of each group, for editors.
+"""Builds JSON schemas (draft 7) of train.yaml and of the options of each group, for editors.
 
-A schema is not stricter than the check: it leaves out required keys, for example, which another file may set. Any value
-may be an interpolation.
+A schema is not stricter than the check. For example, keys are not required, because another file may set them. All
+values may be interpolations.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from exp.errors import ExpError
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
-# Also ??? for a value that a command has to give.
+# Also ???, for a required value.
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
-SCALARS: Mapping[Any, Schema] = {
+SCALARS: Mapping[object, Schema] = {
     bool: {"type": "boolean"},
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -58,7 +58,7 @@ class Schemas:
     """The schemas of one search path.
 
     Args:
-        targets: Dotted names that a `_target_` is likely to be. A node with another target takes anything.
+        targets: Dotted names of likely targets. A node with another target accepts any keys.
         allow: Packages whose classes may be imported, as in security.allow.
     """
 
@@ -94,7 +94,7 @@ class Schemas:
         try:
             return resolve(name, returns=("builtins.object",), allow=self._allow)
         except ExpError:
-            return None  # of an extra that is not installed, or an error that the check reports
+            return None  # an extra that is not installed, or an error that the check reports
 
     def _whole(self, body: Schema, title: str) -> Schema:
         definitions = {
@@ -122,15 +122,15 @@ class Schemas:
     # --- nodes with a _target_ ---
 
     def _node(self, slot: Slot) -> Schema:
-        """Return the schema of a node in a slot: that of its `_target_`, or of all that fit the slot without one."""
+        """Return the schema of a node in a slot: of its `_target_`, or of all targets that fit the slot."""
         fitting = [name for name, target in self._targets.items() if self._fits(target, slot)]
         known = {name: self._target(name, slot) for name in fitting}
         cases = []
         for name, one in known.items():
-            # A reference is enough if the slot adds nothing.
+            # A reference is enough if the slot adds no keys.
             is_plain = one == self._target(name, ANYWHERE)
             cases.append(_case(name, {"$ref": f"#/definitions/{name}"} if is_plain else one))
-        properties: Schema = {"defaults": {}}  # of the file whose node it is
+        properties: Schema = {"defaults": {}}  # the defaults list of a file with this node
         properties |= {name: VALUE for one in known.values() for name in one["properties"] if name != "defaults"}
         properties |= {name: self._reserved_schema(slot, name) for name in slot.reserved}
         properties |= self._schema_of_bounds(slot, within=properties)
@@ -138,7 +138,7 @@ class Schemas:
         open_node: Schema = {"properties": properties, **({"additionalProperties": False} if closed else {})}
         return {"type": "object", "allOf": [*cases, {"if": {"not": NODE}, "then": open_node}]}
 
-    def _fits(self, target: Any, slot: Slot) -> bool:
+    def _fits(self, target: object, slot: Slot) -> bool:
         if not slot.bases or not inspect.isclass(target):
             return False
         names = {name for one in target.__mro__ for name in (f"{one.__module__}.{one.__qualname__}", *_aliases(one))}
@@ -152,7 +152,7 @@ class Schemas:
             "_target_": {"const": name},
             "_partial_": _or(SCALARS[bool]),
             "_args_": _or({"type": "array", "items": VALUE}),
-            "defaults": {},  # of the file whose node it is
+            "defaults": {},  # the defaults list of a file with this node
             **{one.name: self._parameter(one, slot) for one in signature.parameters.values()},
             **{one: self._reserved_schema(slot, one) for one in slot.reserved},
         }
@@ -161,7 +161,7 @@ class Schemas:
             "properties": {key: rule for key, rule in properties.items() if key not in slot.refused},
             "description": (inspect.getdoc(target) or "").strip().split("\n")[0][:200],
         }
-        # Keys next to the layers of a model may be words of the slot that no signature shows.
+        # Keys next to the layers of a model may belong to the slot instead of the signature.
         is_open = signature.open or (slot.pattern == "model" and "layers" in properties)
         return found if is_open else {**found, "additionalProperties": False}
 
@@ -183,19 +183,19 @@ class Schemas:
         return VALUE if rule is None else _or(annotation_schema(rule))
 
     def _schema_of_bounds(self, slot: Slot, within: Iterable[str]) -> Schema:
-        """Return the schemas of keys below a slot whose values exp bounds itself."""
+        """Return the schemas of keys below a slot whose values exp checks."""
         rules = {name: VALUES[f"{slot.pattern}.{name}"] for name in within if f"{slot.pattern}.{name}" in VALUES}
         return {name: _or(annotation_schema(rule)) for name, rule in rules.items()}
 
     def _value(self) -> Schema:
-        """Return the schema of any value, in which each node with a known `_target_` has the schema of that."""
+        """Return the schema of any value. Nodes in it with a known `_target_` have the schema of the target."""
         cases = [_case(name, {"$ref": f"#/definitions/{name}"}) for name in self._targets]
         inner: Schema = {"if": {"not": NODE}, "then": {"additionalProperties": VALUE}}
         return {"items": VALUE, "allOf": [{"if": {"type": "object"}, "then": {"allOf": [*cases, inner]}}]}
 
 
 def _reachable(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return the definitions that a schema refers to, also through other definitions."""
+    """Return the definitions that a schema uses, directly or through other definitions."""
     found: dict[str, Schema] = {}
     todo = [body]
     while todo:
@@ -205,8 +205,8 @@ def _reachable(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Sch
     return {name: found[name] for name in definitions if name in found}
 
 
-def fixed_keys(keys: Mapping[str, Any]) -> Schema:
-    """Return the schema of a mapping with these keys and no others. keys: as in `exp.config.settings.SCHEMA`."""
+def fixed_keys(keys: Mapping[str, object]) -> Schema:
+    """Return the schema of a mapping with only these keys, as in `exp.config.settings.SCHEMA`."""
     properties = {
         name: _or(fixed_keys(rule))
         if isinstance(rule, dict)
@@ -216,8 +216,8 @@ def fixed_keys(keys: Mapping[str, Any]) -> Schema:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def annotation_schema(annotation: Any, default: Any = EMPTY) -> Schema:
-    """Return the schema of an annotation, as `exp.check.kinds.fits` reads it; {} for what a schema cannot express."""
+def annotation_schema(annotation: object, default: object = EMPTY) -> Schema:
+    """Return the schema of an annotation, with the rules of `exp.check.kinds.fits`; {} for any value."""
     if annotation in (EMPTY, Any, object) or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
         is_plain = annotation is EMPTY and isinstance(default, bool | int | float | str)
         return SCALARS[float if type(default) is int else type(default)] if is_plain else {}
@@ -234,7 +234,7 @@ def annotation_schema(annotation: Any, default: Any = EMPTY) -> Schema:
     return _container(origin or annotation, arguments)
 
 
-def _container(base: Any, arguments: tuple[Any, ...]) -> Schema:
+def _container(base: object, arguments: tuple[object, ...]) -> Schema:
     if base in SEQUENCES:
         if base is tuple and arguments and arguments[-1] is not ...:
             count = len(arguments)
@@ -257,14 +257,14 @@ def _container(base: Any, arguments: tuple[Any, ...]) -> Schema:
 
 
 def _is_scalar(kind: Schema) -> bool:
-    """Return whether no node may replace the value: a number, a text, one of some words, or any of these."""
+    """Return whether no node can replace the value: numbers, texts, words, or unions of them."""
     others = kind.get("anyOf")
     if others is not None:
         return all(map(_is_scalar, others))
     return kind.get("type") in ("boolean", "integer", "number", "string", "null") or "enum" in kind
 
 
-def _entry(annotation: Any) -> Schema:
+def _entry(annotation: object) -> Schema:
     kind = annotation_schema(annotation)
     return (_or(kind) if _is_scalar(kind) else _or(kind, A_NODE)) if kind else {}
 
@@ -281,7 +281,7 @@ def _bounded_schema(kind: Schema, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _or(*kinds: Schema) -> Schema:
-    """Return the schema of any of some kinds, or an interpolation."""
+    """Return the schema of any of several kinds, or an interpolation."""
     return {"anyOf": [*kinds, {"$ref": "#/definitions/interpolation"}]} if {} not in kinds else {}
 
 
@@ -296,6 +296,6 @@ def _with_defaults(body: Schema) -> Schema:
 
 
 def _aliases(kind: type) -> set[str]:
-    """Return the shorter public names of a class, such as `torch.nn.Module` of torch.nn.modules.module.Module."""
+    """Return shorter public names of a class, such as `torch.nn.Module` for torch.nn.modules.module.Module."""
     parts = kind.__module__.split(".")
     return {".".join([*parts[:count], kind.__qualname__]) for count in range(1, len(parts))}

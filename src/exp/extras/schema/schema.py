@@ -1,9 +1,9 @@
-"""python -m exp.schema: write JSON schemas, with which an editor completes and checks the YAML of configs.
+"""python -m exp.schema: writes JSON schemas with which editors complete and check the YAML of configs.
 
     python -m exp.schema                  .exp/schema/*.json, and the text for .vscode/settings.json
     python -m exp.schema --allow mine     with the classes of a package, which is imported
 
-The schemas know exp's keys, what torch's and exp's classes take, and the classes that your own ./conf names.
+The schemas have the keys of exp, the parameters of the classes of torch and exp, and the classes of your ./conf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from exp.config.search_path import search_places
 from exp.config.slots import AXIS, MANY, ONE, nodes_in
@@ -24,9 +23,9 @@ from exp.files import write_atomic
 from exp.output import exit_status
 
 FOLDER = Path(".exp", "schema")
-# Whose classes are worth a completion, though no YAML names them yet.
+# Modules whose classes are completed even if no YAML file has them.
 LIBRARIES = ("torch.optim", "torch.optim.lr_scheduler", "torch.nn")
-# Whose files set keys of the whole config.
+# Groups whose files set keys of the whole config.
 WHOLE = ("experiment", "debug", "local")
 GROUPS = tuple(group for group in (*ONE, *MANY, *AXIS) if group not in ("sweep", *WHOLE))
 
@@ -34,8 +33,12 @@ GROUPS = tuple(group for group in (*ONE, *MANY, *AXIS) if group not in ("sweep",
 def main(argv: Sequence[str] | None = None, *, libraries: Sequence[str] = LIBRARIES) -> int:
     """Write the schemas, and print the settings of an editor.
 
-    libraries: Modules with classes that no YAML file names yet.
-    Returns: 0; 1 if they cannot be written.
+    Args:
+        argv: The command line. None: sys.argv.
+        libraries: Modules whose classes are completed even if no YAML file has them.
+
+    Returns:
+        0; 1 if the schemas cannot be written.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv, libraries))
 
@@ -44,7 +47,7 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.schema", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    about = "a package of your own whose classes are read, as in security.allow"
+    about = "a package whose classes are imported, as in security.allow"
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=about)
     schemas = make_schemas(allow=parser.parse_args(argv).allow, libraries=libraries)
     try:
@@ -52,14 +55,14 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
         for name, schema in schemas.items():
             write_atomic(FOLDER / f"{name}.json", json.dumps(schema, separators=(",", ":")), is_synced=False)
     except OSError as error:
-        raise RunError(f"{error.filename}: {error.strerror}. Run it where you may write") from error
+        raise RunError(f"{error.filename}: {error.strerror}. Run the command in a writable directory") from error
     print(f"{len(schemas)} schemas in {FOLDER}/")
     print("For VS Code with the extension YAML, in .vscode/settings.json:")
     print(json.dumps({"yaml.schemas": settings()}, indent=2))
     return 0
 
 
-def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, Any]]:
+def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, object]]:
     """Return the schemas of this working directory by name: train, and each group."""
     from exp.extras.schema.json_schema import Schemas  # which imports torch
 

@@ -47,7 +47,7 @@ def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
     return {name: _array(port, given[name]) for name, port in known.items()}
 
 
-def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
+def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
     """Return the arrays of a request with the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
 
     Returns:
@@ -68,13 +68,13 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
     return {port.name: entries.get(port.name, only).astype(port.dtype) for port in model.inputs}, unknown
 
 
-def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, Any]:
+def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, object]:
     """Return an answer, `{"outputs": {NAME: [...]}, "predictions": [{...}, ...]}`.
 
     `predictions` has the columns of exp.predict for each sample, such as the name of the class. null stands for nan and
     infinity, which JSON does not support.
     """
-    made: dict[str, Any] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
+    made: dict[str, object] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
     readings = {name: Reading(**one) for name, one in description.readings.items()}
     if readings:
         size = len(outputs[next(iter(readings))])
@@ -84,9 +84,9 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
     return made
 
 
-def describe_port(port: Port, description: Description) -> dict[str, Any]:
+def describe_port(port: Port, description: Description) -> dict[str, object]:
     """Return the name, shape and dtype of an input or output, and the columns of an input."""
-    found: dict[str, Any] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
+    found: dict[str, object] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
     if port.name in description.columns:
         found["columns"] = list(description.columns[port.name])
     return found
@@ -147,7 +147,7 @@ def _array(port: Port, given: object) -> np.ndarray:
     return found
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Return a value for JSON, with null for numbers that are not finite."""
     if isinstance(value, list):
         return [_finite(one) for one in value]

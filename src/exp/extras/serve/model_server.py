@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -126,7 +125,7 @@ class Service:
             body += part
             if len(body) > MOST_BYTES:
                 raise HTTPException(413, f"the body is larger than {MOST_BYTES:,} bytes; send fewer samples at once")
-        unknown: Mapping[str, Any] = {}
+        unknown: Mapping[str, object] = {}
         try:
             if self._table is None:
                 samples = read_samples(bytes(body), self._model)

@@ -1,4 +1,4 @@
-"""python -m exp.data [flags] [overrides]: shows the data that a network is about to see. Trains nothing."""
+"""python -m exp.data [flags] [overrides]: shows figures, leaks and pictures of the data. Trains nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from exp.extras.survey.survey import Survey
 
 PROGRAM = "python -m exp.data"
-# Pairs of equal samples that data.json has.
+# Pairs of equal samples in data.json.
 MOST_PAIRS = 100
 # The name of a run directory: its date and its time.
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
@@ -30,14 +30,14 @@ RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Look at the data that `python -m exp.train` with the same command line would train on, and write the results.
+    """Read the data of `python -m exp.train` with the same command line, and write the results.
 
     Args:
         argv: The command line; None reads `sys.argv`.
 
     Returns:
-        0 if all samples and files can be read; 1 if one cannot; 2 for errors in the config; 130 after Ctrl-C, with
-        nothing written.
+        0 if all samples can be read and files written; 1 otherwise; 2 for errors in the config; 130 after Ctrl-C,
+        without results.
     """
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         from exp.data.entries import TARGET
         from exp.extras.survey.survey import survey
 
-        # The entries of a batch that are targets, as objective terms and metrics name them.
+        # Entries of a batch that objective terms and metrics use as targets.
         nodes = [
             node for group in ("objective", "metrics") for node in getattr(resolved.settings, group).values() if node
         ]
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resolve_config(arguments: argparse.Namespace) -> Resolved:
-    """Return the checked config. The network is not built, and may not fit the data.
+    """Return the checked config. The network is not built and may not match the data.
 
     Raises:
         ConfigError: The config has errors.
@@ -109,10 +109,10 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
     """Write data.md, data.json and pictures to a new directory.
 
     Returns:
-        The directory: outputs/<name>/data/<date>/<time>, or the one that a user chose.
+        The directory: outputs/<name>/data/<date>/<time>, or that of hydra.run.dir.
 
     Raises:
-        RunError: The directory cannot be made or written.
+        RunError: The directory cannot be created or written.
     """
     from exp.config.freeze import make_exclusively
     from exp.config.frozen import COMPOSITION

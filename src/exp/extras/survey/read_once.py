@@ -1,4 +1,4 @@
-"""Reads each sample of a part once and in order, as batches with the numbers and the hashes of their samples."""
+"""Reads each sample of a split once and in order, in batches with indices and hashes of the samples."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Consecutive samples of a part.
+    """Consecutive samples of a split.
 
     Args:
-        data: Their batch, before batch transforms.
-        first, count: The number of the first sample, and how many there are.
-        hashes: The hash of the inputs of each sample, before transforms; None for an object without bytes to compare.
-        sizes: By the name of a padded entry, the shape of each sample.
+        data: The batch, before batch transforms.
+        first: Index of the first sample.
+        count: Number of samples.
+        hashes: Hash of the inputs of each sample, before transforms; None for objects that cannot be compared.
+        sizes: Shapes of the samples, by the name of a padded entry.
     """
 
     data: object
@@ -140,13 +141,13 @@ def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
         data: The sample or batch.
-        inputs: The names of the values of a tuple.
+        inputs: Names of the values of a tuple.
     """
     return dict(_flat("", named_entries(data, inputs)))
 
 
 def origin(dataset: object, index: int) -> str | None:
-    """Return the file of a sample of a part, or its number in the whole data set; None for neither."""
+    """Return the file of a sample of a split, or its index in the whole data set; None without both."""
     indices = getattr(dataset, "indices", None)
     if isinstance(dataset, Subset):
         within = int(dataset.indices[index])
@@ -170,14 +171,14 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str], values: int = 0) -> bytes | None:
-    """Return the hash of a sample's inputs; None if they hold an object without bytes to compare.
+    """Return the hash of a sample's inputs; None if they contain an object that cannot be compared.
 
     Args:
         sample: The sample.
-        inputs: The entries of a mapping that are inputs; if the sample has none of them, all but the targets are. Other
-            entries, such as a path, are left out because no two samples share them.
-        targets: The entries of a mapping that are targets.
-        values: How many values of a tuple are inputs, before one target; 0 if unknown.
+        inputs: Entries of a mapping that are inputs. If the sample has none of them, all entries except targets are.
+            Other entries, such as a path, are left out because they are unique.
+        targets: Entries of a mapping that are targets.
+        values: Number of inputs in a tuple, before one target; 0 if unknown.
     """
     given: object = sample
     if isinstance(sample, Mapping):

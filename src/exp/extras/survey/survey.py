@@ -23,19 +23,19 @@ from exp.extras.survey.tallies import Numbers, combine, moments, statistics
 from exp.shared_types import Stage, dtype_name
 
 CHANNELS = (1, 3, 4)
-# The least height and width of a picture that is recognized by its shape alone.
+# Smallest height and width of a picture that is recognized only by its shape.
 LEAST_SIDE = 8
-# Unnamed columns with a row of their own; more columns, such as the samples of a sound, are one entry.
+# Largest number of unnamed columns with one row each. More columns, such as the samples of a sound, have one row.
 MOST_COLUMNS = 256
-# Different whole numbers of an input that count as classes.
+# Largest number of different whole numbers of an input that count as classes.
 FEW = 20
-# Pictures of a part that are drawn.
+# Pictures per split.
 PICTURES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """Dtype and shape of a value of a batch; the shape is None for texts."""
+    """The dtype and shape of a value of a batch. The shape is None for texts."""
 
     dtype: str
     shape: tuple[int, ...] | None
@@ -46,10 +46,10 @@ class Classes:
     """The counts of labels.
 
     Args:
-        counts: By label.
-        names: Of the classes, in the order of their numbers.
+        counts: Counts by label.
+        names: Names of the classes by number.
         ignored: Samples with a negative label.
-        imbalance: The count of the most frequent class divided by that of the rarest one.
+        imbalance: Count of the most frequent class divided by that of the rarest class.
     """
 
     counts: dict[int, int]
@@ -58,20 +58,23 @@ class Classes:
     imbalance: float
 
     def name_of(self, label: int) -> str:
-        """Return the number of a class, and its name."""
+        """Return the number and the name of a class."""
         return f"{label} {self.names[label]}" if 0 <= label < len(self.names) else str(label)
 
 
 @dataclass(kw_only=True)
 class Part:
-    """The samples of a part after all transforms of single samples. data.json has these fields.
+    """The samples of a split after the transforms of single samples. data.json has these fields.
 
-    Args:
-        samples, batches: None if a stream does not state its length.
-        looked_at: How many samples were read.
-        batch: The values of the first batch, by name.
-        numbers, classes, lengths: By the name of the value; lengths are those of sequences.
-        incomparable: How many samples cannot be compared with others.
+    Attributes:
+        samples: Number of samples; None for a stream without a length.
+        batches: Number of batches; None for a stream without a length.
+        looked_at: Number of samples that were read.
+        batch: Values of the first batch, by name.
+        numbers: Statistics by name of the value.
+        classes: Classes by name of the value.
+        lengths: Lengths of sequences by name of the value.
+        incomparable: Number of samples that cannot be compared.
     """
 
     samples: int | None
@@ -86,11 +89,12 @@ class Part:
 
 @dataclass(kw_only=True)
 class Shown:
-    """Samples of a part that are drawn.
+    """Samples of a split that are drawn.
 
-    Args:
-        indices: The numbers of the samples that `pictures` and `labels` hold.
-        pictures, labels: Pictures `[N, C, H, W]` or `[N, H, W]`, and targets `[N, ...]`, by name.
+    Attributes:
+        indices: Indices of the samples in `pictures` and `labels`.
+        pictures: Pictures `[N, C, H, W]` or `[N, H, W]`, by name.
+        labels: Targets `[N, ...]`, by name.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -100,12 +104,12 @@ class Shown:
 
 @dataclass(kw_only=True)
 class Survey:
-    """All parts, and the samples that are in them more than once.
+    """All splits, and samples that occur more than once.
 
-    Args:
-        parts, shown: By stage.
-        repeats: Samples that are in the data more than once, as pairs of numbers. The key has the part of the first
-            number and the part of the second number.
+    Attributes:
+        parts: Splits by stage.
+        shown: Drawn samples by stage.
+        repeats: Pairs of indices of equal samples. The key has the splits of the first and the second index.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
@@ -114,18 +118,18 @@ class Survey:
 
 
 def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
-    """Return what the first `count` samples of each part hold.
+    """Return the survey of the first `count` samples of each split.
 
     Args:
         data: The data.
-        count: The most samples of each part.
-        targets: The entries of a batch that are targets.
+        count: Largest number of samples per split.
+        targets: Entries of a batch that are targets.
 
     Raises:
         ExpError: A sample cannot be read.
     """
     found = Survey()
-    # By stage and hash, the number of the first sample.
+    # The index of the first sample by stage and hash.
     known: dict[Stage, dict[bytes, int]] = {}
     with preserve_generators():
         for stage in data.stages:
@@ -142,11 +146,11 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
 def _read(
     data: Data, stage: Stage, *, count: int, targets: Sequence[str]
 ) -> tuple[Part, Shown, Sequence[bytes | None]]:
-    """Return a part, its pictures, and the hash of each sample."""
+    """Return a split, its pictures, and the hash of each sample."""
     dataset = data.part(stage)
     samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
     places = torch.arange(PICTURES)
-    if not isinstance(dataset, IterableDataset):  # the first samples of class folders are all of one class
+    if not isinstance(dataset, IterableDataset):  # the first samples of class folders have one class
         places = places * (min(samples or 0, count) - 1) // (PICTURES - 1)
     wanted, names = set(places.tolist()), value_names(dataset)
     try:
@@ -177,12 +181,12 @@ def _read(
 
 
 class _Entry:
-    """Adds up one value of the batches of a part."""
+    """Statistics of one value over the batches of a split."""
 
     def __init__(self, name: str, names: ValueNames, *, is_target: bool) -> None:
         self._columns, self._class_names = list(names.columns.get(name, ())), names.classes.get(name, ())
         self._is_target, self._is_scalar, self._is_picture = is_target, True, False
-        # By the names of columns. An entry with another width in each batch has no statistics.
+        # Moments by column names. An entry with changing widths has no statistics.
         self._moments: dict[tuple[str, ...], np.ndarray] = {}
         self._counts: Counter[int] = Counter()
         self._lengths: list[int] = []
@@ -193,7 +197,7 @@ class _Entry:
 
         Args:
             value: The batch's value.
-            sizes: The shape of each sample before padding; None without padding.
+            sizes: Shapes of the samples before padding; None without padding.
             places: Samples of the batch to keep for pictures.
         """
         if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
@@ -215,7 +219,7 @@ class _Entry:
         self._moments[names] = combine(self._moments[names], found) if names in self._moments else found
 
     def close(self, name: str, part: Part, shown: Shown) -> None:
-        """Store the sums under a name."""
+        """Store the results under a name."""
         if self._lengths:
             (part.lengths[name],) = statistics(moments(torch.tensor(self._lengths)[:, None]), [""])
         counts = dict(sorted(self._counts.items()))
@@ -237,7 +241,7 @@ class _Entry:
         return torch.cat([row[tuple(map(slice, size))].reshape(-1) for row, size in rows])[:, None]
 
     def _by_column(self, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the values as `[N, C]`, and the names of the columns; one without a name for a whole entry."""
+        """Return the values as `[N, C]` and the column names. A whole entry is one column with an empty name."""
         width = value.shape[-1]
         if value.dim() >= 2 and len(self._columns) == width:
             return value.reshape(-1, width), tuple(self._columns)

@@ -13,12 +13,12 @@ from exp.extras.survey.survey import Part, Survey
 from exp.hooks.figures import Caption, draw_captioned
 from exp.hooks.panels import pictures, to_rgb
 
-# The longer side of a picture in pixels; each pixel of a larger picture is the mean of several.
+# Longer side of a picture in pixels. Larger pictures are averaged.
 SIDE = 256
 
 
 def sheets(data: Data, survey: Survey) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield sheets of pictures, each with its number and its targets, by the name samples_<entry>_<part>."""
+    """Yield sheets of pictures with indices and targets, by the name samples_<entry>_<split>."""
     for stage, shown in survey.shown.items():
         part = survey.parts[stage]
         for name, values in shown.pictures.items():

@@ -1,4 +1,4 @@
-"""A survey in words: findings, the worst first, and tables in Markdown that are also readable in a terminal."""
+"""Texts of a survey: findings, the worst first, and Markdown tables that are readable in a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from exp.output import markdown_table
 from exp.shared_types import Stage
 from exp.spelling import among
 
-# Rows of a table. data.json has all columns and classes.
+# Rows of a table. data.json has all rows.
 MOST_ROWS = 40
-# The imbalance of classes that is a finding.
+# Smallest imbalance of classes that is a finding.
 UNEQUAL = 10
 
 
 def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
-    """Return the whole survey. command: the command line that made it."""
+    """Return the survey as Markdown. command: Its command line."""
     sections = {
-        "Findings": "\n".join(f"- {line}" for line in findings) or "Nothing to look at first.",
+        "Findings": "\n".join(f"- {line}" for line in findings) or "No issues found.",
         "Parts": table([
             {"part": stage, "samples": part.samples, "looked at": part.looked_at, "batches": part.batches}
             for stage, part in survey.parts.items()
@@ -41,12 +41,12 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
 def findings(
     survey: Survey, *, origin: Callable[[Stage, int], str | None], notes: Sequence[str], rounded: Sequence[str]
 ) -> list[str]:
-    """Return what a person should look at, the worst first.
+    """Return the findings, the worst first.
 
     Args:
         survey: The survey.
-        origin: Returns the file or another place of a sample; None if there is none.
-        notes: The notes of the data itself.
+        origin: Returns the file or other source of a sample; None without one.
+        notes: Notes of the data.
         rounded: Values that are rounded from float64 to float32.
     """
     found = []
@@ -62,19 +62,19 @@ def findings(
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return a table in Markdown of rows with the same columns; an empty text without rows."""
+    """Return a Markdown table of rows with the same columns; an empty text without rows."""
     if not rows:
         return ""
     texts = [place for place, name in enumerate(rows[0]) if any(isinstance(row[name], str | tuple) for row in rows)]
     cells = [list(map(_cell, row.values())) for row in rows[:MOST_ROWS]]
     lines = markdown_table(list(rows[0]), cells, left=texts[-1] + 1)
     if len(rows) > MOST_ROWS:
-        lines += ["", f"and {len(rows) - MOST_ROWS:,} more rows, which data.json has."]
+        lines += ["", f"and {len(rows) - MOST_ROWS:,} more rows in data.json."]
     return "\n".join(lines)
 
 
 def _rows(survey: Survey, kind: str) -> list[dict[str, object]]:
-    """Return the rows of all parts for a field of Part with values by name."""
+    """Return the rows of all splits for a field of Part with values by name."""
     return [
         {"part": stage, "value": name, **asdict(one)}
         for stage, part in survey.parts.items()
@@ -101,7 +101,7 @@ def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files
 
 
 def _differences(survey: Survey) -> Iterator[str]:
-    """Yield the values with another dtype or size in another part, or that it does not have."""
+    """Yield values whose dtype or size differs between splits, or that a split lacks."""
     (first, own), *others = survey.parts.items()
     for name in dict.fromkeys(name for part in survey.parts.values() for name in part.batch):
         for stage, part in others:
@@ -110,16 +110,16 @@ def _differences(survey: Survey) -> Iterator[str]:
 
 
 def _form(part: Part, name: str) -> str:
-    """Return dtype and shape of one sample; null is a length that varies."""
+    """Return the dtype and shape of a sample. null stands for a varying length."""
     if name not in part.batch:
-        return "not there"
+        return "missing"
     value = part.batch[name]
     varies = name in part.lengths and part.lengths[name].low != part.lengths[name].high
     return f"{value.dtype} [{', '.join('null' if varies else str(size) for size in (value.shape or ())[1:])}]"
 
 
 def _of_part(stage: Stage, part: Part) -> Iterator[str]:
-    """Yield the findings about the values of one part."""
+    """Yield the findings about the values of a split."""
     for name, columns in part.numbers.items():
         wrong = {one.name: one.missing + one.infinite for one in columns if one.missing or one.infinite}
         if wrong:
@@ -130,16 +130,16 @@ def _of_part(stage: Stage, part: Part) -> Iterator[str]:
         if same and stage == "train":
             yield f"constant: in train {among(same)} of {name} never changes"
     for name, classes in part.classes.items():
-        # Targets with several labels for each sample, such as the next characters, are not compared.
+        # Targets with several labels per sample, such as next characters, are skipped.
         is_single = sum(classes.counts.values()) + classes.ignored == part.looked_at
         if classes.counts and is_single and classes.imbalance >= UNEQUAL:
             rare, *_, often = sorted(classes.counts, key=classes.counts.__getitem__)
             times = f"{classes.imbalance:.3g} times as often as {classes.name_of(rare)}"
-            yield f"imbalance: in {stage} the {name} {classes.name_of(often)} is there {times}"
+            yield f"imbalance: in {stage} the {name} {classes.name_of(often)} occurs {times}"
         absent = [classes.name_of(one) for one in range(len(classes.names)) if one not in classes.counts]
         if absent and is_single:
-            yield f"absent: {name} {among(absent)} in no sample of {stage} that was looked at"
+            yield f"absent: {name} {among(absent)} in none of the samples of {stage} that were read"
     if part.samples is None or part.looked_at < part.samples:
-        yield f"not looked at: samples of {stage} after the first {part.looked_at:,}; --samples all reads all"
+        yield f"not read: samples of {stage} after the first {part.looked_at:,}; --samples all reads all"
     if part.incomparable:
-        yield f"not compared: {part.incomparable:,} samples of {stage}, which hold objects without bytes to compare"
+        yield f"not compared: {part.incomparable:,} samples of {stage} with objects that cannot be compared"

@@ -1,4 +1,4 @@
-"""Statistics of numbers, by column, added up batch by batch in float64."""
+"""Statistics of columns, accumulated batch by batch in float64."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Numbers:
         count: The number of finite values.
         missing: The number of nan.
         infinite: The number of infinite values.
-        mean, deviation, low, high: Of the finite values; None without any, and beyond the range of float64. The
-            deviation is NumPy's `std`.
+        mean, deviation, low, high: Statistics of the finite values; None without finite values, or outside the range of
+            float64. The deviation is NumPy's `std`.
     """
 
     name: str
@@ -47,7 +47,7 @@ def moments(tensor: Tensor) -> np.ndarray:
 
 
 def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the moments of two groups of rows together, without losing digits if the mean is large.
+    """Return the moments of two groups of rows together, with a numerically stable formula.
 
     Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """

@@ -1,4 +1,4 @@
-"""+logger=wandb: Lightning's WandbLogger, offline by default, with one run of W&B over resumes."""
+"""+logger=wandb: Lightning's WandbLogger, offline by default, with one W&B run for all resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
@@ -25,15 +24,16 @@ _NOTE_SECONDS = 5.0
 
 
 class WandbLogger(RunLogger, LightningWandbLogger):
-    """Numbers, histograms, images and texts as a run of W&B, under the same tags; the config as its config.
+    """Logs values, histograms, images and texts under the same tags, and the config, to a run of W&B.
 
-    The x axis is trainer/global_step, as in Lightning's logger. W&B's own step counts rows: a callback may log to
-    `experiment` without a step. A resume continues under the same id. It leaves out the steps that were logged before,
-    because they have the same numbers.
+    The x axis is trainer/global_step, as in Lightning's logger, because W&B's step counts rows. A resume continues with
+    the same id and skips steps that were logged before, because their values are equal.
 
-    directory: the run directory; build.py gives it. W&B writes into `wandb/` there; `wandb sync` uploads that.
-    project, entity: W&B's own names.
-    offline: nothing leaves this machine.
+    Args:
+        directory: Run directory, set by build.py. W&B writes to `wandb/` in it; `wandb sync` uploads it.
+        project: Project of W&B.
+        entity: Entity of W&B.
+        offline: Whether no data leave this machine.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             version=self._notes.values.get("id") or uuid.uuid4().hex[:12],
             project=project,
             entity=entity,
-            # Not by Lightning's `offline`, which sets it in the environment for later runs of this process, too.
+            # Lightning's `offline` would also set the environment for later runs of this process.
             mode="offline" if offline else "online",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -61,12 +61,12 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def describe(self, description: Description) -> None:
         self.experiment.config.update(dict(description.config), allow_val_change=True)
         self.experiment.tags = tuple(description.tags)
-        # After the start, so that a noted id was used.
+        # After the start of the W&B run, so that the noted id exists.
         self._notes.keep(id=self.experiment.id, step=self._reached)
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Numbers by tag. step: the optimizer steps done."""
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
+        """Log values by tag. step: Completed optimizer steps."""
         step = self._step_of(step)
         if step > self._reached:
             self.experiment.log({**metrics, GLOBAL_STEP: step})
@@ -82,27 +82,27 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing: W&B removes no row. Rows that it has are not logged again."""
+        """Do nothing, because W&B cannot remove rows. Existing steps are not logged again."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Note the last step. A process of W&B writes the rows."""
+        """Save the last step. W&B's own process writes the rows."""
         self._noted = time.time()
         self._notes.keep(step=self._last_step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Note the last step after a stage, of which another may follow."""
+        """Save the last step after a stage. More stages may follow."""
         self.save()
 
     @rank_zero_only
     def end(self, status: str) -> None:
         self.save()
-        # Else a later run of this process would be drawn into this one.
+        # Otherwise a later run of this process would log to this W&B run.
         self.experiment.finish(exit_code=0 if status in ("completed", "pruned") else 1)
 
 
-def _media(panel: Panel) -> Any:
+def _media(panel: Panel) -> object:
     import wandb
 
     if isinstance(panel, Histogram):

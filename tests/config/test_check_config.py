@@ -231,7 +231,7 @@ class TestReading:
         assert errors.keys() == {"head.width"}
         assert errors["head.width"].fix == "Did you mean ${data.num_classes}?"
 
-    def test_an_entry_of_a_list_that_names_nothing_is_a_error(self, empty):
+    def test_an_entry_of_a_list_that_names_nothing_is_an_error(self, empty):
         with pytest.raises(ConfigError) as caught:
             plan(resolve(compose(["data.input_shape=['${data.dataset.length}']"])))
         assert "data.input_shape" in str(caught.value)

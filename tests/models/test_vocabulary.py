@@ -142,7 +142,7 @@ def test_an_assertion_about_sizes_holds_or_fails_when_the_network_runs() -> None
     assert torch.equal(torch.export.export(network, (X,)).module()(X), X * 2)
 
 
-def test_an_assertion_that_the_datas_shape_breaks_is_a_error_of_the_check() -> None:
+def test_an_assertion_that_the_datas_shape_breaks_is_an_error_of_the_check() -> None:
     def network() -> nn.Module:
         return ModuleDictModel(layers={}, forward="assert x.shape[1] == 5, f'{x.shape[1]} columns'\nreturn x")
 

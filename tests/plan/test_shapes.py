@@ -126,7 +126,7 @@ def test_an_error_of_a_user_names_its_line() -> None:
     assert error.key == "model.head.out_features"
 
 
-def test_a_network_that_cannot_be_built_is_a_error() -> None:
+def test_a_network_that_cannot_be_built_is_an_error() -> None:
     def fail() -> nn.Module:
         raise TypeError("no such argument")
 

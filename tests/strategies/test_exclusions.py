@@ -48,6 +48,6 @@ def test_another_name_or_author_changes_no_exclusion(wish):
     assert errors_of("strategy=mine", *WISHES[wish]) == expected
 
 
-def test_an_unknown_option_of_lightnings_class_is_a_error():
+def test_an_unknown_option_of_lightnings_class_is_an_error():
     ((key, _, _),) = errors_of("strategy=mine", "+strategy.cpu_ofload=true")
     assert key == "strategy.cpu_ofload"

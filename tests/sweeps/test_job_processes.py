@@ -120,7 +120,7 @@ ENDS_OF_CHECKS = {
         pytest.param("exp.train", "constructor", 7, marks=pytest.mark.slow),
     ],
 )
-def test_each_end_of_a_check_is_a_error(module, at, count, commands):
+def test_each_end_of_a_check_is_an_error(module, at, count, commands):
     hows = [*ENDS_OF_CHECKS][:count]
     layer = ("model=ending", f"model._args_.0.at={at}", f"model._args_.0.how={','.join(hows)}")
     done = commands.run("-m", *layer, "hooks=[]", "callbacks=[]", module=module)

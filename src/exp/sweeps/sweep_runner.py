@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,12 @@ class SweepRunner:
         """
         self._passed_on = 0
         with collect_signals() as received:
-            self._work_off(queue, received)
+            try:
+                self._work_off(queue, received)
+            except Exception:
+                # The sweep itself failed, for example on a full disk.
+                self._end_running(received)
+                raise
         if received:
             interrupted = Interrupted(signum=received[0], checkpoint=str(self._directory))
             interrupted.command = self._settings.resume_command(os.path.relpath(self._directory))
@@ -176,3 +182,11 @@ class SweepRunner:
         for end in self._executor.ends(WAIT_SECONDS):
             one = self._running.pop(end.job)
             yield one.job, end.outcome, time.perf_counter() - one.started
+
+    def _end_running(self, received: Sequence[int]) -> None:
+        """Let all running jobs save their state and end, and wait for them. A signal kills them."""
+        if self._running and not self._passed_on:
+            self._executor.end(signal.SIGTERM)
+        while self._running:
+            for job, outcome, seconds in self._ends(received):
+                self._view.rows[job.number] = self._view.row_of(job, outcome, seconds=seconds)

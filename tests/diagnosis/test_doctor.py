@@ -1,4 +1,4 @@
-"""exp.doctor on machines and installations that work, are broken, or have GPUs that torch cannot use."""
+"""exp.doctor on working and broken installations, and on machines whose GPUs torch cannot use."""
 
 import importlib.metadata
 import os
@@ -80,7 +80,7 @@ def test_nvidia_smi_is_asked_for_gpus(tmp_path, monkeypatch):
 
 
 def gpu(**changed):
-    """Return what the probe finds for a GPU."""
+    """Return the facts of the probe about a GPU."""
     return {"name": "NVIDIA H100", "capability": "9.0", "free": 70 * GIB, "total": 80 * GIB, "error": "", **changed}
 
 

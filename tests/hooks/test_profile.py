@@ -1,4 +1,4 @@
-"""The hook profile: what it records and writes, and what it warns of."""
+"""The hook profile: its files, ranges and warnings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_window_cut_by_the_end_is_written(fit, caplog):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_window_after_the_end_is_a_warning(fit, caplog, steps):
-    """It ends before the warm-up, or in the warm-up."""
+    """The run ends before or during the warm-up."""
     with caplog.at_level(logging.WARNING, logger="exp.extras.debugging.profile"):
         directory = fit(*window(4, 1), "trainer.max_epochs=1", f"trainer.limit_train_batches={steps}").directory
     (warning,) = warnings_of(caplog)

@@ -1,4 +1,4 @@
-"""exp.export: files for other programs, compared with the trained network; what cannot be exported is named."""
+"""exp.export: files compared with the trained network, and errors that name unsupported operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""exp.serve: each request gets its own answer or a reason; limits and signals."""
+"""exp.serve: answers and errors of requests, limits and signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a sweep on a cluster: on SLURM, whose commands are scripts here, and with stand-ins that run them here."""
+"""Jobs of a sweep on a cluster: SLURM with scripts as its commands, and executors that run jobs on this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def work(number, *overrides):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A function that opens an executor on a SLURM whose commands read and write files of the working directory."""
+    """A function that returns an executor for SLURM commands that read and write files of the working directory."""
     (tmp_path / "bin").mkdir()
     for name, body in COMMANDS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -73,7 +73,7 @@ def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
     Path("states").write_text("1|COMPLETED\n2|OUT_OF_MEMORY\n3|RUNNING\n")
     (end,) = running.ends(5.0)
     assert (end.job, end.outcome.status) == (0, "completed")
-    # The next answer of SLURM is asked for after 5 s, and a job without a word has 5 s to write one.
+    # squeue is called again after 5 s, and a job without a report has 5 s to write it.
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 10)
     (end,) = running.ends(5.0)
@@ -92,7 +92,7 @@ def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
     assert not list(Path("outputs").glob("*/.launch-cluster"))
 
 
-def test_a_job_that_slurm_does_not_take_has_failed(slurm, tmp_path):
+def test_a_rejected_job_has_failed(slurm, tmp_path):
     running = slurm(nodes=1)
     with pytest.raises(ConfigError, match=r"sweep\.stack: 2 jobs in one process, on a cluster"):
         running.start(Work(jobs=(*work(0).jobs, *work(1).jobs)))
@@ -139,7 +139,7 @@ def processes():
 
 @pytest.fixture
 def cluster(processes, ends):
-    """A function that opens an executor that runs jobs on this machine: submitit's stand-in for SLURM, or Ray."""
+    """A function that returns an executor that runs jobs on this machine, with submitit or Ray."""
 
     def executor(name, **settings):
         if name == "ray":
@@ -156,7 +156,7 @@ def cluster(processes, ends):
 
 
 def outcomes(running, jobs, *, on_wait=None):
-    """Return what came of each job, after running them as a sweep does."""
+    """Run jobs like a sweep, and return the outcome of each."""
     waiting, started, found = list(enumerate(jobs)), 0, {}
     limit = time.monotonic() + 300
     while len(found) < len(jobs):
@@ -174,7 +174,7 @@ def outcomes(running, jobs, *, on_wait=None):
 
 
 def interrupt_once(running):
-    """Return a function that passes SIGINT on when a job waits for it."""
+    """Return a function that sends SIGINT when a job waits for it."""
     signalled = []
 
     def interrupt():
@@ -185,7 +185,7 @@ def interrupt_once(running):
     return interrupt
 
 
-def test_a_rank_that_has_ended_leaves_no_other_running(cluster, monkeypatch):
+def test_an_ended_rank_does_not_stop_the_kill(cluster, monkeypatch):
     killed = []
 
     def gone():
@@ -236,7 +236,7 @@ def test_each_end_of_a_job_on_a_cluster_is_reported(name, cluster):
 
 
 @pytest.mark.slow
-def test_the_end_of_its_time_lets_a_job_save(cluster):
+def test_a_job_saves_before_its_time_limit(cluster):
     # SIGUSR1 comes after 15 s.
     with cluster("slurm", timeout_min=1, signal_delay_s=45) as running:
         (over,) = outcomes(running, [ENDLESS])

@@ -1,4 +1,4 @@
-"""python -m exp.report: a real sweep, written run directories, damaged ones, and the command itself."""
+"""python -m exp.report: a real sweep, written and damaged run directories, and the command."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_incomplete_runs_are_rows_with_their_problems(sweep):
 
 
 def test_a_job_of_a_running_sweep_is_running(folder, write_sweep):
-    """Nothing locks the directory of a job before its training begins, but the sweep locks its own."""
+    """A job locks its directory only when its training begins, but the sweep locks the directory of the sweep."""
     sweep = write_sweep(folder / "sweep", seeds=1)
     (sweep / "0" / "report.json").unlink()
     with lock_sweep(sweep):
